@@ -1,0 +1,34 @@
+# make train   sets up .venv and trains the default recipe
+# make test    sets up .venv and runs style, types, import rules and tests
+# make slow    runs the tests that take minutes or fetch the real model
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RECIPE ?= arithmetic
+
+.PHONY: train test slow check clean
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+train: $(VENV)/.installed
+	$(BIN)/stretto train $(RECIPE)
+
+test: check
+	$(BIN)/python -m pytest
+
+slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

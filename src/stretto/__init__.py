@@ -1,0 +1,6 @@
+"""Stretto: reinforcement learning from feedback on language models, with overlapping stages.
+
+Importing this package loads nothing heavy; nor do ``stretto.config`` and ``stretto.recipes``.
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,98 @@
+"""Reductions over response tokens that do not depend on how a batch is split or padded.
+
+B responses, T tokens. A loss is ``sum(weights * per_token)`` with weights from
+:func:`token_weights`, whose denominators count over the whole optimizer step: the sum over
+micro-batches is then the loss of the whole. The masked statistics read the selected tokens only,
+row by row, so that padding columns do not even change the order of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Aggregation = Literal["token_mean", "sequence_mean"]
+
+
+def token_weights(mask: Tensor, mode: Aggregation) -> Tensor:
+    """The weight of each token in a loss.
+
+    Args:
+        mask: [B, T] bool, of *all* responses of one optimizer step. Micro-batches take rows of
+            the result.
+        mode: ``token_mean`` gives ``mask / tokens``, every token counting alike;
+            ``sequence_mean`` gives ``mask / (length_b * responses)``, every response counting
+            alike.
+
+    Returns:
+        [B, T] float32, zero outside the mask, summing to 1. An empty response has no tokens to
+        average and is not counted among the responses; without any token, all weights are zero.
+    """
+    lengths = mask.sum(dim=1, keepdim=True)
+    if mode == "token_mean":
+        denominator = lengths.sum().expand_as(lengths)
+    else:
+        denominator = lengths * (lengths > 0).sum()
+    return torch.where(mask, 1.0 / denominator.clamp_min(1), 0.0)
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the selected entries, []; the denominator is their count (NaN when there is none)."""
+    return x[mask].mean()
+
+
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Variance of the selected entries, [], Bessel-corrected (n - 1); 0 for fewer than two."""
+    selected = x[mask]
+    return selected.var(correction=1) if selected.numel() > 1 else selected.new_zeros(())
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Statistics of one part of a batch, which add up exactly to those of the whole.
+
+    Attributes:
+        sums: float64 scalars that add over parts. A weighted sum of per-token figures, with
+            weights that sum to 1 over the whole, becomes their mean.
+        minima, maxima: scalars of which the least and the greatest over all parts count.
+    """
+
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    minima: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            _merged(self.sums, other.sums, torch.add),
+            _merged(self.minima, other.minima, torch.minimum),
+            _merged(self.maxima, other.maxima, torch.maximum),
+        )
+
+    def floats(self) -> dict[str, float]:
+        """All figures as numbers. Waits for the device: call it once a step."""
+        return {
+            name: value.item()
+            for group in (self.sums, self.minima, self.maxima)
+            for name, value in group.items()
+        }
+
+
+def weighted_sums(weights: Tensor, figures: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``sum(weights * figure)`` of each per-token figure ([N], as the weights), in float64."""
+    return {
+        name: (weights.double() * figure.detach().double()).sum()
+        for name, figure in figures.items()
+    }
+
+
+def _merged(
+    a: Mapping[str, Tensor], b: Mapping[str, Tensor], combine: Callable[[Tensor, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    merged = dict(a)
+    for name, value in b.items():
+        merged[name] = combine(merged[name], value) if name in merged else value
+    return merged

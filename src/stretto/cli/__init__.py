@@ -1,0 +1,1 @@
+"""The ``stretto`` command: one file a subcommand."""

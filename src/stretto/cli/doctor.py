@@ -1,0 +1,185 @@
+"""``stretto doctor``: what this machine has, what is installed, and what would not work and why."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from packaging.requirements import Requirement
+
+DEFAULT_MODEL = "smollm2-135m"
+_LOW_MEMORY_BYTES = 4 * 10**9
+_LOW_DISK_BYTES = 5 * 10**9
+_IMPORTED = ("torch", "transformers", "peft", "datasets", "reasoning_gym")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        state: 'ok'; 'note' limits what can be done; 'broken' and nothing can be trained.
+        text: what was found, and for the last two what follows from it and what to do.
+    """
+
+    state: Literal["ok", "note", "broken"]
+    topic: str
+    text: str
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the report; status 1 when something required is broken."""
+    tyro.cli(_describe, prog="stretto doctor", args=list(arguments))
+    marks = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
+    broken = 0
+    for finding in examine():
+        broken += finding.state == "broken"
+        print(f"[{marks[finding.state]}] {finding.topic:<13} {finding.text}", flush=True)
+    print(f"{broken} broken; nothing can be trained before that is repaired" if broken else "ready")
+    return 1 if broken else 0
+
+
+def _describe() -> None:
+    """Say what this machine has, what is installed, and what would not work and why.
+
+    Exit status 1 when something required is broken.
+    """
+
+
+def examine() -> Iterator[Finding]:
+    """Everything worth knowing, in the order to read it."""
+    yield from _machine()
+    packages = list(_packages())
+    yield from packages
+    if all(finding.state != "broken" for finding in packages):
+        yield from _accelerator()
+        yield from _models()
+    yield from _extras()
+
+
+def _machine() -> Iterator[Finding]:
+    import psutil
+
+    python = platform.python_version()
+    yield Finding("ok", "python", f"{python} on {platform.system()} {platform.machine()}")
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("ok", "cores", f"{usable} usable, {psutil.cpu_count(logical=False)} physical")
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB"
+    if memory.available < _LOW_MEMORY_BYTES:
+        text += f"; PPO on {DEFAULT_MODEL} wants 4 GB: close other programs, or train 'tiny'"
+        yield Finding("note", "memory", text)
+    else:
+        yield Finding("ok", "memory", text)
+
+
+def _packages() -> Iterator[Finding]:
+    """Whether what the package requires is there, in a version that fits, and can be imported."""
+    for requirement in _requirements(extra=""):
+        yield _package(requirement, "broken")
+    for name in _IMPORTED:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            # Any failure of a foreign package's import is a finding, whatever its type.
+            yield Finding("broken", name, f"does not import: {error}; install it again")
+
+
+def _package(requirement: Requirement, missing: Literal["note", "broken"]) -> Finding:
+    name = requirement.name
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(missing, name, f"not installed; pip install '{_plain(requirement)}'")
+    if not requirement.specifier.contains(version, prereleases=True):
+        text = f"{version}, but {requirement.specifier} is needed; "
+        return Finding(missing, name, text + f"pip install '{_plain(requirement)}'")
+    return Finding("ok", name, version)
+
+
+def _plain(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def _requirements(extra: str) -> list[Requirement]:
+    """What the installed package asks for, without any extra or with one."""
+    found = map(Requirement, metadata.requires("stretto") or ())
+    chosen = (
+        r
+        for r in found
+        if (r.marker is None and not extra)
+        or (r.marker is not None and _asks_for(r, extra) and not (extra and _asks_for(r, "")))
+    )
+    return sorted(chosen, key=lambda r: r.name.lower())
+
+
+def _asks_for(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+
+
+def _accelerator() -> Iterator[Finding]:
+    import torch
+
+    from stretto.models.load import pick_dtype
+
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            yield Finding("ok", f"cuda:{index}", f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB")
+        devices.append("cuda")
+    else:
+        built = torch.version.cuda
+        why = f"no device found (torch is built for CUDA {built})" if built else "torch is CPU-only"
+        yield Finding("note", "cuda", f"{why}; models run on the CPU, without CUDA graphs")
+    for device in devices:
+        dtype = pick_dtype("auto", torch.device(device))
+        native = "native" if dtype == torch.bfloat16 else "not native"
+        text = f"bfloat16 is {native}; model.dtype = auto takes {str(dtype).removeprefix('torch.')}"
+        yield Finding("ok", f"{device} dtype", text)
+
+
+def _models() -> Iterator[Finding]:
+    from stretto.models import resolve
+
+    cache = resolve.cache_dir()
+    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    if not os.access(existing, os.W_OK):
+        text = f"{cache} cannot be written to, so no model can be fetched; check its permissions"
+        yield Finding("note", "cache", text)
+    else:
+        yield Finding("ok", "cache", str(cache))
+    if resolve.is_cached(DEFAULT_MODEL):
+        yield Finding("ok", "model", f"{DEFAULT_MODEL} is cached")
+    else:
+        text = f"{DEFAULT_MODEL} is not cached; the first use downloads it, and fails offline"
+        yield Finding("note", "model", text)
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+        yield Finding("note", "hub", "HF_HUB_OFFLINE is set: only hub models on disk can be used")
+    for topic, folder in (("disk (cache)", existing), ("disk (runs)", Path.cwd())):
+        free = shutil.disk_usage(folder).free
+        state: Literal["ok", "note"] = "ok" if free >= _LOW_DISK_BYTES else "note"
+        hint = "" if state == "ok" else "; little for models and checkpoints"
+        yield Finding(state, topic, f"{free / 1e9:.1f} GB free{hint}")
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, use in (
+        ("tensorboard", "observe.trackers tensorboard"),
+        ("wandb", "observe.trackers wandb"),
+    ):
+        for requirement in _requirements(extra):
+            found = _package(requirement, "note")
+            if found.state == "ok":
+                yield found
+            else:
+                text = f"{found.text.partition(';')[0]}: {use} would not work"
+                yield Finding("note", extra, f"{text}; pip install 'stretto[{extra}]'")

@@ -1,0 +1,67 @@
+"""``stretto COMMAND ...``: finds the command, and turns errors into a line and an exit status.
+
+Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user asked for what cannot be done,
+130 Ctrl-C. A command's module is imported only when the command is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from stretto import __version__
+from stretto.errors import StrettoError, nearest
+
+COMMANDS = {
+    "train": "train a model with reinforcement learning",
+    "generate": "let a model answer prompts",
+    "eval": "measure a model on a task (pass@1, greedy)",
+    "recipes": "list the recipes that 'train' and 'eval' take",
+    "doctor": "say what this machine has, and what would not work on it",
+    "memory": "plan the memory of the four models of PPO",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (``sys.argv`` by default) and return the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+    except StrettoError as error:
+        print(f"stretto: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stretto: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone (as in `| head`). What is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(__version__)
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"stretto: unknown command '{name}'. {nearest(name, COMMANDS)}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"stretto.cli.{name}").run(rest))
+
+
+def _usage() -> str:
+    commands = "\n".join(f"  {name:<10} {line}" for name, line in COMMANDS.items())
+    return (
+        "usage: stretto COMMAND [OPTIONS]\n\n"
+        "Reinforcement learning from feedback on language models.\n\n"
+        f"commands:\n{commands}\n\n"
+        "'stretto COMMAND --help' documents every option. Start with: stretto train"
+    )

@@ -1,0 +1,84 @@
+"""Every error Stretto raises on purpose, in one tree.
+
+::
+
+    StrettoError
+    ├── ConfigError            a setting is unknown, out of range, or contradicts another
+    ├── MissingExtraError      an optional library is needed; names the extra to install
+    ├── ModelError             a model cannot be found, fetched, loaded or driven
+    ├── TaskError              a dataset cannot be read, or lacks a column
+    ├── JudgeError             a reward source failed on a sample (carries the samples)
+    ├── EngineError            the generation engine was asked for what it cannot do
+    ├── LearnerError           training found its own numbers wrong
+    ├── StateError             saved state does not fit what it is put back into
+    └── LifecycleError         a rollout was moved along an edge that does not exist
+
+Each message says the rule, the value that broke it, and the remedy. The command line prints the
+message alone and exits with status 2; anything else that escapes is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class StrettoError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(StrettoError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+class MissingExtraError(StrettoError):
+    """An optional library is needed and not installed."""
+
+    def __init__(self, library: str, extra: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the library '{library}', which is not installed. "
+            f"Install it with: pip install 'stretto[{extra}]'"
+        )
+
+
+class ModelError(StrettoError):
+    """A model cannot be found, fetched, loaded or driven."""
+
+
+class TaskError(StrettoError):
+    """A dataset cannot be read, or lacks what the task needs."""
+
+
+class JudgeError(StrettoError):
+    """A reward source failed on at least one sample.
+
+    Attributes:
+        rollout_ids: the rollouts whose samples could not be judged.
+    """
+
+    def __init__(self, message: str, rollout_ids: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.rollout_ids = tuple(rollout_ids)
+
+
+class EngineError(StrettoError):
+    """The generation engine was asked for what it cannot do."""
+
+
+class LearnerError(StrettoError):
+    """Training found its own numbers wrong, and stops rather than learn from them."""
+
+
+class StateError(StrettoError):
+    """Saved state does not fit the component it is put back into."""
+
+
+class LifecycleError(StrettoError):
+    """A rollout was moved along an edge that its life does not have."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that helps with an unknown name: the closest known one, or all of them."""
+    known = sorted(known)
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(known)}."

@@ -1,0 +1,1 @@
+"""Language models: find, load, check, run and save. Import the modules; this one stays light."""

@@ -1,0 +1,122 @@
+"""Forward passes at response positions, the same for actor, reference and critic.
+
+Shapes: b sequences in a micro-batch, L padded tokens, N response tokens of all of them, H hidden.
+
+Sequences are padded on the right. Under a causal mask nothing before the padding can see it, so no
+attention mask is needed at all and the fastest attention kernels apply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import ModelError
+from stretto.models.logits import OutputHead
+from stretto.types import Rollout
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """The transformers model inside a PEFT wrapper (its adapters stay active), or itself."""
+    wrapper: Any = model
+    return wrapper.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The model without its head: token ids -> last hidden state (final norm applied)."""
+    return cast(nn.Module, unwrapped(model).base_model)
+
+
+def output_head(model: nn.Module) -> OutputHead:
+    """The head of a causal language model, as plain tensors and factors.
+
+    Raises:
+        ModelError: hidden states times the head are not the model's own logits.
+    """
+    lm = unwrapped(model)
+    linear, config = lm.get_output_embeddings(), lm.config
+    if linear is None or linear.weight.ndim != 2:
+        raise ModelError(f"{type(lm).__name__} has no linear output head; use a causal LM")
+    head = OutputHead(
+        weight=linear.weight,
+        bias=getattr(linear, "bias", None),
+        scale=float(getattr(config, "logit_scale", None) or 1.0)
+        / float(getattr(config, "logits_scaling", None) or 1.0),
+        softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+    )
+    _check_head(lm, head)
+    return head
+
+
+@torch.no_grad()
+def _check_head(lm: Any, head: OutputHead) -> None:
+    ids = torch.arange(8, device=head.weight.device).remainder(head.weight.shape[0])[None]
+    ours = head.logits(lm.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    theirs = lm(input_ids=ids, use_cache=False).logits.float()
+    worst = (ours - theirs).abs().max().item()
+    if not worst <= 0.02 * theirs.abs().max().item() + 1e-4:
+        raise ModelError(
+            f"{type(lm).__name__} does something to its logits besides its output layer (they "
+            f"differ by {worst:.3g}); Stretto computes logits at response positions only and "
+            "cannot use it. Choose a model with a plain, scaled or soft-capped linear head"
+        )
+
+
+def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Token ids [b, L], padded with 0 after each row's end."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
+
+
+def hidden_states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Last hidden states [b, L, H] of right-padded rows; entries past a row's end are garbage."""
+    ids = pad_right(rows, next(model.parameters()).device)
+    return cast(Tensor, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
+
+
+def response_hidden(model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+    """Hidden states [N, H] at the positions that predict each response token.
+
+    The state that predicts response token t is the one at prompt length + t - 1; it is also the
+    state whose value is V(s_t). Rollouts follow one another in the order given. The last response
+    token is never an input: nothing is predicted from it.
+    """
+    rows = [[*r.prompt.tokens, *r.tokens[:-1]] for r in rollouts]
+    hidden = hidden_states(model, rows)
+    first = [len(r.prompt.tokens) - 1 for r in rollouts]
+    return torch.cat([h[f : f + len(r)] for h, f, r in zip(hidden, first, rollouts, strict=True)])
+
+
+def response_tokens(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
+    """Response tokens [N] of all rollouts, one after another."""
+    return torch.tensor([t for r in rollouts for t in r.tokens], device=device)
+
+
+def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Split sequences into micro-batches of at most ``budget`` tokens, padding counted.
+
+    Neighbours in length go together, so that little is padded. A sequence longer than the budget
+    makes a micro-batch of its own.
+
+    Args:
+        lengths: tokens of each sequence.
+        budget: tokens a micro-batch.
+
+    Returns:
+        Indices into ``lengths``, longest sequences first.
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= budget:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def microbatches(rollouts: Sequence[Rollout], budget: int) -> Iterable[list[int]]:
+    """Micro-batches of whole rollouts by token budget, as indices into ``rollouts``."""
+    return by_token_budget([len(r.prompt.tokens) + len(r) for r in rollouts], budget)

@@ -1,0 +1,271 @@
+"""Load models in Hugging Face format, refuse those that cannot be trained here, and save them."""
+
+from __future__ import annotations
+
+import copy
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from stretto.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+# -- where and how to compute --------------------------------------------------------------------
+
+
+def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
+    """The device to compute on; ``auto`` is CUDA where there is one.
+
+    Raises:
+        ConfigError: CUDA is asked for and missing.
+    """
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            "model.device = 'cuda' needs a CUDA device, and torch sees none. "
+            "Use --model.device auto or cpu, or install a torch build for your GPU"
+        )
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
+    """The type to compute in; ``auto`` is bfloat16 where the hardware has it, float32 elsewhere."""
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        native = _cpu_has_bfloat16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether the CPU multiplies bfloat16 itself.
+
+    On x86, oneDNN already says yes to AVX512 alone, where bfloat16 is emulated and slower than
+    float32, so the instruction sets are asked for by name. On ARM it reads the very instruction.
+    """
+    if platform.machine().lower() in ("aarch64", "arm64"):
+        has_onednn = torch.backends.mkldnn.is_available()
+        return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+def load_tokenizer(
+    name_or_path: Path | str, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model.
+
+    Raises:
+        ModelError: there is none, or it cannot be fetched.
+    """
+    from transformers import AutoTokenizer
+
+    with _explained(name_or_path, "the tokenizer"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(name_or_path), trust_remote_code=trust_remote_code
+        )
+    return tokenizer
+
+
+def load_causal_lm(
+    path: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A decoder-only language model, in eval mode and with every dropout at 0, its config's too.
+
+    Weights are read from safetensors only.
+
+    Args:
+        path: a folder in Hugging Face format, or a hub name.
+
+    Raises:
+        ModelError: it cannot be found, fetched or read; some of its weights are missing; it looks
+            ahead; or it keeps no key-value cache.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code)
+    _check_decoder(model, path)
+    return model
+
+
+def load_sequence_classifier(
+    path: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A model with one score for a sequence (a reward model), in eval mode, every dropout at 0.
+
+    Raises:
+        ModelError: it cannot be found, fetched or read; it has several scores; or its head is not
+            among its weights (it is a language model, not a reward model).
+    """
+    from transformers import AutoModelForSequenceClassification
+
+    labels = _load_config(path, trust_remote_code).num_labels
+    if labels != 1:
+        raise ModelError(
+            f"a reward model gives one score (num_labels = 1); '{path}' has num_labels = {labels}. "
+            "Give a sequence-classification checkpoint trained with a single label"
+        )
+    return _load(AutoModelForSequenceClassification, path, dtype, device, trust_remote_code)
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a response: the tokenizer's, and those of the generation config.
+
+    Empty where neither names one: such a model stops at the token limit or a stop string only.
+    """
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    ids = configured if isinstance(configured, list) else [configured]
+    own: Any = tokenizer.eos_token_id
+    return frozenset(int(i) for i in [*ids, own] if i is not None)
+
+
+def _load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    with _explained(path, "the config"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(path), trust_remote_code=trust_remote_code
+        )
+    return config
+
+
+def _load(
+    auto_class: Any,
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    config = _load_config(path, trust_remote_code)
+    _zero_dropout(config)
+    with _explained(path, "the model"), quiet_transformers():
+        model, report = auto_class.from_pretrained(
+            str(path),
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"every weight of {type(model).__name__} must be in the checkpoint; '{path}' lacks "
+            f"{len(missing)} of them ({', '.join(missing[:3])}), which would start from random "
+            "numbers. Give a checkpoint saved from a model of this class"
+        )
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    loaded: PreTrainedModel = model.to(device).eval()
+    return loaded
+
+
+def _zero_dropout(config: PreTrainedConfig) -> None:
+    """Set all dropout probabilities to 0, before modules copy them, in nested configs too.
+
+    With dropout, the log-probabilities trained on are not those of the policy that sampled.
+    """
+    from transformers import PreTrainedConfig
+
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _zero_dropout(value)
+        elif isinstance(value, float) and "drop" in key:
+            setattr(config, key, 0.0)
+
+
+@torch.no_grad()
+def _check_decoder(model: PreTrainedModel, path: Path | str) -> None:
+    """Runs two sequences that differ in their last token: the logits before it must not differ."""
+    ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
+    outputs = model(input_ids=ids, use_cache=True)
+    cache = getattr(outputs, "past_key_values", None)
+    logits = outputs.logits.float()
+    difference = (logits[0, :2] - logits[1, :2]).abs().max()
+    tolerance = max(1e-4, 4 * torch.finfo(model.dtype).eps) * logits.abs().max()
+    if cache is None or cache.get_seq_length() != 3 or difference > tolerance:
+        raise ModelError(
+            "only decoder-only models with a key-value cache can be trained; "
+            f"'{path}' is a {type(model).__name__}, which "
+            + ("looks ahead" if difference > tolerance else "keeps no such cache")
+            + ". Give a causal language model, such as a Llama, Qwen or GPT-NeoX"
+        )
+
+
+@contextmanager
+def _explained(path: Path | str, what: str) -> Iterator[None]:
+    """Turns what transformers raises on a bad checkpoint into a ModelError with a remedy."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if isinstance(path, Path):
+            remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
+        else:
+            remedy = (
+                "There is no such folder either. Check the name and the network (a gated model "
+                "needs HF_TOKEN), or download it elsewhere and give the folder with --model.name"
+            )
+        raise ModelError(f"cannot load {what} of '{path}': {reason}. {remedy}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings of transformers; what they were set to comes back after."""
+    from transformers.utils import logging
+
+    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a model so that ``AutoModelForCausalLM.from_pretrained(folder)`` gives it back.
+
+    With LoRA, the adapters are merged into a copy, which is saved as a full model; the adapters
+    alone go to ``folder / "adapter"``.
+
+    Args:
+        model: a transformers model, or one wrapped by peft.
+
+    Raises:
+        ModelError: transformers refuses to save it.
+    """
+    if hasattr(model, "merge_and_unload"):
+        # The embeddings are not trained, and looking for changes in them would ask the hub.
+        model.save_pretrained(folder / "adapter", save_embedding_layers=False)
+        model = copy.deepcopy(model).merge_and_unload()
+    try:
+        model.generation_config.validate(strict=True)
+    except ValueError:
+        # Published checkpoints set a temperature without do_sample, which loads but does not save.
+        model.generation_config.do_sample = True
+    try:
+        with quiet_transformers():
+            model.save_pretrained(folder)
+    except ValueError as error:
+        raise ModelError(
+            f"cannot save the model to '{folder}': {error}. Correct generation_config.json in the "
+            "folder that the model was loaded from"
+        ) from error
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,154 @@
+"""Log-probabilities of given tokens, without ever holding a [tokens, vocabulary] matrix.
+
+Shapes: N response tokens, H hidden size, V vocabulary, C vocabulary entries worked on at a time.
+
+The vocabulary is walked in slices of C entries: the forward pass keeps a running log-sum-exp (and
+the running mean logit that the entropy needs), the backward pass makes each slice of logits again
+and turns it into gradients at once. Peak memory is N x C whatever V is, and each slice of the
+head's gradient is written exactly once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SLICE_BYTES = {"cpu": 8 << 20}
+"""Size of a slice of logits in float32: what stays in a CPU's cache; elsewhere 256 MiB."""
+
+MIN_SLICE = 1024
+"""A slice is never narrower than this, or matrix products lose their speed."""
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """What turns the last hidden state into logits.
+
+    Attributes:
+        weight: [V, H].
+        bias: [V] or ``None``.
+        scale: factor on the logits (Cohere's logit_scale, the inverse of Granite's logits_scaling).
+        softcap: logits become cap * tanh(logits / cap) (Gemma 2); 0 is off.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+
+    def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+        """Logits of vocabulary entries ``start:stop``: [..., H] -> [..., C], at least float32."""
+        bias = None if self.bias is None else self.bias[start:stop]
+        raw = F.linear(hidden, self.weight[start:stop], bias)
+        logits = raw if raw.dtype == torch.float64 else raw.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+def token_logprobs(
+    head: OutputHead, hidden: Tensor, targets: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy of each distribution, at the given temperature.
+
+    Args:
+        head: of the model that made ``hidden``.
+        hidden: [N, H], at the positions that predict the targets.
+        targets: [N] token ids.
+        temperature: divides the logits; the distribution is the one that was sampled from.
+
+    Returns:
+        Log-probabilities [N] and entropies [N] in nats, float32 (float64 for float64 input).
+        Gradients flow to ``hidden`` and to the head's weight and bias from both.
+    """
+    logprobs, entropy = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, head.weight, head.bias, targets, head, temperature
+    )
+    return logprobs, entropy
+
+
+def _slices(tokens: int, vocabulary: int, device: str) -> list[tuple[int, int]]:
+    width = max(MIN_SLICE, SLICE_BYTES.get(device, 256 << 20) // (4 * max(tokens, 1)))
+    return [(a, min(a + width, vocabulary)) for a in range(0, vocabulary, width)]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """See :func:`token_logprobs`. With s the scaled logits, p = softmax(s), L = logsumexp(s):
+
+    logprob = s[target] - L           d logprob / ds = onehot(target) - p
+    entropy = L - sum(p * s)          d entropy / ds = -p * (s - L + entropy)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: OutputHead,
+        temperature: float,
+    ) -> tuple[Tensor, Tensor]:
+        n, vocabulary = hidden.shape[0], weight.shape[0]
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        top = torch.full((n,), -torch.inf, dtype=dtype, device=hidden.device)
+        total, weighted, chosen = (torch.zeros_like(top) for _ in range(3))
+        for start, stop in _slices(n, vocabulary, hidden.device.type):
+            s = head.logits(hidden, start, stop).div_(temperature)
+            new_top = torch.maximum(top, s.amax(-1))
+            # All sums are kept relative to the largest logit so far. At first that is -inf, over an
+            # empty sum: the clamp makes 0 * inf a 0.
+            fall = (top - new_top).clamp_min(torch.finfo(dtype).min)
+            shrink = fall.exp()
+            s.sub_(new_top[:, None])
+            e = s.exp()
+            weighted = shrink * (weighted + total * fall) + (e * s).sum(-1)
+            total = total * shrink + e.sum(-1)
+            here = (targets >= start) & (targets < stop)
+            at = (targets - start).clamp(0, stop - start - 1)
+            chosen = torch.where(here, s.gather(1, at[:, None])[:, 0], chosen + fall)
+            top = new_top
+        log_total = total.log()
+        lse = top + log_total
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.head, ctx.temperature = head, temperature
+        return chosen - log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logprob, grad_entropy = grads
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        head, temperature = ctx.head, ctx.temperature
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.zeros(hidden.shape, dtype=lse.dtype, device=hidden.device)
+        d_weight = torch.empty_like(weight) if need_weight else None
+        d_bias = torch.empty_like(bias) if bias is not None and need_bias else None
+        has_entropy = bool((grad_entropy != 0).any())
+        for start, stop in _slices(hidden.shape[0], weight.shape[0], hidden.device.type):
+            z = head.logits(hidden, start, stop)
+            log_p = (z / temperature).sub_(lse[:, None])
+            p = torch.exp(log_p)
+            slope = -grad_logprob[:, None].expand_as(p)
+            if has_entropy:
+                slope = slope - grad_entropy[:, None] * (log_p + entropy[:, None])
+            ds = p.mul_(slope)
+            here = ((targets >= start) & (targets < stop)).nonzero()[:, 0]
+            ds[here, targets[here] - start] += grad_logprob[here]
+            ds.mul_(head.scale / temperature)
+            if head.softcap:
+                ds.mul_(1 - (z / head.softcap).square_())
+            ds = ds.to(hidden.dtype)
+            if need_hidden:
+                d_hidden += ds @ weight[start:stop]
+            if d_weight is not None:
+                torch.mm(ds.T, hidden, out=d_weight[start:stop])
+            if d_bias is not None:
+                d_bias[start:stop] = ds.sum(0)
+        return d_hidden.to(hidden.dtype), d_weight, d_bias, None, None, None

@@ -1,0 +1,245 @@
+"""How much memory the four models of PPO take, in the two ways people count it.
+
+Both count weights, gradients and optimizer states only; activations, the KV cache and buffers come
+on top. ``P`` stands for the parameters of one model; all four are taken to be of one size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from stretto.config import Config, ModelConfig
+from stretto.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Role = Literal["actor", "critic", "reference", "reward"]
+ROLES: tuple[Role, ...] = ("actor", "critic", "reference", "reward")
+TRAINED_ROLES: frozenset[Role] = frozenset({"actor", "critic"})
+
+GPU_BYTES = 80 * 10**9
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+@dataclass(frozen=True, slots=True)
+class RoleMemory:
+    """What one model takes, in bytes.
+
+    Attributes:
+        weights_bytes: parameters, with adapters where there are any.
+        gradients_bytes: of the trained parameters.
+        adam_bytes: both moments of the trained parameters.
+    """
+
+    role: Role
+    weights_bytes: int
+    gradients_bytes: int
+    adam_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.weights_bytes + self.gradients_bytes + self.adam_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """The plan under one way of counting."""
+
+    roles: tuple[RoleMemory, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all models."""
+        return sum(role.total_bytes for role in self.roles)
+
+    def gpus(self, gpu_bytes: int = GPU_BYTES) -> int:
+        """The fewest GPUs whose memory together holds it."""
+        return math.ceil(self.total_bytes / gpu_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The memory of actor, critic, reference and reward model.
+
+    Attributes:
+        parameters: P, of each model.
+        trained: trained parameters of actor and critic each; P unless LoRA is on.
+        sixteen_bit: everything at 16 bits and no gradients kept, as systems papers count:
+            weights 2P, Adam 4P, so 6P a trained model, 2P a frozen one, 16P in all.
+        mixed: mixed precision, what Stretto's learner keeps: fp32 master weights, gradients and
+            Adam moments (16 bytes a trained parameter), frozen weights at the compute type's width.
+    """
+
+    parameters: int
+    trained: int
+    sixteen_bit: Counting
+    mixed: Counting
+
+
+def memory_plan(
+    parameters: int,
+    *,
+    trained: int | None = None,
+    roles: Sequence[Role] = ROLES,
+    frozen_bytes: int = 2,
+) -> MemoryPlan:
+    """Count the memory of a PPO run.
+
+    Args:
+        parameters: P, of each model.
+        trained: trained parameters of actor and critic each, where these are adapters added to
+            frozen weights (LoRA); ``None`` trains all P.
+        roles: the models there are.
+        frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
+
+    Raises:
+        ConfigError: a count below 1.
+    """
+    for count in (parameters, trained):
+        if count is not None and count < 1:
+            raise ConfigError(f"a number of parameters is 1 or more; got {count}")
+    frozen, learned = (0, parameters) if trained is None else (parameters, trained)
+
+    def of(role: Role, width: int, master: int, gradient: int, adam: int) -> RoleMemory:
+        if role not in TRAINED_ROLES:
+            return RoleMemory(role, width * parameters, 0, 0)
+        weights = width * frozen + master * learned
+        return RoleMemory(role, weights, gradient * learned, adam * learned)
+
+    return MemoryPlan(
+        parameters=parameters,
+        trained=learned,
+        sixteen_bit=Counting(tuple(of(r, 2, 2, 0, 4) for r in roles)),
+        mixed=Counting(tuple(of(r, frozen_bytes, 4, 4, 8) for r in roles)),
+    )
+
+
+def measure(config: ModelConfig) -> tuple[int, int | None]:
+    """Count a model's parameters without loading it: in all, and of its LoRA adapters.
+
+    The second is ``None`` when there are no adapters.
+
+    Raises:
+        ModelError: the model's architecture cannot be read.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from stretto.models.lora import add_lora
+
+    auto_class: Any = AutoModelForCausalLM
+    architecture = _architecture(config)
+    with torch.device("meta"):
+        model = auto_class.from_config(architecture, trust_remote_code=config.trust_remote_code)
+        parameters = sum(p.numel() for p in model.parameters())
+        if not config.lora_rank:
+            return parameters, None
+        adapted = add_lora(model, config, "CAUSAL_LM")
+    return parameters, sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def _architecture(config: ModelConfig) -> PreTrainedConfig:
+    from transformers import AutoConfig, LlamaConfig
+
+    from stretto.models.resolve import resolve
+
+    if config.name == "smollm2-135m":  # known without fetching 93 MB to count them
+        return LlamaConfig(
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+        )
+    source = resolve(config.name)
+    try:
+        loaded: PreTrainedConfig = AutoConfig.from_pretrained(
+            str(source), trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(
+            f"cannot read the architecture of '{config.name}': {reason}. "
+            "Check the name and the network, or give a number of parameters such as 7B"
+        ) from error
+    return loaded
+
+
+def plan_for(config: Config) -> MemoryPlan:
+    """The plan of a run: with the models that it has, its adapters and its compute type.
+
+    Raises:
+        ModelError: the actor's architecture cannot be read.
+    """
+    from stretto.models.load import pick_device, pick_dtype
+
+    parameters, trained = measure(config.model)
+    roles: list[Role] = ["actor", "critic"]
+    if config.algorithm.kl_coef:
+        roles.append("reference")
+    if any(source.startswith("model:") for source in config.reward.sources):
+        roles.append("reward")
+    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
+    return memory_plan(parameters, trained=trained, roles=roles, frozen_bytes=dtype.itemsize)
+
+
+def parse_parameters(text: str) -> int | None:
+    """'7B', '135M', '1.5b' or '7_000_000_000' as a count; ``None`` when it is not a number."""
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    return round(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_plan(plan: MemoryPlan) -> str:
+    """The plan as a table, both countings side by side, with what each of them means."""
+    trained = (
+        "all trained" if plan.trained == plan.parameters else f"{_count(plan.trained)} trained"
+    )
+    lines = [
+        f"Memory for weights, gradients and Adam states; {_count(plan.parameters)} parameters a "
+        f"model ({trained} in actor and critic)",
+        f"  {'model':<10} {'16-bit':>10}   {'mixed precision':>15}",
+    ]
+    pairs = zip(plan.sixteen_bit.roles, plan.mixed.roles, strict=True)
+    for low, mixed in pairs:
+        lines.append(
+            f"  {low.role:<10} {_size(low.total_bytes):>10}   {_size(mixed.total_bytes):>15}"
+        )
+    low_total, mixed_total = plan.sixteen_bit.total_bytes, plan.mixed.total_bytes
+    lines += [
+        f"  {'total':<10} {_size(low_total):>10}   {_size(mixed_total):>15}",
+        f"  {'80 GB GPUs':<10} {f'>= {plan.sixteen_bit.gpus()}':>10}   "
+        f"{f'>= {plan.mixed.gpus()}':>15}",
+        "  16-bit: weights 2 bytes and Adam 4 bytes a parameter, as systems papers count.",
+        "  mixed precision: fp32 master weights, gradients and Adam states, 16 bytes a trained "
+        "parameter. This is what Stretto uses.",
+        "  Activations and the KV cache come on top.",
+    ]
+    return "\n".join(lines)
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return str(number)
+
+
+def _size(size_bytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= size:
+            return (
+                f"{size_bytes / size:,.4g} {unit}"
+                if size_bytes < 1000 * size
+                else (f"{size_bytes / size:,.0f} {unit}")
+            )
+    return f"{size_bytes} B"

@@ -1,0 +1,77 @@
+"""The ``tiny`` model: a small Llama from scratch with a byte tokenizer, for tests and first tries.
+
+It knows nothing, costs milliseconds, and is a model like any other: everything that works on it
+works through the same code as on a large one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TINY_FORMAT = 1
+"""Raised whenever :func:`make_tiny` writes something else than before."""
+
+_PAD, _BOS, _EOS = 256, 257, 258
+
+
+def make_tiny(folder: Path, seed: int = 0) -> None:
+    """Write a Llama of 115,200 parameters and its tokenizer to ``folder``, in Hugging Face format.
+
+    The weights depend on the seed alone; the global random state is left as it was.
+    """
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        pad_token_id=_PAD,
+        bos_token_id=_BOS,
+        eos_token_id=_EOS,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+        pad_token_id=_PAD, bos_token_id=_BOS, eos_token_id=_EOS
+    )
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose token i is the byte i, with ``<pad>``, ``<bos>`` and ``<eos>`` after them.
+
+    It adds no special tokens by itself, and has no chat template.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<pad>", "<bos>", "<eos>")])
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level BPE (Radford et al. 2019)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    characters = {byte: chr(byte) for byte in printable}
+    characters |= {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [characters[byte] for byte in range(256)]

@@ -1,0 +1,121 @@
+"""The live display, with rich."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from stretto.config import Config
+from stretto.observe.progress import (
+    KL,
+    LENGTH,
+    REWARD,
+    THROUGHPUT,
+    History,
+    duration,
+    headline,
+)
+from stretto.observe.run_directory import Sample
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SAMPLE_CHARS = 300
+
+
+class RichProgress:
+    """A panel at the bottom of the terminal; notes and other output scroll above it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._history = History()
+        self._live: Live | None = None
+
+    def start(self, config: Config, plan_text: str) -> None:
+        """Print what will run, and open the panel."""
+        self.note(headline(config))
+        self.note(plan_text)
+        self._live = Live(
+            Text("preparing the first step ..."), console=self._console, auto_refresh=False
+        )
+        self._live.start(refresh=True)
+
+    def step(
+        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
+    ) -> None:
+        """Redraw the panel."""
+        self._history.add(stats)
+        if self._live is not None:
+            self._live.update(self._panel(step, total, stats, samples), refresh=True)
+
+    def note(self, text: str) -> None:
+        """Print a message above the panel."""
+        if text:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Close the panel; its last state stays on the terminal."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _panel(
+        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
+    ) -> RenderableType:
+        eta_s = self._history.eta_s(step, total)
+        head = Table.grid(padding=(0, 2))
+        head.add_row(
+            f"step {step}/{total}",
+            ProgressBar(total=total, completed=step, width=30),
+            "" if eta_s is None else f"{duration(eta_s)} left",
+        )
+        figures = Table.grid(padding=(0, 3))
+        figures.add_row(
+            f"reward [bold]{_figure(stats, REWARD, '.3f')}[/] {self._trend()}",
+            f"KL {_figure(stats, KL, '.4f')}",
+            f"length {_figure(stats, LENGTH, '.1f')}",
+            f"{_figure(stats, THROUGHPUT, '.0f')} tokens/s",
+        )
+        parts: list[RenderableType] = [head, figures, Text(sparkline(list(self._history.rewards)))]
+        if samples:
+            first = samples[0]
+            parts.append(
+                f"[dim]{escape(_short(first.prompt))}[/]\n{escape(_short(first.response))} "
+                f"[dim](reward {first.reward:.3g})[/]"
+            )
+        return Panel(Group(*parts), border_style="dim")
+
+    def _trend(self) -> str:
+        change = self._history.trend()
+        if change is None:
+            return ""
+        return f"[green]▲ {change:+.3f}[/]" if change > 0 else f"[red]▼ {change:+.3f}[/]"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One bar a value, from the lowest to the highest; values that are not finite are gaps."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(
+        _BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0]
+        if math.isfinite(value)
+        else " "
+        for value in values
+    )
+
+
+def _figure(stats: Mapping[str, float], name: str, form: str) -> str:
+    return format(stats[name], form) if name in stats else "-"
+
+
+def _short(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _SAMPLE_CHARS else flat[:_SAMPLE_CHARS] + " ..."

@@ -1,0 +1,158 @@
+"""A folder for each run.
+
+::
+
+    runs/arithmetic-001/
+    ├── config.toml      every setting, resolved; load it to repeat or resume the run
+    ├── metrics.jsonl    one JSON object a step
+    ├── samples.jsonl    some responses of each step, with their rewards
+    ├── checkpoints/     what a run is resumed from
+    └── model/           the trained model in Hugging Face format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from stretto.config import Config
+from stretto.errors import ConfigError, StateError
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response, as it is shown and kept.
+
+    Attributes:
+        reward: the weighted sum of its scores.
+        finish: why it ended, 'stop' or 'length'.
+        tokens: the response's length.
+    """
+
+    prompt: str
+    response: str
+    reward: float
+    finish: str
+    tokens: int
+
+
+class RunDirectory:
+    """The files of one run; a record is on disk, whole, when the call that writes it returns."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.metrics_file = path / "metrics.jsonl"
+        self.samples_file = path / "samples.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+
+    @property
+    def name(self) -> str:
+        """The run's name: its folder's."""
+        return self.path.name
+
+    @classmethod
+    def create(cls, out: str | Path, name: str, config: Config) -> Self:
+        """Make ``<out>/<name>-<NNN>`` with the number after the highest there is.
+
+        Raises:
+            ConfigError: the folder cannot be made.
+        """
+        root = Path(out)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            path = _claim(root, name)
+            run = cls(path)
+            run.checkpoints.mkdir()
+            run.save_config(config)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a run directory in '{root}': {error}; choose another with --out"
+            ) from error
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """The directory of an earlier run.
+
+        Raises:
+            ConfigError: it is not a run directory.
+        """
+        run = cls(Path(path))
+        if not run.config_file.is_file():
+            raise ConfigError(f"'{path}' is not a run directory: it has no config.toml")
+        run.checkpoints.mkdir(exist_ok=True)
+        return run
+
+    def save_config(self, config: Config) -> None:
+        """Write the resolved settings, every one of them."""
+        _replace(self.config_file, tomli_w.dumps(config.model_dump()).encode())
+
+    def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
+        """Add a step's figures. JSON has no NaN or infinity; those are written as ``null``."""
+        figures = {
+            name: float(value) if math.isfinite(value) else None for name, value in stats.items()
+        }
+        _append(self.metrics_file, [{"step": step, **figures}])
+
+    def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Add a step's responses."""
+        _append(self.samples_file, [{"step": step, **asdict(sample)} for sample in samples])
+
+    def rewind(self, step: int) -> None:
+        """Drop the records of steps after ``step``, and a last line that a crash left unfinished.
+
+        Raises:
+            StateError: a line before the last is not JSON.
+        """
+        for file in (self.metrics_file, self.samples_file):
+            if file.exists():
+                lines = file.read_bytes().splitlines(keepends=True)
+                if lines and not lines[-1].endswith(b"\n"):
+                    lines.pop()
+                kept = [line for line in lines if _step_of(line, file) <= step]
+                _replace(file, b"".join(kept))
+
+
+def _claim(root: Path, name: str) -> Path:
+    """Make the next free folder; two runs that start at the same time get one each."""
+    while True:
+        pattern = re.compile(re.escape(name) + r"-(\d+)")
+        taken = [int(m[1]) for entry in root.iterdir() if (m := pattern.fullmatch(entry.name))]
+        path = root / f"{name}-{max(taken, default=0) + 1:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+
+
+def _append(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    # Unbuffered: one write call for all, which Ctrl-C comes before or after but never between.
+    with file.open("ab", buffering=0) as stream:
+        stream.write(lines.encode(errors="replace"))
+
+
+def _replace(file: Path, content: bytes) -> None:
+    temporary = file.with_suffix(file.suffix + ".tmp")
+    temporary.write_bytes(content)
+    temporary.replace(file)
+
+
+def _step_of(line: bytes, file: Path) -> int:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(
+            f"'{file}' has a line that is not a step's record: {line[:60]!r}; "
+            "repair or remove the file to resume the run"
+        ) from error

@@ -1,0 +1,102 @@
+"""TensorBoard and Weights & Biases, by their own writers.
+
+accelerate's trackers would do the same behind one face, but their logging refuses to work until
+accelerate's process state exists, and creating that may join a process group, set the number of
+threads and change the environment: too much to happen because somebody wanted curves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from stretto.config import Config
+from stretto.errors import MissingExtraError
+from stretto.observe.run_directory import RunDirectory
+
+
+class Tracker(Protocol):
+    """Takes a run's figures elsewhere."""
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        """Hand over a step's figures."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+class TensorBoard:
+    """Event files under ``tensorboard/`` in the run directory."""
+
+    def __init__(self, run: RunDirectory, resumed_step: int) -> None:
+        try:
+            tensorboard = importlib.import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise MissingExtraError(
+                "tensorboard", "tensorboard", "observe.trackers = 'tensorboard'"
+            ) from error
+        # purge_step hides what an interrupted run wrote past the step it is resumed from.
+        purge = resumed_step + 1 if resumed_step else None
+        self._writer: Any = tensorboard.SummaryWriter(
+            log_dir=str(run.path / "tensorboard"), purge_step=purge
+        )
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        """Write the figures, and flush."""
+        for name, value in stats.items():
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandB:
+    """A Weights & Biases run of the run directory's name, in the project 'stretto'.
+
+    Its id is kept beside the metrics so that a resumed run goes on with its curves. Where, as whom
+    and whether at all it uploads is Weights & Biases' own business (``wandb login``,
+    ``WANDB_PROJECT``, ``WANDB_MODE``).
+    """
+
+    def __init__(self, run: RunDirectory, config: Config) -> None:
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise MissingExtraError("wandb", "wandb", "observe.trackers = 'wandb'") from error
+        id_file = run.path / "wandb.id"
+        run_id = id_file.read_text().strip() if id_file.exists() else None
+        self._run: Any = wandb.init(
+            project=None if "WANDB_PROJECT" in os.environ else "stretto",
+            name=run.name,
+            id=run_id,
+            resume="allow",
+            dir=str(run.path),
+            config=config.model_dump(),
+        )
+        id_file.write_text(self._run.id)
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        """Hand over the figures."""
+        self._run.log(dict(stats), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def open_trackers(config: Config, run: RunDirectory, resumed_step: int = 0) -> list[Tracker]:
+    """The trackers that ``observe.trackers`` names.
+
+    Raises:
+        MissingExtraError: the library of one is not installed.
+    """
+    made: list[Tracker] = []
+    for name in config.observe.trackers:
+        made.append(TensorBoard(run, resumed_step) if name == "tensorboard" else WandB(run, config))
+    return made

@@ -1,0 +1,104 @@
+"""Who does the work: the three roles a schedule talks to.
+
+The methods are coroutines so that one schedule serves a single process, a cluster and virtual time
+alike. A role answers its calls in the order they were made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from stretto.types import Batch, Chunk, Rollout, Score, ScoreKind, Stats, Weights
+
+
+class Generator(Protocol):
+    """Decodes rollouts with the actor."""
+
+    async def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Queue rollouts for decoding. One that already has tokens goes on after them."""
+        ...
+
+    async def decode(self, max_tokens: int) -> Sequence[Chunk]:
+        """Give every admitted rollout up to ``max_tokens`` more tokens.
+
+        Returns one chunk for each rollout that advanced. A finished rollout leaves by itself.
+        """
+        ...
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget rollouts, finished or not; unknown ids are ignored."""
+        ...
+
+    async def load(self, weights: Weights) -> None:
+        """Decode with these weights from now on, and prove it.
+
+        Raises:
+            EngineError: the fingerprint after loading is not the one handed over.
+        """
+        ...
+
+
+class Scorer(Protocol):
+    """Scores rollouts: a reward model, the reference, the critic, or a function."""
+
+    @property
+    def name(self) -> str:
+        """Unique in a run; the key of its scores."""
+        ...
+
+    @property
+    def kind(self) -> ScoreKind:
+        """What its scores are."""
+        ...
+
+    async def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Learn of rollouts whose chunks will follow; their prompts may be worked on already."""
+        ...
+
+    async def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Take more tokens of admitted rollouts, in order for each rollout."""
+        ...
+
+    async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
+        """Score rollouts whose last chunk has been given, in the order asked, and forget them."""
+        ...
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget rollouts without a score; unknown ids are ignored."""
+        ...
+
+
+class Learner(Protocol):
+    """Owns the trained weights."""
+
+    async def train(self, batch: Batch) -> Stats:
+        """Take one step on scored rollouts."""
+        ...
+
+    async def publish(self) -> Weights:
+        """The next version of the actor's weights."""
+        ...
+
+
+class Stateful(Protocol):
+    """Whatever changes during a run can be taken out as plain data and put back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data: numbers, strings, lists, dicts and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what :meth:`state_dict` gave."""
+        ...
+
+
+class Tracer(Protocol):
+    """Takes down who worked on what, and when; handed to whoever coordinates."""
+
+    def span(
+        self, role: str, name: str, **attributes: Any
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Record the body of a ``with`` statement; it may add attributes to what is yielded."""
+        ...

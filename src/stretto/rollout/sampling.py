@@ -1,0 +1,135 @@
+"""Drawing tokens: one uniform number a row, from a random stream of the rollout's own.
+
+Shapes: n rows, V vocabulary.
+
+A token's randomness is a pure function of (run seed, rollout id, index of the token), so that a
+rollout's tokens depend neither on who shares its batch nor on when it was admitted, and there is
+no generator state to save. The draw inverts the cumulative distribution with that one number,
+where ``torch.multinomial`` would draw V exponentials a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+BLOCK = 256
+"""Vocabulary entries that one step of the two-level search sums up."""
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def _mix(x: int) -> int:
+    """The finaliser of SplitMix64 (Steele et al. 2014)."""
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK_64
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK_64
+    return x ^ (x >> 31)
+
+
+def stream_seed(run_seed: int, rollout_id: int) -> int:
+    """The seed of one rollout's random stream, as a signed 64-bit integer."""
+    return _signed(_mix((_mix(run_seed & _MASK_64) + rollout_id * _GOLDEN) & _MASK_64))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64, which has only the arithmetic one."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(seeds: Tensor, index: Tensor) -> Tensor:
+    """Element ``index`` of each stream, in (0, 1): SplitMix64 on tensors of int64.
+
+    Args:
+        seeds: [n] from :func:`stream_seed`.
+        index: [n] counts draws within a stream.
+
+    Returns:
+        [n] float64.
+    """
+    x = seeds + (index + 1) * _signed(_GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
+    x = x ^ _shift(x, 31)
+    return (_shift(x, 11).double() + 0.5) * 2.0**-53
+
+
+def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Set to -inf what top-k and top-p leave out; ties at the border stay in.
+
+    Args:
+        logits: [n, V], temperature applied.
+        top_k: how many entries stay; 0 keeps all.
+        top_p: the smallest set of likeliest entries with this much probability stays (Holtzman
+            et al. 2020); 1 keeps all.
+    """
+    if top_k and top_k < logits.shape[-1]:
+        border = logits.topk(top_k, -1).values[:, -1:]
+        logits = logits.masked_fill(logits < border, -torch.inf)
+    if top_p < 1:
+        ordered = logits.sort(-1, descending=True).values
+        p = ordered.softmax(-1)
+        before = p.cumsum(-1) - p  # probability of everything likelier
+        border = ordered.masked_fill(before >= top_p, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < border, -torch.inf)
+    return logits
+
+
+def sample(
+    logits: Tensor, u: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Draw a token a row.
+
+    Args:
+        logits: [n, V] float32; overwritten.
+        u: [n] float64 in (0, 1).
+        temperature: 0 takes the likeliest token.
+        top_k, top_p: see :func:`truncate`.
+
+    Returns:
+        Tokens [n] and their log-probabilities [n] under the distribution that was sampled:
+        temperature and truncation applied. For temperature 0, under the model's own.
+    """
+    if temperature == 0:
+        tokens = logits.argmax(-1)
+        return tokens, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+    if temperature != 1:
+        logits.div_(temperature)
+    if top_k or top_p < 1:
+        logits = truncate(logits, top_k, top_p)
+    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+    tokens, total = _invert(weights, u)
+    chosen = weights.gather(1, tokens[:, None])[:, 0]
+    return tokens, chosen.log() - total.log().float()
+
+
+def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of ``weights`` [n, V] passes ``u`` of the total; and the total [n].
+
+    First among the sums of blocks, then within one block: V reads, but no sum of V terms is kept.
+    """
+    n, vocabulary = weights.shape
+    if vocabulary % BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, -vocabulary % BLOCK))
+    blocks = weights.view(n, -1, BLOCK)
+    ends = blocks.sum(-1).double().cumsum(-1)
+    total = ends[:, -1]
+    block, rest = _first_above(ends, u * total)
+    inner = blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
+    within, _ = _first_above(inner, rest)
+    return block * BLOCK + within, total
+
+
+def _first_above(ends: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of the first running sum above the target, and the target less the sum before it.
+
+    The target is kept under the last sum, which rounding could make it reach: so the entry found
+    always has a weight above zero.
+    """
+    target = torch.minimum(target, ends[:, -1] * (1 - 2.0**-40))
+    index = torch.searchsorted(ends, target[:, None], right=True)
+    before = torch.where(index > 0, ends.gather(1, (index - 1).clamp_min(0)), 0.0)
+    return index[:, 0], target - before[:, 0]

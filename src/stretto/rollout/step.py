@@ -1,0 +1,176 @@
+"""Forward passes of the engine: prefill, and one decode step, eager or as CUDA graphs.
+
+Shapes: n rows, q tokens a row, K key positions read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.config import RolloutConfig
+from stretto.errors import EngineError
+from stretto.models.forward import backbone, output_head
+from stretto.rollout.cache import SlotCache
+from stretto.rollout.sampling import sample, uniform
+
+Masks = Tensor | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What one decode step needs of each row, all [n] int64.
+
+    Attributes:
+        ids: the newest token, not yet in the cache.
+        positions: its position; the cache's scratch position for a row that sits out.
+        seeds: of the row's random stream.
+        index: which number of the stream to draw: the index of the response token.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    seeds: Tensor
+    index: Tensor
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four, in order."""
+        return self.ids, self.positions, self.seeds, self.index
+
+
+class ModelPass:
+    """A causal language model over a slot cache."""
+
+    def __init__(self, model: nn.Module, cache: SlotCache, config: RolloutConfig) -> None:
+        self.cache, self.config = cache, config
+        self.device = next(model.parameters()).device
+        self._backbone = backbone(model)
+        self.config_of_model: Any = self._backbone.config
+        self._head = output_head(model)
+        self._masks = LayerMasks(self.config_of_model)
+
+    def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Any]) -> None:
+        """Put tokens of several rows into the cache, each from its own start position."""
+        width = max(map(len, rows))
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
+        index = torch.tensor(slots, device=self.device)
+        at = torch.tensor(starts, device=self.device)[:, None] + torch.arange(
+            width, device=self.device
+        )
+        if not any(starts):
+            self.cache.aim(index, None, 0)
+            self._hidden(ids, at, None)
+            return
+        lengths = torch.tensor([len(row) for row in rows], device=self.device)
+        padding = torch.arange(width, device=self.device) >= lengths[:, None]
+        read = max(s + len(row) for s, row in zip(starts, rows, strict=True))
+        self.cache.aim(index, at.masked_fill(padding, self.cache.capacity), read)
+        self._hidden(ids, at, self._masks(at, read))
+
+    def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
+        """One token a row for slots 0..n: tokens [n] and log-probabilities [n] as sampled."""
+        logits = self.next_logits(inputs.ids, inputs.positions, read)
+        config = self.config
+        u = uniform(inputs.seeds, inputs.index)
+        return sample(logits, u, config.temperature, config.top_k, config.top_p)
+
+    def next_logits(self, ids: Tensor, positions: Tensor, read: int) -> Tensor:
+        """Logits [n, V] after the newest token of slots 0..n."""
+        at = positions[:, None]
+        self.cache.aim(slice(0, len(ids)), at, read)
+        return self._head.logits(self._hidden(ids[:, None], at, self._masks(at, read))[:, 0])
+
+    def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
+        output = self._backbone(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+
+class LayerMasks:
+    """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer."""
+
+    def __init__(self, config: Any) -> None:
+        kinds = set(getattr(config, "layer_types", None) or ())
+        if unknown := kinds - {"full_attention", "sliding_attention"}:
+            raise EngineError(
+                f"layers of type {', '.join(sorted(unknown))} keep no plain key-value cache; the "
+                "engine drives full and sliding-window attention only. Choose another model"
+            )
+        self._window = int(getattr(config, "sliding_window", None) or 0)
+        self._mixed = "sliding_attention" in kinds
+        if kinds and not self._mixed:
+            self._window = 0
+
+    def __call__(self, positions: Tensor, read: int) -> Masks:
+        """Masks for queries at ``positions`` [n, q] over key positions below ``read``."""
+        keys = torch.arange(read, device=positions.device)
+        at = positions[:, None, :, None]
+        full = keys <= at
+        if not self._window or read <= self._window:
+            return full
+        near = full & (keys > at - self._window)
+        return {"full_attention": full, "sliding_attention": near} if self._mixed else near
+
+
+class GraphedDecode:
+    """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up.
+
+    With ``capture=False`` the same rounding and static buffers run eagerly, on any device: what the
+    tests compare.
+    """
+
+    def __init__(self, model: ModelPass, capture: bool = True) -> None:
+        self._model, self._capture = model, capture
+        self._graphs: dict[tuple[int, int], tuple[Any, StepInputs, tuple[Tensor, Tensor]]] = {}
+        self._capacity = -1
+        self._pool: Any = None
+
+    def __call__(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
+        """As :meth:`ModelPass.decode`."""
+        cache = self._model.cache
+        if cache.capacity != self._capacity:  # the cache moved: old graphs write to freed memory
+            self._graphs.clear()
+            self._capacity = cache.capacity
+        n = len(inputs.ids)
+        rows = min(1 << (n - 1).bit_length(), cache.slots)
+        width = min(-(-read // 256) * 256, cache.capacity)
+        if (rows, width) not in self._graphs:
+            self._graphs[rows, width] = self._build(rows, width)
+        graph, static, outputs = self._graphs[rows, width]
+        static.positions.fill_(cache.capacity)
+        for target, source in zip(static.tensors(), inputs.tensors(), strict=True):
+            target[:n].copy_(source)
+        if graph is None:
+            outputs = self._model.decode(static, width)
+        else:
+            graph.replay()
+        return outputs[0][:n], outputs[1][:n]
+
+    def _build(self, rows: int, width: int) -> tuple[Any, StepInputs, tuple[Tensor, Tensor]]:
+        device = self._model.device
+        static = StepInputs(*(torch.zeros(rows, dtype=torch.long, device=device) for _ in range(4)))
+        static.positions.fill_(self._model.cache.capacity)
+        nothing = torch.empty(0)
+        if not self._capture:
+            return None, static, (nothing, nothing)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # lazy allocations and library handles come before capture
+            for _ in range(2):
+                self._model.decode(static, width)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = self._model.decode(static, width)
+        self._pool = graph.pool()
+        return graph, static, outputs

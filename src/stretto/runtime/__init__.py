@@ -1,0 +1,1 @@
+"""On what the work runs."""

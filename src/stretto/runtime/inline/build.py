@@ -1,0 +1,263 @@
+"""From settings to the parts of a run; what is quick to get wrong before what is slow to load."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto import tasks
+from stretto.clock import RealClock
+from stretto.config import Config
+from stretto.errors import TaskError
+from stretto.models.forward import unwrapped
+from stretto.models.heads import critic_from_actor
+from stretto.models.load import (
+    end_token_ids,
+    load_causal_lm,
+    load_sequence_classifier,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+)
+from stretto.models.lora import add_lora
+from stretto.models.resolve import resolve
+from stretto.observe.spans import Spans
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.stop import StopStrings
+from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer, PlainScorer
+from stretto.schedules.sync import Settings, SyncSchedule
+from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.tasks.prompts import PromptSource, render
+from stretto.training.learner import PPOLearner
+from stretto.training.trained import TrainedModel
+from stretto.training.warmup import warm_up
+from stretto.types import Rollout
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run, put together."""
+
+    actor: nn.Module
+    critic: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    engine: TorchEngine
+    learner: PPOLearner
+    schedule: SyncSchedule
+    spans: Spans
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that changes during a run."""
+        return {
+            "prompts": self.prompts.state_dict(),
+            "engine": self.engine.state_dict(),
+            "learner": self.learner.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.prompts.load_state_dict(state["prompts"])
+        self.engine.load_state_dict(state["engine"])
+        self.learner.load_state_dict(state["learner"])
+        self.schedule.load_state_dict(state["schedule"])
+
+
+def build(config: Config, stack: ExitStack, say: Say, *, fresh: bool = True) -> Parts:
+    """Put a run together.
+
+    Args:
+        config: of the run.
+        stack: closes what must be closed.
+        say: told in a line what takes time.
+        fresh: whether a warm-up is due; a resumed run brings its weights.
+    """
+    prepare_torch(config)
+    tokenizer = load_tokenizer(resolve(config.model.name, say), config.model.trust_remote_code)
+    task = tasks.load(config.task, config.seed)
+    prompts = PromptSource(task, config.task, tokenizer, config.seed)
+    judges = open_judges(config, task, tokenizer, stack)
+    actor = load_actor(config, say)
+    if fresh and config.warmup_examples:
+        loss = warm_up(actor, _examples(config, task, tokenizer), config)
+        say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
+    scorers: list[PlainScorer] = [*judges, *_reward_models(config, tokenizer, say)]
+    critic = _make_critic(config, actor, scorers, say)
+    if config.model.lora_rank:
+        actor = add_lora(actor, config.model, "CAUSAL_LM")
+    budget = config.training.score_tokens
+    if config.algorithm.kl_coef:
+        reference = actor if config.model.lora_rank else frozen_copy(actor)
+        scorers.append(reference_scorer(reference, config.rollout.temperature, budget))
+    scorers.append(critic_scorer(critic, budget))
+    for model in (actor, critic):
+        _set_checkpointing(model, config)
+    engine = make_engine(config, actor, tokenizer)
+    learner = _make_learner(config, actor, critic)
+    spans = Spans(RealClock())
+    schedule = SyncSchedule(
+        prompts.next,
+        InlineGenerator(engine),
+        [InlineScorer(s) for s in scorers],
+        InlineLearner(learner),
+        Settings(
+            batch=config.rollout.batch,
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            max_new_tokens=config.rollout.max_new_tokens,
+            drop_failures=config.reward.on_failure == "drop",
+        ),
+        RealClock(),
+        spans,
+    )
+    return Parts(actor, critic, tokenizer, prompts, engine, learner, schedule, spans)
+
+
+def prepare_torch(config: Config) -> None:
+    """Threads and the random state of initialisation; nothing in a run draws from it later."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+
+
+def load_actor(config: Config, say: Say) -> nn.Module:
+    """The actor, as the settings name it."""
+    m = config.model
+    device = pick_device(m.device)
+    return load_causal_lm(
+        resolve(m.name, say), pick_dtype(m.dtype, device), device, m.trust_remote_code
+    )
+
+
+def open_judges(
+    config: Config, task: tasks.Task, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
+) -> list[FunctionScorer]:
+    """The reward sources that are code, each in a process of its own."""
+    columns = task.row(0).data.keys()
+    judges = []
+    for source in config.reward.sources:
+        if source.startswith("model:"):
+            continue
+        judge = FunctionScorer(
+            source,
+            config.task,
+            config.seed,
+            tokenizer,
+            stop=config.rollout.stop,
+            timeout_s=config.reward.timeout_s,
+            columns=columns,
+        )
+        stack.callback(judge.close)
+        judges.append(judge)
+    return judges
+
+
+def make_engine(
+    config: Config, actor: nn.Module, tokenizer: PreTrainedTokenizerBase
+) -> TorchEngine:
+    """The generation engine over the actor's own weights."""
+    stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
+    return TorchEngine(
+        actor,
+        config.rollout,
+        end_tokens=end_token_ids(unwrapped(actor), tokenizer),
+        seed=config.seed,
+        stop=stop,
+    )
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy that is never trained."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def _examples(
+    config: Config, task: tasks.Task, tokenizer: PreTrainedTokenizerBase
+) -> list[Rollout]:
+    """The task's own answers to its last rows, which RL reaches last, as finished responses."""
+    size = len(task)
+    rows = [task.row(size - 1 - i % size) for i in range(config.warmup_examples)]
+    examples = []
+    for i, row in enumerate(rows):
+        if row.reference is None:
+            raise TaskError(
+                f"warmup_examples = {config.warmup_examples} trains on the task's own answers, and "
+                f"task '{config.task.name}' has none; set warmup_examples = 0"
+            )
+        answer = list(tokenizer(row.reference, add_special_tokens=False)["input_ids"])
+        if tokenizer.eos_token_id is not None:
+            answer.append(tokenizer.eos_token_id)
+        examples.append(Rollout(i, render(row, config.task, tokenizer), i, tokens=answer))
+    return examples
+
+
+def _reward_models(
+    config: Config, tokenizer: PreTrainedTokenizerBase, say: Say
+) -> list[RewardModelScorer]:
+    m = config.model
+    device = pick_device(m.device)
+    scorers = []
+    for source in config.reward.sources:
+        kind, _, name = source.partition(":")
+        if kind != "model":
+            continue
+        path = resolve(name, say)
+        model = load_sequence_classifier(
+            path, pick_dtype(m.dtype, device), device, m.trust_remote_code
+        )
+        scorers.append(
+            RewardModelScorer(
+                source,
+                model.requires_grad_(False),
+                load_tokenizer(path, m.trust_remote_code),
+                tokenizer,
+                config.training.score_tokens,
+                config.rollout.stop,
+            )
+        )
+    return scorers
+
+
+def _make_critic(
+    config: Config, actor: nn.Module, scorers: Sequence[PlainScorer], say: Say
+) -> nn.Module:
+    """The value model; see ``critic.init``."""
+    m, init = config.model, config.critic.init
+    if init == "actor":
+        critic = critic_from_actor(actor)
+    elif init == "reward":
+        first = next(s for s in scorers if isinstance(s, RewardModelScorer))
+        critic = copy.deepcopy(first.model).requires_grad_(True)
+    else:
+        device = pick_device(m.device)
+        dtype = pick_dtype(m.dtype, device)
+        critic = load_sequence_classifier(resolve(init, say), dtype, device, m.trust_remote_code)
+    return add_lora(critic, m, "SEQ_CLS") if m.lora_rank else critic
+
+
+def _set_checkpointing(model: nn.Module, config: Config) -> None:
+    if config.model.gradient_checkpointing:
+        unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _make_learner(config: Config, actor: nn.Module, critic: nn.Module) -> PPOLearner:
+    t = config.training
+    per_step = t.epochs * t.minibatches
+    updates, warmup = config.steps * per_step, t.warmup_steps * per_step
+    weights = config.reward.weights or (1.0,) * len(config.reward.sources)
+    return PPOLearner(
+        TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
+        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup),
+        config,
+        dict(zip(config.reward.sources, weights, strict=True)),
+    )

@@ -1,0 +1,120 @@
+"""Generation and evaluation in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from stretto import tasks
+from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from stretto.models.load import load_tokenizer
+from stretto.models.resolve import resolve
+from stretto.rollout.engine import TorchEngine
+from stretto.runtime.inline.build import load_actor, make_engine, open_judges, prepare_torch
+from stretto.scoring.text import response_text
+from stretto.tasks.base import TaskRow
+from stretto.tasks.prompts import PromptSource, render
+from stretto.types import FinishReason, Rollout
+
+HELD_OUT_SEED = 1 << 40
+"""Added to the seed of a procedural task for evaluation: rows that training does not draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Greedy answers, judged.
+
+    Attributes:
+        accuracy: mean score by the task's verifier; pass@1 where it says 0 or 1.
+        mean_tokens: response tokens.
+        ended: share that ended before the token limit.
+        samples: answers judged.
+    """
+
+    accuracy: float
+    mean_tokens: float
+    ended: float
+    samples: int
+
+
+def evaluate(config: Config, *, model: str, samples: int) -> EvalResult:
+    """pass@1 of a model on a task: one greedy answer to each of ``samples`` prompts.
+
+    Procedural tasks are drawn with a seed of their own. Rows of a file or the hub are taken as they
+    are: name a file or a split that training does not see.
+
+    Raises:
+        JudgeError: the verifier failed on an answer.
+    """
+    greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
+    config = config.model_copy(
+        update={
+            "seed": config.seed + HELD_OUT_SEED
+            if config.task.kind == "reasoning-gym"
+            else config.seed,
+            "model": config.model.model_copy(update={"name": model}),
+            "rollout": greedy,
+            "reward": config.reward.model_copy(
+                update={"sources": ("task",), "weights": (), "on_failure": "stop"}
+            ),
+        }
+    )
+    with ExitStack() as stack:
+        prepare_torch(config)
+        tokenizer = load_tokenizer(resolve(model), config.model.trust_remote_code)
+        task = tasks.load(config.task, config.seed)
+        judge = open_judges(config, task, tokenizer, stack)[0]
+        prompts = PromptSource(task, config.task, tokenizer, config.seed)
+        engine = make_engine(config, load_actor(config, print), tokenizer)
+        count = min(samples, len(task))
+        rollouts = [Rollout(i, prompts.next(), i) for i in range(count)]
+        for _ in _decode_all(engine, rollouts):
+            pass
+        judge.admit(rollouts)
+        scores = judge.finish([r.id for r in rollouts])
+    return EvalResult(
+        accuracy=fmean(s.scalar for s in scores),
+        mean_tokens=fmean(len(r) for r in rollouts),
+        ended=fmean(r.finish is FinishReason.STOP for r in rollouts),
+        samples=count,
+    )
+
+
+def generate(
+    model: str,
+    prompts: Sequence[str],
+    options: RolloutConfig,
+    *,
+    seed: int = 0,
+    chat: Literal["auto", "on", "off"] = "auto",
+) -> Iterator[tuple[int, str]]:
+    """Answer prompts: (index of the prompt, text), each as soon as it has ended."""
+    settings = Config.model_construct(
+        seed=seed, model=ModelConfig(name=model), rollout=options, task=TaskConfig(chat=chat)
+    )
+    prepare_torch(settings)
+    tokenizer = load_tokenizer(resolve(model))
+    rollouts = [
+        Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i), i)
+        for i, text in enumerate(prompts)
+    ]
+    engine = make_engine(settings, load_actor(settings, print), tokenizer)
+    for r in _decode_all(engine, rollouts):
+        yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
+
+
+def _decode_all(engine: TorchEngine, rollouts: Sequence[Rollout]) -> Iterator[Rollout]:
+    """Decode rollouts to their ends; each is yielded when it is finished."""
+    by_id = {r.id: r for r in rollouts}
+    engine.admit(rollouts)
+    left = len(rollouts)
+    while left:
+        for chunk in engine.decode(16):
+            rollout = by_id[chunk.rollout_id]
+            rollout.append(chunk)
+            if rollout.finish:
+                left -= 1
+                yield rollout

@@ -1,0 +1,1 @@
+"""When each piece of work runs. Written against the protocols alone."""

@@ -1,0 +1,278 @@
+"""Rewards from code: the task's own verifier, or a user's function, in a process of its own.
+
+A judge that raises, hangs, ends its process, or gives no finite number has failed on a sample. That
+is reported with the sample and never turned into a number.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stretto.config import TaskConfig
+from stretto.errors import ConfigError, JudgeError, LifecycleError
+from stretto.scoring.process import JudgeProcess
+from stretto.scoring.text import response_text
+from stretto.tasks.base import INDEX_KEY, fingerprint
+from stretto.types import Chunk, FinishReason, Prompt, Rollout, Score, ScoreKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RETRY_LIMITS = 4
+"""Time limits spent, at most, on judging a failed batch again one sample at a time."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """A number, or why there is none."""
+
+    value: float = 0.0
+    failure: str | None = None
+
+
+@dataclass
+class _Response:
+    """What is known of a rollout that has not been scored yet."""
+
+    prompt: Prompt
+    tokens: list[int]
+    finish: FinishReason | None = None
+    text: str = ""
+
+
+class FunctionScorer:
+    """Scores finished rollouts with the task's verifier or a function of the user's.
+
+    The methods are those of :class:`~stretto.protocols.Scorer`, not yet coroutines. The judge's
+    process starts at construction, so that mistakes show before anything heavy is loaded; it is
+    started again after a hang, and then has lost what it kept in memory.
+
+    Args:
+        source: 'task', or 'file.py:name' with the file relative to the working directory. Also the
+            scorer's name.
+        task: the task's settings; the verifier is made anew from them in the judge's process.
+        seed: the task's.
+        tokenizer: the actor's.
+        stop: strings that end a response; not part of what is judged.
+        timeout_s: time that the judge may take for the responses of one ``finish`` call.
+        columns: names of the dataset's columns. Where given, a function that needs another one is
+            refused at construction.
+
+    Raises:
+        ConfigError: the function cannot be found or imported, has an unknown signature, or needs a
+            column that is not there.
+        TaskError: the task cannot be opened, or has no verifier.
+    """
+
+    kind: ScoreKind = "reward"
+
+    def __init__(
+        self,
+        source: str,
+        task: TaskConfig,
+        seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop: Sequence[str] = (),
+        timeout_s: float = 30.0,
+        columns: Collection[str] | None = None,
+    ) -> None:
+        self.name = source
+        self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
+        self._responses: dict[int, _Response] = {}
+        self._payload: Callable[[_Response], Mapping[str, Any]]
+        if source == "task":
+            self._payload = _task_payload
+            self._process = JudgeProcess({"task": task.model_dump(), "seed": seed})
+        else:
+            self._payload = self._function_payload
+            self._process = JudgeProcess(_locate(source))
+        ready = self._process.start()
+        self._columns: list[str] | None = ready["columns"]
+        missing = sorted(set(ready["required"]) - set(columns)) if columns is not None else []
+        if missing:
+            self.close()
+            raise ConfigError(
+                f"reward.sources: '{source}' has parameters without a default that are no columns "
+                f"of the dataset: {', '.join(missing)}. The dataset has: "
+                f"{', '.join(sorted(columns or ()))}. Rename them, or give them defaults"
+            )
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Learn of rollouts whose chunks will follow; tokens that one already has are kept."""
+        for rollout in rollouts:
+            self._responses[rollout.id] = _Response(
+                rollout.prompt, list(rollout.tokens), rollout.finish
+            )
+
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Take more tokens of admitted rollouts, in order for each rollout.
+
+        Raises:
+            LifecycleError: a chunk is of an unknown rollout, leaves a gap, or comes after the end.
+        """
+        for chunk in chunks:
+            response = self._responses.get(chunk.rollout_id)
+            if response is None or response.finish or chunk.start != len(response.tokens):
+                raise LifecycleError(
+                    f"scorer '{self.name}' cannot take tokens {chunk.start} and on of rollout "
+                    f"{chunk.rollout_id}: it was not admitted, has ended, or has a gap there"
+                )
+            response.tokens.extend(chunk.tokens)
+            response.finish = chunk.finish
+
+    def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
+        """Score finished rollouts, in the order asked, and forget them.
+
+        A rollout that could not be judged gets a score with ``failure`` set and no values.
+
+        Raises:
+            LifecycleError: a rollout is unknown or has not ended.
+            ConfigError, TaskError, JudgeError: the judge's process cannot be started again.
+        """
+        for rollout_id in rollout_ids:
+            known = self._responses.get(rollout_id)
+            if known is None or known.finish is None:
+                raise LifecycleError(
+                    f"scorer '{self.name}' cannot score rollout {rollout_id}: it was not admitted, "
+                    "or its last chunk has not come"
+                )
+        responses = [self._responses.pop(rollout_id) for rollout_id in rollout_ids]
+        for response in responses:
+            response.text = response_text(
+                self._tokenizer, response.tokens, response.finish, self._stop
+            )
+        verdicts = self._judge(responses)
+        return [self._score(*each) for each in zip(rollout_ids, responses, verdicts, strict=True)]
+
+    def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget rollouts without a score; unknown ids are ignored."""
+        for rollout_id in rollout_ids:
+            self._responses.pop(rollout_id, None)
+
+    def close(self) -> None:
+        """End the judge's process; what it is doing is lost."""
+        self._process.close()
+
+    def _score(self, rollout_id: int, response: _Response, verdict: _Verdict) -> Score:
+        if verdict.failure is None:
+            values = np.array([verdict.value], dtype=np.float32)
+            return Score(rollout_id, self.name, self.kind, values)
+        failure = (
+            f"'{self.name}' failed on rollout {rollout_id}: {verdict.failure}\n"
+            f"  prompt: {_short(response.prompt.text)}\n"
+            f"  response: {_short(response.text)}"
+        )
+        return Score(rollout_id, self.name, self.kind, np.empty(0, np.float32), failure)
+
+    def _judge(self, responses: Sequence[_Response]) -> list[_Verdict]:
+        """All in one call; where that leaves some open, those one at a time."""
+        verdicts: dict[int, _Verdict] = {}
+        payloads: dict[int, Mapping[str, Any]] = {}
+        for at, response in enumerate(responses):
+            try:
+                payloads[at] = self._payload(response)
+            except JudgeError as error:
+                verdicts[at] = _Verdict(failure=str(error))
+        trouble = self._ask(payloads, verdicts)
+        left = [at for at in payloads if at not in verdicts]
+        if len(payloads) == 1 and left:
+            verdicts[left[0]] = _Verdict(failure=trouble)
+            left = []
+        if left:
+            _log.warning(
+                "reward source '%s' on %d responses: %s; judging %d of them one at a time",
+                self.name, len(payloads), trouble, len(left),
+            )  # fmt: skip
+        give_up_s = time.monotonic() + RETRY_LIMITS * self._timeout_s
+        for at in left:
+            if time.monotonic() >= give_up_s:
+                failure = f"not judged, as too much time went into others of its batch ({trouble})"
+                verdicts[at] = _Verdict(failure=failure)
+                continue
+            alone = self._ask({at: payloads[at]}, verdicts)
+            verdicts.setdefault(at, _Verdict(failure=alone))
+        return [verdicts[at] for at in range(len(responses))]
+
+    def _ask(
+        self, payloads: Mapping[int, Mapping[str, Any]], verdicts: dict[int, _Verdict]
+    ) -> str | None:
+        """Have payloads judged in one call, note the verdicts, and say what stopped it."""
+        if not payloads:
+            return None
+        places = list(payloads)
+        answers, trouble = self._process.ask(list(payloads.values()), self._timeout_s)
+        for answer in answers:
+            verdicts[places[answer["at"]]] = _Verdict(answer.get("value", 0.0), answer.get("error"))
+        return trouble
+
+    def _function_payload(self, response: _Response) -> Mapping[str, Any]:
+        """What a function gets to see; of the row, only the columns that it looks at."""
+        row = {key: value for key, value in response.prompt.data.items() if key != INDEX_KEY}
+        if self._columns is not None:
+            row = {key: row[key] for key in self._columns if key in row}
+        for key, value in row.items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise JudgeError(
+                    f"the dataset's column '{key}' cannot be handed to a function ({error}); make "
+                    "it text, numbers, or lists and objects of them"
+                ) from error
+        messages = response.prompt.messages
+        return {
+            "prompt": response.prompt.text,
+            "messages": None if messages is None else list(messages),
+            "response": response.text,
+            "tokens": response.tokens,
+            "data": row,
+        }
+
+
+def _task_payload(response: _Response) -> Mapping[str, Any]:
+    """What the verifier needs: which row, proof that it is the same one, and the response."""
+    data = response.prompt.data
+    if INDEX_KEY not in data:
+        raise JudgeError("the prompt is no row of the task, and only its rows can be verified")
+    return {
+        "index": data[INDEX_KEY],
+        "fingerprint": fingerprint(data),
+        "response": response.text,
+    }
+
+
+def _locate(source: str) -> dict[str, str]:
+    """'file.py:name' as an absolute path and a name, so that a later change of folder is harmless.
+
+    Raises:
+        ConfigError: it has another form, or there is no such file.
+    """
+    file, _, function = source.rpartition(":")
+    path = Path(file).expanduser()
+    if path.suffix != ".py" or not function.isidentifier():
+        raise ConfigError(
+            f"reward.sources: '{source}' is none of 'task', 'file.py:name' and 'model:NAME'"
+        )
+    if not path.is_file():
+        raise ConfigError(
+            f"reward.sources: '{source}' names the file '{path}', which is not there (looked for "
+            f"from {Path.cwd()})"
+        )
+    return {"file": str(path.resolve()), "function": function}
+
+
+def _short(text: str, limit: int = 400) -> str:
+    """For a message: quoted, and without its middle where it is long."""
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
+    return repr(text)

@@ -1,0 +1,171 @@
+"""Scores from models: the reference, the critic, and reward models, over whole rollouts.
+
+Shapes: N response tokens of one micro-batch, flattened; H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.models.forward import (
+    by_token_budget,
+    hidden_states,
+    microbatches,
+    output_head,
+    response_hidden,
+    response_tokens,
+)
+from stretto.models.heads import apply_scalar_head
+from stretto.models.logits import token_logprobs
+from stretto.scoring.pending import Pending
+from stretto.scoring.text import response_text
+from stretto.types import Chunk, Rollout, Score, ScoreKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ModelScorer:
+    """The part that all model scorers share; methods as in :class:`~stretto.protocols.Scorer`.
+
+    Args:
+        name: unique in a run.
+        kind: what :meth:`_score` gives.
+    """
+
+    def __init__(self, name: str, kind: ScoreKind) -> None:
+        self.name, self.kind = name, kind
+        self._pending = Pending(name)
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Learn of rollouts whose chunks will follow."""
+        self._pending.admit(rollouts)
+
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Take more tokens of admitted rollouts, in order for each rollout."""
+        self._pending.extend(chunks)
+
+    def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget rollouts without a score."""
+        self._pending.release(rollout_ids)
+
+    @torch.no_grad()
+    def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
+        """Score finished rollouts, in the order asked, and forget them."""
+        rollouts = self._pending.take(rollout_ids)
+        values: dict[int, Tensor] = {}
+        for part, scores in self._score(rollouts):
+            values |= {r.id: s for r, s in zip(part, scores, strict=True)}
+        return [
+            Score(r.id, self.name, self.kind, values[r.id].float().cpu().numpy()) for r in rollouts
+        ]
+
+    def _score(
+        self, rollouts: Sequence[Rollout]
+    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
+        """Micro-batches of rollouts with one tensor each: [1] for a reward, else [T]."""
+        raise NotImplementedError
+
+
+class TokenScorer(ModelScorer):
+    """A number for each response token, from the hidden state that predicts it."""
+
+    def __init__(
+        self,
+        name: str,
+        kind: ScoreKind,
+        model: nn.Module,
+        read: Callable[[Tensor, Tensor], Tensor],
+        token_budget: int,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(name, kind)
+        self._model, self._read, self._budget = model, read, token_budget
+        self._context = context
+
+    def _score(
+        self, rollouts: Sequence[Rollout]
+    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
+        for chosen in microbatches(rollouts, self._budget):
+            part = [rollouts[i] for i in chosen]
+            with self._context():
+                hidden = response_hidden(self._model, part)
+                numbers = self._read(hidden, response_tokens(part, hidden.device))
+            yield part, numbers.split([len(r) for r in part])
+
+
+def reference_scorer(model: nn.Module, temperature: float, token_budget: int) -> TokenScorer:
+    """Log-probabilities of the reference policy, at the sampling temperature.
+
+    A PEFT model serves as its own reference, with its adapters off.
+    """
+    head = output_head(model)
+    adapters_off: Any = getattr(model, "disable_adapter", nullcontext)
+    return TokenScorer(
+        "reference",
+        "logprobs",
+        model,
+        lambda hidden, tokens: token_logprobs(head, hidden, tokens, temperature)[0],
+        token_budget,
+        adapters_off,
+    )
+
+
+def critic_scorer(model: nn.Module, token_budget: int) -> TokenScorer:
+    """V(s_t), the value of the state before response token t."""
+    return TokenScorer(
+        "critic", "values", model, lambda hidden, _: apply_scalar_head(model, hidden), token_budget
+    )
+
+
+class RewardModelScorer(ModelScorer):
+    """A scalar from a sequence classifier, read at the last token of prompt and response.
+
+    A reward model with the actor's tokenizer reads the very tokens that were sampled. One with a
+    tokenizer of its own reads the same conversation: its chat template where the prompt is one and
+    it has a template, else prompt and response as text.
+
+    Attributes:
+        model: the classifier; a critic may start from it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        actor_tokenizer: PreTrainedTokenizerBase,
+        token_budget: int,
+        stop: Sequence[str] = (),
+    ) -> None:
+        super().__init__(name, "reward")
+        self.model, self._tokenizer, self._budget = model, tokenizer, token_budget
+        self._actor_tokenizer, self._stop = actor_tokenizer, stop
+        self._same = tokenizer.get_vocab() == actor_tokenizer.get_vocab()
+
+    def _score(
+        self, rollouts: Sequence[Rollout]
+    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
+        rows = [self._tokens(r) for r in rollouts]
+        for chosen in by_token_budget([len(row) for row in rows], self._budget):
+            part = [rows[i] for i in chosen]
+            hidden = hidden_states(self.model, part)
+            last = torch.stack([h[len(row) - 1] for h, row in zip(hidden, part, strict=True)])
+            scores = apply_scalar_head(self.model, last)[:, None]
+            yield [rollouts[i] for i in chosen], list(scores)
+
+    def _tokens(self, rollout: Rollout) -> list[int]:
+        if self._same:
+            return [*rollout.prompt.tokens, *rollout.tokens]
+        text = response_text(self._actor_tokenizer, rollout.tokens, rollout.finish, self._stop)
+        prompt = rollout.prompt
+        if prompt.messages and self._tokenizer.chat_template:
+            turns: list[Any] = [*prompt.messages, {"role": "assistant", "content": text}]
+            rendered = self._tokenizer.apply_chat_template(turns, tokenize=False)
+            return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(prompt.text + text)["input_ids"])

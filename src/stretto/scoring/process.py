@@ -1,0 +1,161 @@
+"""The parent's side of a judge's process: start it, ask it, and kill it when it hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stretto.errors import ConfigError, JudgeError, TaskError
+
+START_LIMIT_S = 120.0
+"""For the judge's process to start and import what it needs."""
+
+
+class JudgeProcess:
+    """The judge's process and the JSON lines to and from it; every wait has a deadline.
+
+    Args:
+        opening: the first line, which names the judge.
+    """
+
+    def __init__(self, opening: Mapping[str, Any]) -> None:
+        self._opening = opening
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kill: Callable[[], object] = lambda: None
+        self._unread = b""
+
+    def start(self) -> dict[str, Any]:
+        """Start it, and give what it says of the judge.
+
+        Raises:
+            ConfigError, TaskError: the judge cannot be opened.
+            JudgeError: the process ended or took too long.
+        """
+        # A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by.
+        # -P keeps files of the working directory from standing in for libraries of their name.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "stretto.scoring.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        self._process, self._unread = process, b""
+        self._kill = weakref.finalize(self, _kill, process)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe
+            os.set_blocking(pipe.fileno(), False)
+        try:
+            deadline_s = time.monotonic() + START_LIMIT_S
+            self._send(self._opening, deadline_s)
+            answer = self._receive(deadline_s)
+        except (EOFError, TimeoutError) as error:
+            self.close()
+            how = "ended" if isinstance(error, EOFError) else f"took over {START_LIMIT_S:g} s"
+            raise JudgeError(
+                f"the process of the judge {dict(self._opening)} {how} while it was starting; see "
+                f"what it wrote to standard error, or run: {sys.executable} -c 'import "
+                "stretto.scoring.worker'"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+        if "refused" in answer:
+            self.close()
+            refusals = {"ConfigError": ConfigError, "TaskError": TaskError}
+            raise refusals[answer["refused"]](answer["message"])
+        return dict(answer["ready"])
+
+    def ask(
+        self, samples: Sequence[Mapping[str, Any]], timeout_s: float
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Have samples judged: the verdicts that came, and why there are no more, if so."""
+        if self._process is None:
+            self.start()
+        answers: list[dict[str, Any]] = []
+        deadline_s = time.monotonic() + timeout_s
+        try:
+            self._send(samples, deadline_s)
+            while "done" not in (answer := self._receive(deadline_s)):
+                answers.append(answer)
+        except TimeoutError:
+            self.close()
+            return answers, f"it gave no answer within {timeout_s:g} s and was stopped"
+        except EOFError:
+            code = self._exit_code()
+            self.close()
+            return answers, f"its process ended in the middle of its work (exit code {code})"
+        except BaseException:  # a half-read answer would be taken for the next one's
+            self.close()
+            raise
+        return answers, answer["done"]
+
+    def close(self) -> None:
+        """Kill it and all that it started."""
+        self._process = None
+        self._kill()
+
+    def _exit_code(self) -> int | None:
+        """Of a process that has closed its end; ``None`` if it lives on without."""
+        assert self._process
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout=1.0)
+        return None
+
+    def _send(self, message: object, deadline_s: float) -> None:
+        assert self._process
+        assert self._process.stdin
+        pipe = self._process.stdin.fileno()
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        while data:
+            _wait(pipe, selectors.EVENT_WRITE, deadline_s)
+            try:
+                data = data[os.write(pipe, data) :]
+            except BrokenPipeError as error:
+                raise EOFError from error
+
+    def _receive(self, deadline_s: float) -> dict[str, Any]:
+        assert self._process
+        assert self._process.stdout
+        pipe = self._process.stdout.fileno()
+        while b"\n" not in self._unread:
+            _wait(pipe, selectors.EVENT_READ, deadline_s)
+            data = os.read(pipe, 1 << 16)
+            if not data:
+                raise EOFError
+            self._unread += data
+        line, self._unread = self._unread.split(b"\n", 1)
+        return dict(json.loads(line))
+
+
+def _wait(pipe: int, event: int, deadline_s: float) -> None:
+    """Wait until a pipe is ready.
+
+    Raises:
+        TimeoutError: it was not by the deadline.
+    """
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, event)
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or not selector.select(left_s):
+            raise TimeoutError
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group, now."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=5.0)
+    for pipe in (process.stdin, process.stdout):
+        if pipe:
+            pipe.close()

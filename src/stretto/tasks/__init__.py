@@ -1,0 +1,47 @@
+"""Prompts and their judges: procedural tasks, datasets of files or the hub, and GSM8K."""
+
+from __future__ import annotations
+
+from stretto.config import TaskConfig
+from stretto.errors import TaskError
+from stretto.tasks.base import INDEX_KEY, Task, TaskRow
+
+__all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
+
+_WITHOUT_EFFECT = {
+    "reasoning-gym": ("split", "prompt_column", "answer_column"),
+    "dataset": ("settings",),
+    "gsm8k": ("settings", "prompt_column", "answer_column"),
+}
+"""Settings that a kind of task would not look at, and so refuses."""
+
+
+def load(config: TaskConfig, seed: int) -> Task:
+    """Open the task that ``config`` names.
+
+    Args:
+        config: the task's settings.
+        seed: of procedural tasks; rows that are read from somewhere do not depend on it.
+
+    Raises:
+        TaskError: the task or one of its settings is unknown, the data cannot be read or lacks a
+            column, or a setting has no effect on this kind of task.
+    """
+    for key in _WITHOUT_EFFECT[config.kind]:
+        value = getattr(config, key)
+        if value != type(config).model_fields[key].default:
+            raise TaskError(
+                f"task.{key} = {value!r} has no effect with task.kind = '{config.kind}'; "
+                f"leave task.{key} out, or choose another kind"
+            )
+    if config.kind == "reasoning-gym":
+        from stretto.tasks.reasoning import ReasoningTask
+
+        return ReasoningTask(config, seed)
+    if config.kind == "gsm8k":
+        from stretto.tasks.tables import Gsm8kTask
+
+        return Gsm8kTask(config)
+    from stretto.tasks.tables import TableTask
+
+    return TableTask(config)

@@ -1,0 +1,84 @@
+"""What a task is: rows, each with a prompt, and a judge of the answers where it has one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.errors import TaskError
+from stretto.types import Message
+
+INDEX_KEY = "_index"
+"""Where ``Prompt.data`` keeps the row's index, beside the row's own columns. Reserved."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """One row of a task.
+
+    Attributes:
+        prompt: plain text, or the messages of a conversation; nothing added to it yet.
+        data: the row as it stands in the dataset; its columns are what reward functions get.
+        reference: a model answer in full where the task has one: what supervised training would
+            train on.
+        index: the row's place in its task; ``None`` for a prompt that comes from elsewhere.
+    """
+
+    prompt: str | tuple[Message, ...]
+    data: dict[str, Any] = field(default_factory=dict)
+    reference: str | None = None
+    index: int | None = None
+
+
+class Task(ABC):
+    """A sequence of rows, the same for the same settings and seed."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows."""
+
+    @abstractmethod
+    def row(self, index: int) -> TaskRow:
+        """The row at ``index``, from 0 to ``len(self) - 1``."""
+
+    @property
+    @abstractmethod
+    def has_verifier(self) -> bool:
+        """Whether the task can judge answers by itself."""
+
+    def require_verifier(self) -> None:
+        """Make sure that the task has a judge.
+
+        Raises:
+            TaskError: it has none.
+        """
+        if not self.has_verifier:
+            raise TaskError(
+                "the task cannot judge answers: its task.answer_column is empty. Set it, or leave "
+                "'task' out of reward.sources and judge with a function or a model"
+            )
+
+    @abstractmethod
+    def verify(self, index: int, response: str) -> float:
+        """The judge's score of a response to a row; 1 is a right answer.
+
+        Whatever the judge itself raises is passed on: an answer that could not be judged has no
+        score.
+
+        Raises:
+            TaskError: the task has no judge.
+        """
+
+
+def fingerprint(data: Mapping[str, Any]) -> str:
+    """A short text that two processes share only if their rows hold the same data.
+
+    Values that JSON has no form for (pictures, dates) count by their type alone.
+    """
+    plain = {key: value for key, value in data.items() if key != INDEX_KEY}
+    text = json.dumps(plain, skipkeys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,190 @@
+"""Rows become prompts: chat template, token ids, and an endless order that can be resumed."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from stretto.config import TaskConfig
+from stretto.errors import StateError, TaskError
+from stretto.tasks.base import INDEX_KEY, Task, TaskRow
+from stretto.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def render(
+    row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, prompt_id: int = 0
+) -> Prompt:
+    """One row as the actor reads it.
+
+    A conversation gets the tokenizer's chat template with the generation prompt, which brings its
+    own special tokens; plain text gets the special tokens that the tokenizer puts around any text.
+    ``Prompt.data`` is the row's data with its index under ``INDEX_KEY``.
+
+    Raises:
+        TaskError: the prompt needs a chat template and there is none or it is switched off, the
+            template refuses the messages, or no tokens come out.
+    """
+    turns = _conversation(row, config, tokenizer)
+    text: str
+    tokens: list[int]
+    if turns is None:
+        assert isinstance(row.prompt, str)
+        text = _with_instruction(row.prompt, config)
+        tokens = tokenizer(text)["input_ids"]
+    else:
+        text, tokens = _apply_template(turns, tokenizer)
+    if not tokens:
+        raise TaskError(f"row {row.index}: the prompt {text!r} has no tokens; give it some text")
+    data = row.data if row.index is None else {**row.data, INDEX_KEY: row.index}
+    return Prompt(id=prompt_id, tokens=tuple(tokens), text=text, messages=turns, data=data)
+
+
+class PromptSource:
+    """An endless stream of a task's prompts: each epoch all rows, in a seeded order of its own.
+
+    A prompt's id is its place in that stream, so that it can be made again from the id alone.
+    Prompts that are too long are left out; their ids stay unused.
+
+    State: the place of the next prompt, and how many were left out. Everything else follows from
+    the task, the settings and the seed.
+
+    Attributes:
+        skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
+    """
+
+    def __init__(
+        self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
+    ) -> None:
+        self._task, self._config, self._tokenizer, self._seed = task, config, tokenizer, seed
+        self._place = 0
+        self.skipped = 0
+        self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
+
+    def next(self) -> Prompt:
+        """The next prompt that is short enough.
+
+        Raises:
+            TaskError: none of the task's is, or a prompt cannot be rendered.
+        """
+        limit, shortest = self._config.max_prompt_tokens, 0
+        for _ in range(len(self._task)):
+            prompt = self.prompt_by_id(self._place)
+            self._place += 1
+            length = len(prompt.tokens)
+            if length <= limit:
+                return prompt
+            self.skipped += 1
+            shortest = min(length, shortest or length)
+        raise TaskError(
+            f"all {len(self._task)} prompts are longer than task.max_prompt_tokens = {limit} (the "
+            f"shortest has {shortest} tokens); raise that limit"
+        )
+
+    def prompt_by_id(self, prompt_id: int) -> Prompt:
+        """The prompt that has, had or will have this id."""
+        epoch, place = divmod(prompt_id, len(self._task))
+        row = self._task.row(int(self._order(epoch)[place]))
+        return render(row, self._config, self._tokenizer, prompt_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands, with what the order depends on."""
+        return {
+            "place": self._place,
+            "skipped": self.skipped,
+            "rows": len(self._task),
+            "seed": self._seed,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` stood.
+
+        Raises:
+            StateError: the rows or the seed are others, and with them the order.
+        """
+        for key, value in (("rows", len(self._task)), ("seed", self._seed)):
+            if state[key] != value:
+                raise StateError(
+                    f"the prompts' saved order is of {key} = {state[key]}, and this run's of {key} "
+                    f"= {value}; resume with the same task and seed"
+                )
+        self._place, self.skipped = state["place"], state["skipped"]
+
+    def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Row indices, one for each place in the epoch."""
+        generator = np.random.default_rng([self._seed % 2**64, epoch])
+        return generator.permutation(len(self._task))
+
+
+def _conversation(
+    row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[Message, ...] | None:
+    """The row's prompt as messages, the settings' own included; ``None`` where it is plain text."""
+    is_chat, has_template = not isinstance(row.prompt, str), bool(tokenizer.chat_template)
+    because = (
+        "the prompt is a list of messages"
+        if is_chat
+        else "task.system is set"
+        if config.system
+        else "task.chat = 'on'"
+        if config.chat == "on"
+        else ""
+    )
+    if because and config.chat == "off":
+        raise TaskError(
+            f"task.chat = 'off', but {because}, which takes a chat template; set task.chat to "
+            "'auto', or use text prompts without a system message"
+        )
+    if because and not has_template:
+        raise TaskError(
+            f"{because}, and the tokenizer has no chat template; use text prompts without "
+            "task.system and with task.chat = 'off', or a model that was made for chat"
+        )
+    if not because and (config.chat == "off" or not has_template):
+        return None
+    return _messages(row, config)
+
+
+def _messages(row: TaskRow, config: TaskConfig) -> tuple[Message, ...]:
+    """System message, the prompt's own messages, and the instruction at the end of the last."""
+    if isinstance(row.prompt, str):
+        own: tuple[Message, ...] = (Message(role="user", content=row.prompt),)
+    else:
+        own = row.prompt
+    if config.system and own[0]["role"] == "system":
+        raise TaskError(
+            f"task.system is set, and row {row.index} brings a system message of its own; "
+            "leave task.system empty"
+        )
+    system = (Message(role="system", content=config.system),) if config.system else ()
+    last = Message(role=own[-1]["role"], content=_with_instruction(own[-1]["content"], config))
+    return (*system, *own[:-1], last)
+
+
+def _with_instruction(text: str, config: TaskConfig) -> str:
+    return f"{text}\n{config.instruction}" if config.instruction else text
+
+
+def _apply_template(
+    turns: tuple[Message, ...], tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, list[int]]:
+    """The conversation as text and as token ids."""
+    from jinja2 import TemplateError
+
+    conversation = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+        tokens = tokenizer.apply_chat_template(
+            conversation, tokenize=True, add_generation_prompt=True, return_dict=False
+        )
+    except TemplateError as error:
+        raise TaskError(
+            f"the tokenizer's chat template refuses the messages {conversation}: {error}"
+        ) from error
+    return cast(str, text), cast(list[int], tokens)

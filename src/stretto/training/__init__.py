@@ -1,0 +1,1 @@
+"""The learner: micro-batches, master weights, optimizer, checkpoints."""

@@ -1,0 +1,97 @@
+"""Scored rollouts as tensors, and as figures.
+
+Shapes: B responses, T tokens of the longest. Responses are left-aligned: entry [b, t] is response
+token t, its log-probability, and the value of the state before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+
+from stretto.errors import LearnerError
+from stretto.types import Batch, FinishReason, Rollout, Score, ScoreKind
+
+
+@dataclass(frozen=True, slots=True)
+class Collated:
+    """A batch, response-aligned, on the CPU in float32.
+
+    Attributes:
+        mask: [B, T] bool, true where there is a response token.
+        logprobs: [B, T] of the behaviour policy, as the engine stored them.
+        ref_logprobs: [B, T], or ``None`` without a reference.
+        values: [B, T] of the critic before the step.
+        scores: [B], the weighted sum of all reward sources.
+        ended: [B] bool, from the finish reason.
+    """
+
+    mask: Tensor
+    logprobs: Tensor
+    ref_logprobs: Tensor | None
+    values: Tensor
+    scores: Tensor
+    ended: Tensor
+
+
+def total_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
+    """The weighted sum of a rollout's reward scores."""
+    return sum(s.scalar * weights[s.source] for s in of_kind(rollout, "reward"))
+
+
+def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
+    """A rollout's scores of one kind."""
+    return [s for s in rollout.scores.values() if s.kind == kind]
+
+
+def collate(batch: Batch, weights: Mapping[str, float]) -> Collated:
+    """Tensors out of scored rollouts.
+
+    Args:
+        batch: at least one rollout.
+        weights: factor of each reward source, by name.
+
+    Raises:
+        LearnerError: a per-token score has another length than its response, or is missing.
+    """
+    has_reference = bool(of_kind(batch[0], "logprobs"))
+    return Collated(
+        mask=_pad([torch.ones(len(r), dtype=torch.bool) for r in batch]),
+        logprobs=_pad([torch.tensor(r.logprobs, dtype=torch.float32) for r in batch]),
+        ref_logprobs=_pad([_per_token(r, "logprobs") for r in batch]) if has_reference else None,
+        values=_pad([_per_token(r, "values") for r in batch]),
+        scores=torch.tensor([total_reward(r, weights) for r in batch], dtype=torch.float32),
+        ended=torch.tensor([r.finish is FinishReason.STOP for r in batch]),
+    )
+
+
+def _per_token(rollout: Rollout, kind: ScoreKind) -> Tensor:
+    scores = of_kind(rollout, kind)
+    if len(scores) != 1 or len(scores[0].values) != len(rollout):
+        got = [len(s.values) for s in scores]
+        raise LearnerError(
+            f"rollout {rollout.id} needs one score of kind '{kind}' with {len(rollout)} numbers, "
+            f"one a response token; got {got or 'none'}"
+        )
+    return torch.from_numpy(scores[0].values)
+
+
+def _pad(rows: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def describe(batch: Batch) -> dict[str, float]:
+    """Figures of a batch that need no model: lengths, endings, and each reward source."""
+    lengths = [len(r) for r in batch]
+    stats = {
+        "response/length_mean": fmean(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/ended": fmean(r.finish is FinishReason.STOP for r in batch),
+    }
+    for name in sorted({s.source for r in batch for s in of_kind(r, "reward")}):
+        stats[f"reward/{name}"] = fmean(r.scores[name].scalar for r in batch)
+    return stats

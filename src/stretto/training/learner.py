@@ -1,0 +1,229 @@
+"""The learner of PPO: one step on a batch of scored rollouts.
+
+Shapes: B responses, T tokens; N response tokens of one micro-batch, flattened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.algorithms import ppo
+from stretto.algorithms.kl import AdaptiveKL
+from stretto.algorithms.reductions import Tally, token_weights
+from stretto.config import Config
+from stretto.errors import LearnerError
+from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
+from stretto.models.heads import apply_scalar_head
+from stretto.models.logits import token_logprobs
+from stretto.models.weights import fingerprint
+from stretto.training.collate import Collated, collate, describe
+from stretto.training.trained import TrainedModel
+from stretto.types import Batch, Rollout, Weights
+
+RATIO_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Root mean square log ratio on on-policy data that rounding alone explains, by compute type."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rollouts of a mini-batch, and what the loss needs of their tokens, all [N]."""
+
+    rollouts: Sequence[Rollout]
+    old_logprobs: Tensor
+    advantages: Tensor
+    old_values: Tensor
+    returns: Tensor
+    weights: Tensor
+
+
+class PPOLearner:
+    """Trains actor and critic; publishes the actor.
+
+    The old log-probabilities are the engine's own, of the distribution it sampled from: no forward
+    pass is spent on making them again, and the ratio tells the truth about the behaviour policy.
+    That engine and learner agree is checked on the first mini-batch of on-policy data.
+
+    State: both models, beta, the version, and the count of steps (which orders the mini-batches).
+    """
+
+    def __init__(
+        self,
+        actor: TrainedModel,
+        critic: TrainedModel,
+        config: Config,
+        reward_weights: Mapping[str, float],
+    ) -> None:
+        self._actor, self._critic, self._config = actor, critic, config
+        self._reward_weights = reward_weights
+        self._head = output_head(actor.model)
+        a = config.algorithm
+        self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
+        self._version, self._steps = 0, 0
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """Take one step.
+
+        Raises:
+            LearnerError: the batch is too small for its mini-batches, its numbers are not finite,
+                or engine and learner disagree about on-policy data.
+        """
+        data = collate(batch, self._reward_weights)
+        experience = self._prepare(data)
+        on_policy = all(v == self._version for r in batch for v in r.versions)
+        tally, norms = Tally(), {"policy": 0.0, "critic": 0.0}
+        lr = {"lr": self._actor.lr, "critic/lr": self._critic.lr}
+        parts = list(self._minibatches(len(batch)))
+        for i, rows in enumerate(parts):
+            tally += self._train_minibatch(batch, rows, experience, norms, on_policy and i == 0)
+        self._steps += 1
+        if "objective/kl" in experience.stats:
+            self._kl.update(experience.stats["objective/kl"], len(batch))
+        return {
+            **describe(batch),
+            **experience.stats,
+            **_averages(tally, len(parts)),
+            **{f"{name}/grad_norm": norm / len(parts) for name, norm in norms.items()},
+            **lr,
+        }
+
+    def publish(self) -> Weights:
+        """The next version. Learner and engine share the module, so only the proof travels."""
+        self._version += 1
+        return Weights(self._version, fingerprint(self._actor.model.named_parameters()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {
+            "actor": self._actor.state_dict(),
+            "critic": self._critic.state_dict(),
+            "kl": self._kl.state_dict(),
+            "version": self._version,
+            "steps": self._steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._actor.load_state_dict(state["actor"])
+        self._critic.load_state_dict(state["critic"])
+        self._kl.load_state_dict(state["kl"])
+        self._version, self._steps = state["version"], state["steps"]
+
+    def _prepare(self, data: Collated) -> ppo.Experience:
+        return ppo.prepare(
+            old_logprobs=data.logprobs,
+            ref_logprobs=data.ref_logprobs,
+            old_values=data.values,
+            scores=data.scores,
+            mask=data.mask,
+            ended=data.ended,
+            algorithm=self._config.algorithm,
+            reward=self._config.reward,
+            kl_coef=self._kl.coef,
+        )
+
+    def _minibatches(self, size: int) -> Iterator[list[int]]:
+        """Rows of each mini-batch, shuffled anew for every epoch.
+
+        With dropped responses the batch may not divide evenly: parts then differ by one response.
+        """
+        count = self._config.training.minibatches
+        if size < count:
+            raise LearnerError(
+                f"{size} responses were left of the batch, fewer than training.minibatches = "
+                f"{count}; see why responses were dropped, or lower minibatches"
+            )
+        order = torch.Generator().manual_seed(self._config.seed * 1_000_003 + self._steps)
+        for _ in range(self._config.training.epochs):
+            shuffled = torch.randperm(size, generator=order)
+            yield from ([*map(int, part)] for part in shuffled.tensor_split(count))
+
+    def _train_minibatch(
+        self,
+        batch: Batch,
+        rows: Sequence[int],
+        experience: ppo.Experience,
+        norms: dict[str, float],
+        check_ratio: bool,
+    ) -> Tally:
+        parts = self._microbatches(batch, rows, experience)
+        tally = self._critic_pass(parts)
+        norms["critic"] += self._critic.update()
+        if self._steps >= self._config.critic.freeze_steps:
+            actor_tally = self._actor_pass(parts)
+            if check_ratio:
+                self._check_ratio(actor_tally)
+            norms["policy"] += self._actor.update()
+            tally += actor_tally
+        return tally
+
+    def _microbatches(
+        self, batch: Batch, rows: Sequence[int], experience: ppo.Experience
+    ) -> list[MicroBatch]:
+        """Split a mini-batch by token budget; weights count over the whole of it."""
+        rollouts = [batch[row] for row in rows]
+        masks = experience.mask[rows]
+        weights = token_weights(masks, self._config.algorithm.aggregation)
+        parts = []
+        for chosen in microbatches(rollouts, self._config.training.microbatch_tokens):
+            at, mask = [rows[i] for i in chosen], masks[chosen]
+            columns = (
+                experience.old_logprobs[at],
+                experience.advantages[at],
+                experience.old_values[at],
+                experience.returns[at],
+                weights[chosen],
+            )
+            flat = (c[mask].to(self._actor.device) for c in columns)
+            parts.append(MicroBatch([rollouts[i] for i in chosen], *flat))
+        return parts
+
+    def _actor_pass(self, parts: Sequence[MicroBatch]) -> Tally:
+        """Gradients of the policy loss, summed over micro-batches."""
+        a, tally = self._config.algorithm, Tally()
+        with self._actor.training():
+            for p in parts:
+                hidden = response_hidden(self._actor.model, p.rollouts)
+                targets = response_tokens(p.rollouts, hidden.device)
+                temperature = self._config.rollout.temperature
+                logprobs, entropy = token_logprobs(self._head, hidden, targets, temperature)
+                policy = ppo.policy_loss(logprobs, p.old_logprobs, p.advantages, p.weights, a.clip)
+                bonus = ppo.entropy_bonus(entropy, p.weights, a.entropy_coef)
+                (policy.loss + bonus.loss).backward()
+                tally += policy.tally + bonus.tally
+        return tally
+
+    def _critic_pass(self, parts: Sequence[MicroBatch]) -> Tally:
+        """Gradients of the value loss, summed over micro-batches."""
+        a, tally = self._config.algorithm, Tally()
+        with self._critic.training():
+            for p in parts:
+                hidden = response_hidden(self._critic.model, p.rollouts)
+                values = apply_scalar_head(self._critic.model, hidden)
+                term = ppo.value_loss(values, p.old_values, p.returns, p.weights, a.value_clip)
+                term.loss.backward()
+                tally += term.tally
+        return tally
+
+    def _check_ratio(self, tally: Tally) -> None:
+        rms = math.sqrt(2 * tally.sums["policy/approxkl_avg"].item())
+        dtype = next(self._actor.model.parameters()).dtype
+        tolerance = self._config.training.ratio_tolerance or RATIO_TOLERANCE[dtype]
+        if not rms <= tolerance:
+            raise LearnerError(
+                f"on the first mini-batch of on-policy data every ratio should be 1, but the root "
+                f"mean square log ratio is {rms:.4g} (tolerance {tolerance}): engine and learner "
+                "disagree about the policy. If it is rounding of a low-precision model, raise "
+                "training.ratio_tolerance or set model.dtype = 'float32'"
+            )
+
+
+def _averages(tally: Tally, parts: int) -> dict[str, float]:
+    """Figures of the whole step: sums are means within a mini-batch, so they average over them."""
+    whole = Tally({k: v / parts for k, v in tally.sums.items()}, tally.minima, tally.maxima)
+    return whole.floats()

@@ -1,0 +1,131 @@
+"""A model under training: fp32 master weights behind a model that computes in its own type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from stretto.config import TrainingConfig
+from stretto.errors import LearnerError
+
+
+class TrainedModel:
+    """A model, the masters of its weights, and AdamW on the masters.
+
+    A weight kept in bfloat16 has a float32 master: gradients of all micro-batches are summed in
+    float32, AdamW moves the master, and the rounded result is copied back. Without it an update of
+    relative size 1e-3 or less would be rounded away. A float32 weight is its own master.
+
+    State: masters, AdamW's moments, the schedule's position. Derived: the weights in the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, lr: float, config: TrainingConfig, *, updates: int, warmup: int
+    ) -> None:
+        from transformers import get_scheduler
+
+        self.model, self._clip = model, config.grad_clip
+        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self._names = [n for n, _ in named]
+        self._weights = [p for _, p in named]
+        self._hooks: list[RemovableHandle] = []
+        self._masters = [self._make_master(p) for p in self._weights]
+        self._optimizer = torch.optim.AdamW(
+            self._masters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+        self._schedule = get_scheduler(
+            kind, self._optimizer, num_warmup_steps=warmup, num_training_steps=updates
+        )
+
+    def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
+        if weight.dtype in (torch.float32, torch.float64):
+            return weight
+        master = nn.Parameter(weight.detach().float())
+        master.grad = torch.zeros_like(master)
+
+        def collect(weight: Tensor) -> None:
+            assert master.grad is not None
+            assert weight.grad is not None
+            master.grad.add_(weight.grad)
+            weight.grad = None
+
+        self._hooks.append(weight.register_post_accumulate_grad_hook(collect))
+        return master
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self._weights[0].device
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Training mode for the time of a forward and backward pass.
+
+        It switches gradient checkpointing on, where asked for, and nothing else: dropout is zero
+        everywhere. Outside of it the same module generates, with a cache.
+        """
+        self.model.train()
+        try:
+            yield
+        finally:
+            self.model.eval()
+
+    def update(self) -> float:
+        """One optimizer step on the gradients collected since the last; returns their norm.
+
+        Raises:
+            LearnerError: the norm is not finite; the weights are left as they were.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip or math.inf))
+        if not math.isfinite(norm):
+            raise LearnerError(
+                f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
+                "training.lr, or look at the rewards and ratios of the last steps"
+            )
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad(set_to_none=False)
+        self._copy_back()
+        return norm
+
+    def close(self) -> None:
+        """Leave the model to another trainer: its gradients are no longer collected here."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _copy_back(self) -> None:
+        pairs = zip(self._weights, self._masters, strict=True)
+        rounded = [(w, m) for w, m in pairs if w is not m]
+        if rounded:
+            torch._foreach_copy_([w for w, _ in rounded], [m for _, m in rounded])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        masters = (m.detach() for m in self._masters)
+        return {
+            "masters": dict(zip(self._names, masters, strict=True)),
+            "optimizer": self._optimizer.state_dict(),
+            "schedule": self._schedule.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        for name, master in zip(self._names, self._masters, strict=True):
+            master.copy_(state["masters"][name])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self._copy_back()

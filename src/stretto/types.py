@@ -1,0 +1,242 @@
+"""What flows: prompts, rollouts, chunks, scores, weights. No torch here, and no clock.
+
+A *batch size* counts responses, everywhere. A *step* takes one batch to the learner, whatever
+mini-batches and epochs happen inside. A *version* counts hand-overs of weights to the generator.
+A rollout's *staleness* is the learner's version minus the oldest version among its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.errors import LifecycleError, StateError
+
+FloatArray = npt.NDArray[np.float32]
+
+
+class Message(TypedDict):
+    """One turn of a conversation, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the actor answers.
+
+    Attributes:
+        id: stable over the whole run: the prompt's place in the task's (shuffled) order.
+        tokens: the prompt as the actor reads it.
+        text: the same, before tokenisation (chat template applied where there is one).
+        messages: the conversation, where the prompt is one; ``None`` for plain text.
+        data: the dataset row that the prompt came from; what judges look at.
+    """
+
+    id: int
+    tokens: tuple[int, ...]
+    text: str
+    messages: tuple[Message, ...] | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+class FinishReason(StrEnum):
+    """Why a response ended. Comes from the engine, never from the padding."""
+
+    STOP = "stop"
+    """An end-of-sequence token or a stop string."""
+    LENGTH = "length"
+    """The token limit."""
+
+
+class RolloutState(StrEnum):
+    """Where a rollout stands between the queue and the gradient."""
+
+    QUEUED = "queued"
+    DECODING = "decoding"
+    CARRIED = "carried"
+    FINISHED = "finished"
+    SCORED = "scored"
+    TRAINED = "trained"
+    REJECTED = "rejected"
+
+
+_EDGES: Mapping[RolloutState, frozenset[RolloutState]] = {
+    RolloutState.QUEUED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
+    RolloutState.DECODING: frozenset(
+        {RolloutState.CARRIED, RolloutState.FINISHED, RolloutState.REJECTED}
+    ),
+    RolloutState.CARRIED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
+    RolloutState.FINISHED: frozenset({RolloutState.SCORED, RolloutState.REJECTED}),
+    RolloutState.SCORED: frozenset({RolloutState.TRAINED, RolloutState.REJECTED}),
+    RolloutState.TRAINED: frozenset(),
+    RolloutState.REJECTED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The tokens that one decode call added to one rollout.
+
+    Attributes:
+        rollout_id: whose tokens these are.
+        start: index of the first of them in the response.
+        tokens: token ids; may be empty only when ``finish`` is set.
+        logprobs: log-probability of each token under the distribution it was sampled from.
+        version: the policy version that sampled them.
+        finish: why the rollout ended with this chunk; ``None`` while it goes on.
+    """
+
+    rollout_id: int
+    start: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: int
+    finish: FinishReason | None = None
+
+
+ScoreKind = Literal["reward", "logprobs", "values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one scorer says of one finished rollout.
+
+    Attributes:
+        rollout_id: whose score it is.
+        source: the scorer's name, unique in a run.
+        kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number a response token).
+        values: shape [1] for a reward, [T] for the others, T the response's tokens.
+        failure: why there is no score; ``values`` is then empty. Never a silent zero.
+    """
+
+    rollout_id: int
+    source: str
+    kind: ScoreKind
+    values: FloatArray
+    failure: str | None = None
+
+    @property
+    def scalar(self) -> float:
+        """The value of a scalar score."""
+        return float(self.values[0])
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One response to one prompt, from queue to gradient.
+
+    Append-only: tokens are only ever added, so that the per-token fields always have one length.
+
+    Attributes:
+        id: stable over the run, in dispatch order.
+        group: shared by the rollouts of one prompt in one draw.
+        tokens, logprobs, versions: one entry a response token. The log-probability is the
+            behaviour policy's: of the distribution the token was sampled from.
+        rejected_because: set when the state is ``REJECTED``.
+    """
+
+    id: int
+    prompt: Prompt
+    group: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    state: RolloutState = RolloutState.QUEUED
+    scores: dict[str, Score] = field(default_factory=dict)
+    rejected_because: str = ""
+
+    def __len__(self) -> int:
+        """Response tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the tokens."""
+        return min(self.versions)
+
+    def move(self, state: RolloutState, because: str = "") -> None:
+        """Go to ``state``.
+
+        Raises:
+            LifecycleError: there is no such edge from the present state.
+        """
+        if state not in _EDGES[self.state]:
+            raise LifecycleError(f"rollout {self.id} cannot go from {self.state} to {state}")
+        self.state = state
+        self.rejected_because = because
+
+    def append(self, chunk: Chunk) -> None:
+        """Add a chunk's tokens at the end.
+
+        Raises:
+            LifecycleError: the chunk is another rollout's, leaves a gap, or comes after the end.
+        """
+        if chunk.rollout_id != self.id or chunk.start != len(self.tokens) or self.finish:
+            raise LifecycleError(
+                f"rollout {self.id} holds {len(self.tokens)} tokens (finish: {self.finish}) and "
+                f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}"
+            )
+        self.tokens.extend(chunk.tokens)
+        self.logprobs.extend(chunk.logprobs)
+        self.versions.extend([chunk.version] * len(chunk.tokens))
+        self.finish = chunk.finish
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the prompt (known by its id) and the scores, as plain data."""
+        if self.scores:
+            raise StateError(f"rollout {self.id} is scored; only unscored rollouts are saved")
+        return {
+            "id": self.id,
+            "prompt": self.prompt.id,
+            "group": self.group,
+            "tokens": list(self.tokens),
+            "logprobs": list(self.logprobs),
+            "versions": list(self.versions),
+            "finish": self.finish and str(self.finish),
+            "state": str(self.state),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
+        """The inverse of :meth:`state_dict`."""
+        return cls(
+            id=state["id"],
+            prompt=prompt,
+            group=state["group"],
+            tokens=list(state["tokens"]),
+            logprobs=list(state["logprobs"]),
+            versions=list(state["versions"]),
+            finish=FinishReason(state["finish"]) if state["finish"] else None,
+            state=RolloutState(state["state"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """One hand-over of weights from the learner to a generator.
+
+    Attributes:
+        version: how many hand-overs came before.
+        fingerprint: of the tensors, as the learner sees them; the generator computes its own
+            after loading and refuses to go on if they differ.
+        tensors: by parameter name; ``None`` when generator and learner share memory.
+    """
+
+    version: int
+    fingerprint: str
+    tensors: Mapping[str, Any] | None = None
+
+
+Stats = Mapping[str, float]
+"""Figures of one step, by metric name."""
+
+Batch = Sequence[Rollout]
+"""Scored rollouts on their way to the learner."""

@@ -1,0 +1,527 @@
+"""Advantages, KL, reductions and PPO against numbers worked out by hand and naive references."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from stretto.algorithms.advantages import gae, whiten
+from stretto.algorithms.kl import AdaptiveKL, kl_estimate
+from stretto.algorithms.ppo import (
+    Experience,
+    LossTerm,
+    apply_missing_eos,
+    entropy_bonus,
+    explained_variance,
+    policy_loss,
+    prepare,
+    token_rewards,
+    value_loss,
+)
+from stretto.algorithms.reductions import Tally, masked_mean, masked_var, token_weights
+from stretto.config import AlgorithmConfig, RewardConfig
+from stretto.errors import LearnerError, StateError
+
+LENGTHS = (5, 0, 3, 1, 6)
+GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30)
+
+
+def mask_of(lengths: tuple[int, ...], width: int = 0) -> Tensor:
+    return torch.arange(width or max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def soiled(x: Tensor, mask: Tensor, value: float) -> Tensor:
+    """``x`` with ``value`` outside the mask, in a mask that may be wider than ``x``."""
+    wide = torch.full(mask.shape, value, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return torch.where(mask, wide, value)
+
+
+def naive_gae(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    length = len(rewards)
+    advantages = []
+    for t in range(length):
+        total = 0.0
+        for i in range(t, length):
+            following = values[i + 1] if i + 1 < length else 0.0
+            delta = rewards[i] + gamma * following - values[i]
+            total += (gamma * lam) ** (i - t) * delta
+        advantages.append(total)
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+# -- advantages ----------------------------------------------------------------------------------
+
+
+def test_gae_by_hand() -> None:
+    # gamma 0.5, lambda 0.5, so the discount of deltas is 0.25.
+    # delta_2 = 4 - 3             =  1     A_2 = 1
+    # delta_1 = 0 + 0.5 * 3 - 2   = -0.5   A_1 = -0.5 + 0.25 * 1      = -0.25
+    # delta_0 = 1 + 0.5 * 2 - 1   =  1     A_0 =  1   + 0.25 * -0.25  =  0.9375
+    advantages, returns = gae(
+        torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[1.0, 2.0, 3.0]]), mask_of((3,)), 0.5, 0.5
+    )
+    assert advantages.tolist() == [[0.9375, -0.25, 1.0]]
+    assert returns.tolist() == [[1.9375, 1.75, 4.0]]
+
+
+def test_gae_limits_are_monte_carlo_and_td() -> None:
+    rewards, values = randn(0, 1, 7), randn(1, 1, 7)
+    mask = mask_of((7,))
+    _, returns = gae(rewards, values, mask, 1.0, 1.0)
+    torch.testing.assert_close(returns, rewards.flip(1).cumsum(1).flip(1))
+    advantages, _ = gae(rewards, values, mask, 0.9, 0.0)
+    following = torch.cat([values[:, 1:], torch.zeros(1, 1)], dim=1)
+    torch.testing.assert_close(advantages, rewards + 0.9 * following - values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    padding=st.integers(1, 13),
+    gamma=st.floats(0, 1),
+    lam=st.floats(0, 1),
+    seed=st.integers(0, 10_000),
+    garbage=st.sampled_from(GARBAGE),
+)
+def test_gae_equals_the_double_loop_bitwise_free_of_padding(
+    lengths: list[int], padding: int, gamma: float, lam: float, seed: int, garbage: float
+) -> None:
+    width = max(*lengths, 1)
+    mask, wide_mask = mask_of(tuple(lengths), width), mask_of(tuple(lengths), width + padding)
+    rewards, values = randn(seed, *mask.shape), randn(seed + 1, *mask.shape)
+
+    advantages, returns = gae(
+        soiled(rewards, wide_mask, garbage),
+        soiled(values, wide_mask, garbage),
+        wide_mask,
+        gamma,
+        lam,
+    )
+    for b, n in enumerate(lengths):
+        expected = naive_gae(rewards[b, :n].tolist(), values[b, :n].tolist(), gamma, lam)
+        np.testing.assert_allclose(advantages[b, :n], expected[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(returns[b, :n], expected[1], rtol=1e-4, atol=1e-5)
+    assert not advantages[~wide_mask].any()
+    assert not returns[~wide_mask].any()
+
+    narrow = gae(rewards, values, mask, gamma, lam)
+    assert torch.equal(advantages[:, :width], narrow[0])
+    assert torch.equal(returns[:, :width], narrow[1])
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+def test_whiten_equals_numpy(shift_mean: bool) -> None:
+    mask = mask_of(LENGTHS)
+    x = 3 + 5 * randn(2, *mask.shape)
+    selected = x[mask].double().numpy()
+    expected = (selected - selected.mean()) / np.sqrt(selected.var(ddof=1) + 1e-8)
+    if not shift_mean:
+        expected += selected.mean()
+    result = whiten(x, mask, shift_mean)
+    np.testing.assert_allclose(result[mask], expected, rtol=1e-5, atol=1e-6)
+    assert not result[~mask].any()
+
+    wide = mask_of(LENGTHS, 11)
+    for garbage in GARBAGE:
+        assert torch.equal(whiten(soiled(x, wide, garbage), wide, shift_mean)[:, :6], result)
+
+
+def test_whitening_one_token_gives_zero() -> None:
+    assert whiten(torch.tensor([[7.0, 9.0]]), mask_of((1,), 2)).tolist() == [[0.0, 0.0]]
+
+
+# -- KL ------------------------------------------------------------------------------------------
+
+
+def test_kl_estimators_by_hand() -> None:
+    logp, ref = torch.log(torch.tensor([[0.5, 0.2]])), torch.log(torch.tensor([[0.25, 0.4]]))
+    ln2 = math.log(2)
+    for kind, expected in (
+        ("k1", [ln2, -ln2]),
+        ("k2", [ln2**2 / 2, ln2**2 / 2]),
+        ("k3", [0.5 - 1 + ln2, 2 - 1 - ln2]),  # pi_ref / pi - 1 - log(pi_ref / pi)
+    ):
+        np.testing.assert_allclose(kl_estimate(logp, ref, kind)[0], expected, rtol=1e-6)  # type: ignore[arg-type]
+
+
+def test_k1_and_k3_are_unbiased() -> None:
+    p = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
+    q = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+    exact = (p * (p / q).log()).sum().item()
+    for kind in ("k1", "k3"):
+        expectation = (p * kl_estimate(p.log(), q.log(), kind)).sum().item()  # type: ignore[arg-type]
+        assert expectation == pytest.approx(exact, rel=1e-12)
+
+
+def test_adaptive_kl() -> None:
+    beta = AdaptiveKL(coef=0.1, target=4.0, horizon=1000)
+    beta.update(kl=4.4, n=100)  # error 0.1: 0.1 * (1 + 0.1 * 0.1)
+    assert beta.coef == pytest.approx(0.101, rel=1e-12)
+    beta.update(kl=400.0, n=100)  # error clipped to 0.2
+    assert beta.coef == pytest.approx(0.101 * 1.02, rel=1e-12)
+    beta.update(kl=-3.0, n=100)  # and to -0.2
+    assert beta.coef == pytest.approx(0.101 * 1.02 * 0.98, rel=1e-12)
+
+    other = AdaptiveKL(coef=9.0, target=4.0, horizon=1000)
+    other.load_state_dict(beta.state_dict())
+    assert other.coef == beta.coef
+    with pytest.raises(LearnerError, match="finite"):
+        beta.update(kl=float("nan"), n=1)
+    with pytest.raises(StateError, match="holds 'coef' alone"):
+        beta.load_state_dict({"beta": 1.0})
+
+
+def test_fixed_kl_stays() -> None:
+    beta = AdaptiveKL(coef=0.05, target=0.0, horizon=10)
+    beta.update(kl=1e9, n=1000)
+    assert beta.coef == 0.05
+
+
+# -- reductions ----------------------------------------------------------------------------------
+
+
+def test_token_weights_by_hand() -> None:
+    mask = mask_of((2, 0, 1), 3)
+    third = 1 / 3
+    np.testing.assert_allclose(
+        token_weights(mask, "token_mean"), [[third, third, 0], [0, 0, 0], [third, 0, 0]], rtol=1e-6
+    )
+    # Two responses have tokens: each weighs one half.
+    np.testing.assert_allclose(
+        token_weights(mask, "sequence_mean"), [[0.25, 0.25, 0], [0, 0, 0], [0.5, 0, 0]], rtol=1e-6
+    )
+    for mode in ("token_mean", "sequence_mean"):
+        assert not token_weights(mask_of((0, 0), 3), mode).any()  # type: ignore[arg-type]
+
+
+def test_masked_moments_equal_numpy() -> None:
+    mask = mask_of(LENGTHS, 9)
+    x = randn(3, *mask.shape)
+    selected = x[mask].double().numpy()
+    assert masked_mean(x, mask).item() == pytest.approx(selected.mean(), rel=1e-5)
+    assert masked_var(x, mask).item() == pytest.approx(selected.var(ddof=1), rel=1e-5)
+    assert masked_var(x, mask_of((1,) + (0,) * 4, 9)).item() == 0
+
+
+def test_tallies_of_parts_keep_what_only_one_of_them_has() -> None:
+    a = Tally({"s": torch.tensor(1.0)}, {"low": torch.tensor(2.0)}, {"high": torch.tensor(2.0)})
+    b = Tally({"s": torch.tensor(4.0), "only": torch.tensor(7.0)}, {"low": torch.tensor(-1.0)})
+    assert (a + b + Tally()).floats() == {"s": 5.0, "only": 7.0, "low": -1.0, "high": 2.0}
+
+
+# -- the losses ----------------------------------------------------------------------------------
+
+
+def test_policy_loss_by_hand() -> None:
+    # Four tokens of weight 1/4, eps = 0.2; ratios 1.5, 1.5, 0.5, 0.5 and advantages 1, -1, 1, -1:
+    # min(1.5, 1.2) = 1.2   min(-1.5, -1.2) = -1.5   min(0.5, 0.8) = 0.5   min(-0.5, -0.8) = -0.8
+    ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5]])
+    old = torch.tensor([[-1.0, -2.0, -0.5, -3.0]])
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    weights = token_weights(mask_of((4,)), "token_mean")
+    term = policy_loss(old + ratios.log(), old, advantages, weights, 0.2)
+    assert term.loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, rel=1e-6)
+    stats = term.tally.floats()
+    assert stats["loss/policy_avg"] == pytest.approx(0.15, rel=1e-5)
+    assert stats["policy/clipfrac_avg"] == 0.5  # the first and the last
+    assert stats["val/ratio"] == pytest.approx(1.0, rel=1e-6)
+    assert stats["val/ratio_min"] == pytest.approx(0.5, rel=1e-6)
+    assert stats["val/ratio_max"] == pytest.approx(1.5, rel=1e-6)
+    approxkl = (math.log(1.5) ** 2 + math.log(0.5) ** 2) / 4
+    assert stats["policy/approxkl_avg"] == pytest.approx(approxkl, rel=1e-5)
+
+
+def test_value_loss_by_hand() -> None:
+    # Old value 1, eps 0.5, returns 2. New values 1.2, 3, 0: clipped to 1.2, 1.5, 0.5.
+    # squares: 0.64, 1, 4; clipped: 0.64, 0.25, 2.25; larger: 0.64, 1, 4.
+    # And a token whose value ran past the return: V = 2 clipped to 1.5: max(0, 0.25) = 0.25.
+    values = torch.tensor([[1.2, 3.0, 0.0, 2.0]])
+    old, returns = torch.ones(1, 4), torch.full((1, 4), 2.0)
+    weights = token_weights(mask_of((4,)), "token_mean")
+    term = value_loss(values, old, returns, weights, 0.5)
+    assert term.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0.25) / 4, rel=1e-6)
+    assert term.tally.floats()["val/clipfrac_avg"] == 0.25
+    plain = value_loss(values, old, returns, weights, 0.0)
+    assert plain.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0) / 4, rel=1e-6)
+    assert plain.tally.floats()["val/clipfrac_avg"] == 0
+
+
+def test_entropy_bonus_by_hand() -> None:
+    weights = token_weights(mask_of((1, 2)), "sequence_mean")
+    term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), weights, 0.1)
+    assert term.loss.item() == pytest.approx(-0.1 * (2 + 2) / 2, rel=1e-6)
+    assert term.tally.floats() == {"policy/entropy_avg": pytest.approx(2.0, rel=1e-6)}
+
+
+def terms(logprobs: Tensor, values: Tensor, fixed: Experience, weights: Tensor) -> list[LossTerm]:
+    return [
+        policy_loss(logprobs, fixed.old_logprobs, fixed.advantages, weights, 0.2),
+        value_loss(values, fixed.old_values, fixed.returns, weights, 0.3),
+        entropy_bonus(-logprobs, weights, 0.01),
+    ]
+
+
+def fixed_of(mask: Tensor, dtype: torch.dtype = torch.float32) -> Experience:
+    shape = mask.shape
+    old = randn(4, *shape, dtype=dtype), randn(5, *shape, dtype=dtype)
+    rest = randn(6, *shape, dtype=dtype), randn(7, *shape, dtype=dtype)
+    return Experience(rest[0], rest[1], old[0], old[1], mask, {})
+
+
+def rows(fixed: Experience, select: slice) -> Experience:
+    return Experience(
+        fixed.advantages[select],
+        fixed.returns[select],
+        fixed.old_logprobs[select],
+        fixed.old_values[select],
+        fixed.mask[select],
+        {},
+    )
+
+
+def total(parts: list[LossTerm]) -> Tensor:
+    return torch.stack([part.loss for part in parts]).sum()
+
+
+@pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
+def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
+    mask = mask_of(LENGTHS)
+    fixed = fixed_of(mask)
+    weights = token_weights(mask, mode)  # type: ignore[arg-type]
+    new = (fixed.old_logprobs + 0.3 * randn(8, *mask.shape)).requires_grad_()
+    values = (fixed.old_values + 0.3 * randn(9, *mask.shape)).requires_grad_()
+
+    whole = terms(new, values, fixed, weights)
+    expected = torch.autograd.grad(total(whole), [new, values])
+    stats = sum((term.tally for term in whole), Tally()).floats()
+
+    # The second part is an empty response alone.
+    for bounds in ((0, 1, 2, 5), (0, 3, 5), (0, 1, 2, 3, 4, 5)):
+        parts = [
+            term
+            for start, stop in pairwise(bounds)
+            for term in terms(
+                new[start:stop],
+                values[start:stop],
+                rows(fixed, slice(start, stop)),
+                weights[start:stop],
+            )
+        ]
+        assert total(parts).item() == pytest.approx(total(whole).item(), rel=1e-5)
+        for got, want in zip(
+            torch.autograd.grad(total(parts), [new, values]), expected, strict=True
+        ):
+            assert torch.equal(got, want)
+        merged = sum((part.tally for part in parts), Tally()).floats()
+        assert merged == pytest.approx(stats, rel=1e-12)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
+    mask, wide = mask_of(LENGTHS), mask_of(LENGTHS, 9)
+    fixed = fixed_of(mask)
+    new, values = fixed.old_logprobs + 0.3 * randn(8, *mask.shape), randn(9, *mask.shape)
+
+    clean_inputs = [new.requires_grad_(), values.requires_grad_()]
+    clean = terms(*clean_inputs, fixed, token_weights(mask, "token_mean"))
+    clean_gradients = torch.autograd.grad(total(clean), clean_inputs)
+
+    soiled_fixed = Experience(
+        soiled(fixed.advantages, wide, garbage),
+        soiled(fixed.returns, wide, garbage),
+        soiled(fixed.old_logprobs, wide, garbage),
+        soiled(fixed.old_values, wide, garbage),
+        wide,
+        {},
+    )
+    inputs = [soiled(x.detach(), wide, garbage).requires_grad_() for x in clean_inputs]
+    found = terms(*inputs, soiled_fixed, token_weights(wide, "token_mean"))
+    for got, want in zip(found, clean, strict=True):
+        assert torch.equal(got.loss, want.loss)
+        assert got.tally.floats() == want.tally.floats()
+    for got, want in zip(torch.autograd.grad(total(found), inputs), clean_gradients, strict=True):
+        assert torch.equal(got[:, :6], want)
+        assert not got[~wide].any()
+
+
+def test_gradients_equal_finite_differences() -> None:
+    mask = mask_of((4, 2))
+    fixed = fixed_of(mask, torch.float64)
+    weights = token_weights(mask, "sequence_mean").double()
+    new = (fixed.old_logprobs + 0.3 * randn(10, *mask.shape)).requires_grad_()
+    values = (fixed.old_values + 0.4 * randn(11, *mask.shape)).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: terms(x, values, fixed, weights)[0].loss, new)
+    assert torch.autograd.gradcheck(lambda v: terms(new, v, fixed, weights)[1].loss, values)
+
+
+def test_on_policy_gradient_is_the_policy_gradient() -> None:
+    mask = mask_of(LENGTHS)
+    fixed = fixed_of(mask)
+    weights = token_weights(mask, "token_mean")
+    logprobs = fixed.old_logprobs.clone().requires_grad_()
+    term = policy_loss(logprobs, fixed.old_logprobs, fixed.advantages, weights, 0.2)
+    (gradient,) = torch.autograd.grad(term.loss, logprobs)
+    assert torch.equal(gradient, torch.where(mask, -weights * fixed.advantages, 0.0))
+    assert term.tally.floats()["val/ratio"] == pytest.approx(1.0, rel=1e-6)
+    assert term.tally.floats()["policy/clipfrac_avg"] == 0
+
+
+# -- from scores to experience -------------------------------------------------------------------
+
+
+def test_missing_eos() -> None:
+    scores, ended = torch.tensor([2.0, 0.5]), torch.tensor([True, False])
+    assert apply_missing_eos(scores, ended, "off", -1.0).tolist() == [2.0, 0.5]
+    assert apply_missing_eos(scores, ended, "replace", -1.0).tolist() == [2.0, -1.0]
+    for penalty in (1.0, -1.0):
+        assert apply_missing_eos(scores, ended, "subtract", penalty).tolist() == [2.0, -0.5]
+
+
+def test_token_rewards_by_hand() -> None:
+    rewards = token_rewards(
+        scores=torch.tensor([3.0, 5.0, 7.0]),
+        kl=torch.tensor([[1.0, 2.0, float("nan")], [4.0, -2.0, 6.0], [float("inf")] * 3]),
+        mask=mask_of((2, 3, 0)),
+        ended=torch.tensor([True, False, True]),
+        kl_coef=0.5,
+        missing_eos="replace",
+        penalty=-1.0,
+    )
+    assert rewards.tolist() == [[-0.5, 2.0, 0.0], [-2.0, 1.0, -4.0], [0.0, 0.0, 0.0]]
+
+
+def test_explained_variance_by_hand() -> None:
+    mask = mask_of((3,), 4)
+    returns = torch.tensor([[1.0, 2.0, 3.0, float("nan")]])
+    assert explained_variance(returns, returns, mask) == 1.0
+    assert explained_variance(torch.zeros(1, 4), returns, mask) == 0.0
+    # returns - values = -1, 2, -1 has variance 3, and the returns 1: 1 - 3.
+    assert explained_variance(torch.tensor([[2.0, 0, 4, 9]]), returns, mask) == pytest.approx(-2.0)
+    assert math.isnan(explained_variance(returns, torch.ones(1, 4), mask))
+
+
+def prepared(mask: Tensor, garbage: float = 0.0, **settings: object) -> Experience:
+    reference = kl_coef = None
+    algorithm = AlgorithmConfig.model_validate(settings)
+    if algorithm.kl_coef:
+        reference = soiled(-randn(21, 3, 4).abs(), mask, garbage)
+        kl_coef = 0.5
+    return prepare(
+        old_logprobs=soiled(-randn(20, 3, 4).abs(), mask, garbage),
+        ref_logprobs=reference,
+        old_values=soiled(randn(22, 3, 4), mask, garbage),
+        scores=torch.tensor([1.0, -2.0, 4.0]),
+        mask=mask,
+        ended=torch.tensor([True, True, False]),
+        algorithm=algorithm,
+        reward=RewardConfig(missing_eos="subtract", missing_eos_penalty=-1.0),
+        kl_coef=kl_coef or 0.0,
+    )
+
+
+def test_prepare_against_a_plain_computation() -> None:
+    lengths = (4, 2, 3)
+    mask = mask_of(lengths)
+    logp, ref = -randn(20, 3, 4).abs(), -randn(21, 3, 4).abs()
+    values, scores = randn(22, 3, 4), [1.0, -2.0, 3.0]  # the third did not end: 4 - 1
+    advantages, returns, kls = [], [], []
+    for b, n in enumerate(lengths):
+        kl = (logp[b, :n] - ref[b, :n]).tolist()
+        rewards = [-0.5 * k for k in kl]
+        rewards[-1] += scores[b]
+        a, r = naive_gae(rewards, values[b, :n].tolist(), 0.9, 0.8)
+        advantages += a
+        returns += r
+        kls.append(sum(kl))
+    a, r = np.array(advantages), np.array(returns)
+
+    result = prepared(mask, gamma=0.9, lam=0.8)
+    whitened = (a - a.mean()) / np.sqrt(a.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(result.advantages[mask], whitened, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result.returns[mask], r, rtol=1e-4, atol=1e-5)
+    errors = r - values[mask].numpy()
+    score, kl = np.mean(scores), np.mean(kls)
+    assert dict(result.stats) == pytest.approx(
+        {
+            "objective/scores": score,
+            "objective/kl": kl,
+            "objective/kl_coef": 0.5,
+            "objective/non_score_reward": -0.5 * kl,
+            "objective/rlhf_reward": score - 0.5 * kl,
+            "critic/advantages/mean": a.mean(),
+            "critic/advantages/std": a.std(ddof=1),
+            "critic/returns/mean": r.mean(),
+            "critic/values/mean": values[mask].mean().item(),
+            "critic/explained_variance": 1 - errors.var(ddof=1) / r.var(ddof=1),
+        },
+        rel=1e-4,
+    )
+    unwhitened = prepared(mask, gamma=0.9, lam=0.8, whiten_advantages=False)
+    np.testing.assert_allclose(unwhitened.advantages[mask], a, rtol=1e-4, atol=1e-5)
+
+
+def test_whitened_rewards_keep_their_mean() -> None:
+    mask = mask_of((4, 2, 3))
+    # With gamma = lambda = 1, the return of a response's first token is the sum of its rewards.
+    rewards = prepared(mask, gamma=1, lam=1).returns
+    whitened = prepared(mask, gamma=1, lam=1, whiten_rewards=True).returns
+    ahead = torch.nn.functional.pad(rewards[:, 1:], (0, 1))
+    per_token = torch.where(mask, rewards - ahead, 0.0)[mask].double().numpy()
+    expected = (per_token - per_token.mean()) / per_token.std(ddof=1) + per_token.mean()
+    assert whitened[:, 0].sum().item() == pytest.approx(expected.sum(), rel=1e-4)
+    assert whitened[0, 0].item() == pytest.approx(expected[:4].sum(), rel=1e-4)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_prepare_does_not_see_padding(garbage: float) -> None:
+    lengths = (4, 0, 3)
+    clean = prepared(mask_of(lengths), whiten_rewards=True)
+    wide = prepared(mask_of(lengths, 9), garbage, whiten_rewards=True)
+    assert wide.stats == clean.stats
+    for name in ("advantages", "returns", "old_logprobs", "old_values"):
+        got, want = getattr(wide, name), getattr(clean, name)
+        assert torch.equal(got[:, :4], want), name
+        assert not got[:, 4:].any(), name
+
+
+def test_without_a_reference_no_kl_is_made_up() -> None:
+    stats = prepared(mask_of((4, 2, 3)), kl_coef=0.0).stats
+    assert "objective/kl" not in stats
+    assert stats["objective/rlhf_reward"] == stats["objective/scores"] == pytest.approx(2 / 3)
+
+
+def test_prepare_refuses_numbers_it_cannot_learn_from() -> None:
+    good = {
+        "old_logprobs": torch.zeros(1, 2),
+        "ref_logprobs": torch.zeros(1, 2),
+        "old_values": torch.zeros(1, 2),
+        "scores": torch.zeros(1),
+        "mask": mask_of((2,)),
+        "ended": torch.tensor([True]),
+        "algorithm": AlgorithmConfig(),
+        "reward": RewardConfig(),
+        "kl_coef": 0.1,
+    }
+    for change, message in (
+        ({"scores": torch.tensor([float("nan")])}, "every score must be finite; 1 of 1"),
+        ({"old_values": torch.tensor([[0.0, float("inf")]])}, "every value must be finite; 1 of 2"),
+        ({"ref_logprobs": torch.tensor([[-float("inf"), 0.0]])}, "every reference log-prob"),
+        ({"mask": torch.zeros(1, 2, dtype=torch.bool)}, "at least one response token"),
+        ({"ref_logprobs": None}, "needs the reference's log-probabilities"),
+    ):
+        with pytest.raises(LearnerError, match=message):
+            prepare(**(good | change))  # type: ignore[arg-type]

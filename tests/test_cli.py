@@ -1,0 +1,324 @@
+"""The commands, as a user types them; what computes is replaced by fakes."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto import __version__, recipes
+from stretto.cli import doctor
+from stretto.cli.main import COMMANDS, main
+from stretto.config import Config
+from stretto.errors import JudgeError
+from stretto.observe import RunDirectory
+
+
+@dataclasses.dataclass
+class Runtime:
+    """Stands in for the inline runtime and remembers what it was asked."""
+
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    failure: BaseException | None = None
+
+    def train(self, config: Config, **rest: Any) -> None:
+        self.calls.append({"config": config, **rest})
+        rest["progress"].step(1, config.steps, {"objective/scores": 0.5}, [])
+        if self.failure:
+            raise self.failure
+
+    def evaluate(self, config: Config, **rest: Any) -> Any:
+        self.calls.append({"config": config, **rest})
+        return types.SimpleNamespace(accuracy=0.25, mean_tokens=7.5, ended=0.875, samples=8)
+
+    def generate(self, model: str, prompts: list[str], options: Any, **rest: Any) -> Iterator[Any]:
+        self.calls.append({"model": model, "prompts": prompts, "options": options, **rest})
+        for index in reversed(range(len(prompts))):
+            yield index, prompts[index].upper()
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    fake = Runtime()
+    package = types.ModuleType("stretto.runtime")
+    monkeypatch.setattr(package, "inline", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "stretto.runtime", package)
+    monkeypatch.setitem(sys.modules, "stretto.runtime.inline", fake)
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return fake
+
+
+def run(*arguments: str) -> int:
+    """The exit status, whichever way the command line ends."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in COMMANDS)
+    assert run("--version") == 0
+    assert capsys.readouterr().out.strip() == __version__
+
+
+def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("trian") == 2
+    assert "Did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_help_starts_fast_without_torch_or_transformers() -> None:
+    for command in (["--help"], ["train", "tiny", "--help"], ["recipes"], ["memory", "7B"]):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", "stretto", *command],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+        assert "stretto.cli.main" in imported
+        assert not imported & {"torch", "transformers", "datasets", "reasoning_gym", "accelerate"}
+
+
+def test_train_help_documents_every_setting_with_the_recipes_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("train", "tiny", "--help") == 0
+    text = capsys.readouterr().out
+    for key in recipes.setting_names():
+        assert "--" + key.replace("_", "-") in text
+    assert "(default: tiny)" in text
+    flat = " ".join(text.replace("│", " ").split())
+    assert "Responses per step. (default: 32)" in flat
+
+
+def test_train_runs_the_recipe_with_overrides(
+    runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "tiny", "--steps", "7", "--rollout.batch", "16"]
+    settings = ["--task.settings", "min_terms=3", "flag=false", "word=+", 'text="3"', "rate=.5"]
+    assert run(*arguments, *settings, "--observe.trackers", "tensorboard") == 0
+    call = runtime.calls[0]
+    config = call["config"]
+    assert (config.steps, config.rollout.batch, config.model.name) == (7, 16, "tiny")
+    assert config.task.settings == {
+        "min_terms": 3,
+        "flag": False,
+        "word": "+",
+        "text": "3",
+        "rate": ".5",
+    }
+    assert config.observe.trackers == ("tensorboard",)
+    assert config.warmup_examples == recipes.load("tiny").warmup_examples
+    assert call["run_dir"].path == Path("runs/tiny-001")
+    assert call["resume"] is False
+    assert recipes.load(tmp_path / "runs" / "tiny-001") == config
+    text = capsys.readouterr().out
+    assert "K parameters a model (all trained" in text
+    assert "step 1/7  reward 0.500" in text
+
+
+def test_settings_of_the_recipe_survive_the_command_line(runtime: Runtime) -> None:
+    assert run("train", "arithmetic") == 0
+    assert runtime.calls[0]["config"] == recipes.load("arithmetic")
+
+
+def test_the_default_recipe_is_arithmetic(runtime: Runtime) -> None:
+    assert run("train", "--observe.progress", "off") == 0
+    assert runtime.calls[0]["config"].model.name == "smollm2-135m"
+    assert runtime.calls[0]["run_dir"].name == "arithmetic-001"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tinny"], "no recipe 'tinny'. Did you mean 'tiny'?"),
+        (["tiny", "--training.lr", "-1"], "training.lr = -1.0: must be greater than 0"),
+        (["tiny", "--rollout.top-k", "5"], "truncated sampling is refused in training"),
+        (["tiny", "--rollout.bach", "5"], "--rollout.batch"),
+        (["tiny", "--algorithm.kl-estimator", "k9"], "'k1', 'k2', 'k3'"),
+        (["tiny", "--steps", "many"], "many"),
+        (["tiny", "--task.settings", "min_terms"], "form key=value; got 'min_terms'"),
+        (["--steps", "3", "tiny"], "the recipe comes before the options: write 'tiny' first"),
+        (["gsm8k"], "give its file with --task.name PATH"),
+        (["--resume", "absent"], "'absent' is not a run directory"),
+        (["tiny", "--resume", "x"], "leave out the recipe 'tiny'"),
+        (["tiny", "--model.name", "smollm"], "Did you mean 'smollm2-135m'?"),
+    ],
+)
+def test_what_cannot_be_done_is_said_with_status_2(
+    runtime: Runtime, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train", *arguments) == 2
+    captured = capsys.readouterr()
+    shown = " ".join((captured.err + captured.out).replace("│", " ").split())
+    assert message in shown
+    assert "Traceback" not in shown
+    assert "pydantic" not in shown
+    assert not runtime.calls
+
+
+def test_errors_and_interrupts_of_a_run(
+    runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime.failure = JudgeError("the function failed on sample 3")
+    assert run("train", "tiny") == 2
+    assert capsys.readouterr().err.endswith("stretto: error: the function failed on sample 3\n")
+    runtime.failure = KeyboardInterrupt()
+    assert run("train", "tiny") == 130
+    captured = capsys.readouterr()
+    assert "what was done so far is in runs/tiny-002" in captured.out
+    assert captured.err == "stretto: interrupted\n"
+    runtime.failure = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        run("train", "tiny")
+
+
+def test_resume_takes_the_runs_settings(
+    runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipes.build({"model": {"name": "tiny"}, "seed": 9, "steps": 5}, "here")
+    earlier = RunDirectory.create("runs", "own", config)
+    assert run("train", "--resume", str(earlier.path), "--steps", "8") == 0
+    call = runtime.calls[0]
+    assert call["resume"] is True
+    assert call["run_dir"].path == earlier.path
+    assert (call["config"].seed, call["config"].steps) == (9, 8)
+    assert recipes.load(earlier.path).steps == 8
+    assert len(list(Path("runs").iterdir())) == 1
+
+    assert run("train", "--resume", str(earlier.path), "--training.lr", "1") == 2
+    assert "training.lr = 1.0: the run to resume has 3e-06" in capsys.readouterr().err
+    assert recipes.load(earlier.path).training.lr == 3e-6
+
+
+def test_eval_prints_and_writes_the_figures(
+    runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("eval", "tiny", "--samples", "8", "--out", "r.json", "--task.size", "50") == 0
+    call = runtime.calls[0]
+    assert (call["model"], call["samples"], call["config"].task.size) == ("tiny", 8, 50)
+    assert call["config"].rollout == recipes.load("tiny").rollout
+    written = json.loads(Path("r.json").read_text())
+    assert {k: written[k] for k in ("accuracy", "mean_tokens", "ended", "samples", "model")} == {
+        "accuracy": 0.25,
+        "mean_tokens": 7.5,
+        "ended": 0.875,
+        "samples": 8,
+        "model": "tiny",
+    }
+    assert "accuracy     0.2500" in capsys.readouterr().out
+
+
+def test_eval_of_a_run_takes_its_trained_model(
+    runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier = RunDirectory.create("runs", "tiny", recipes.load("tiny"))
+    assert run("eval", str(earlier.path)) == 2
+    assert "has no trained model" in capsys.readouterr().err
+    earlier.model.mkdir()
+    assert run("eval", str(earlier.path)) == 0
+    assert run("eval", "tiny", "--model", str(earlier.path)) == 0
+    assert run("eval", str(earlier.path), "--model", "tiny") == 0
+    models = [call["model"] for call in runtime.calls]
+    assert models == [str(earlier.model), str(earlier.model), "tiny"]
+
+
+def test_eval_needs_a_recipe_and_samples(runtime: Runtime) -> None:
+    assert run("eval") == 2
+    assert run("eval", "tiny", "--samples", "0") == 2
+    assert run("eval", "tiny", "--rollout.temperature", "2") == 2
+    assert not runtime.calls
+
+
+def test_generate_answers_in_the_order_asked(
+    runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "tiny", "--stop", "\n", "--stop", "x", "--temperature", "0"]
+    assert run("generate", *options, "one", "two", "three") == 0
+    assert capsys.readouterr().out == "[1] ONE\n[2] TWO\n[3] THREE\n"
+    call = runtime.calls[0]
+    assert call["options"].stop == ("\n", "x")
+    assert (call["options"].temperature, call["options"].batch, call["seed"]) == (0.0, 3, 0)
+    assert run("generate", "alone") == 0
+    assert capsys.readouterr().out == "ALONE\n"
+
+
+def test_generate_reads_lines(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("first\n\n second\n"))
+    assert run("generate") == 0
+    assert runtime.calls[0]["prompts"] == ["first", " second"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert run("generate") == 2
+    assert run("generate", "x", "--top-p", "0") == 2
+    assert "--top-p 0.0: must be greater than 0" in capsys.readouterr().err
+
+
+def test_recipes_lists_them_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("recipes") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == recipes.names()
+    assert lines[0].endswith(recipes.describe("arithmetic"))
+
+
+def test_memory_prints_both_countings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("memory", "7B") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["total", "112", "GB", "252", "GB"] in rows
+    assert ["actor", "42", "GB", "112", "GB"] in rows
+    assert run("memory", "7B", "--lora-rank", "8") == 2
+    assert "name a model instead" in capsys.readouterr().err
+
+
+def _doctor_with(monkeypatch: pytest.MonkeyPatch, cached: bool, cache: Path) -> None:
+    from stretto.models import resolve
+
+    monkeypatch.setattr(resolve, "is_cached", lambda name: cached, raising=False)
+    monkeypatch.setattr(resolve, "cache_dir", lambda: cache)
+
+
+def test_doctor_reports_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _doctor_with(monkeypatch, cached=False, cache=tmp_path / "a" / "b")
+    versions = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", _without("wandb", versions))
+    assert run("doctor") == 0
+    text = capsys.readouterr().out
+    assert "smollm2-135m is not cached; the first use downloads it" in text
+    assert "observe.trackers wandb would not work; pip install 'stretto[wandb]'" in text
+    assert text.endswith("ready\n")
+
+
+def test_doctor_fails_when_something_required_is_broken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _doctor_with(monkeypatch, cached=True, cache=tmp_path)
+    versions = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", _without("peft", versions, torch="1.9"))
+    assert run("doctor") == 1
+    text = capsys.readouterr().out
+    assert "[BROKEN] peft          not installed; pip install 'peft>=0.18'" in text
+    assert "[BROKEN] torch         1.9, but " in text
+    assert text.endswith("2 broken; nothing can be trained before that is repaired\n")
+
+
+def _without(missing: str, versions: Any, **other: str) -> Any:
+    def version(name: str) -> str:
+        if name == missing:
+            raise doctor.metadata.PackageNotFoundError(name)
+        return other.get(name) or str(versions(name))
+
+    return version

