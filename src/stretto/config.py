@@ -191,7 +191,7 @@ class TrainingConfig(Section):
     """Steps over which the rates rise from zero."""
     weight_decay: NonNegative = 0.0
     """AdamW's."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """AdamW's."""
     grad_clip: NonNegative = 1.0
     """Largest gradient norm, for actor and critic each; 0 is off."""

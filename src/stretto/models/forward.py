@@ -27,7 +27,13 @@ def unwrapped(model: nn.Module) -> Any:
 
 def backbone(model: nn.Module) -> nn.Module:
     """The model without its head: token ids -> last hidden state (final norm applied)."""
-    return cast(nn.Module, unwrapped(model).base_model)
+    lm = unwrapped(model)
+    if lm.base_model is lm:
+        raise ModelError(
+            f"{type(lm).__name__} does not say which of its parts is the decoder without the head; "
+            "choose a plain causal language model"
+        )
+    return cast(nn.Module, lm.base_model)
 
 
 def output_head(model: nn.Module) -> OutputHead:

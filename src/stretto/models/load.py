@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from stretto.errors import ConfigError, ModelError
+from stretto.models.attention import use_short_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -168,6 +169,7 @@ def _load(
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
     loaded: PreTrainedModel = model.to(device).eval()
+    use_short_attention(loaded)
     return loaded
 
 

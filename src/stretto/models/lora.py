@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
 from torch import nn
@@ -14,8 +15,8 @@ def add_lora(
 ) -> nn.Module:
     """Wrap a model in adapters of ``config.lora_rank`` (Hu et al. 2021); the rest is frozen.
 
-    Adapters and a classifier's head are float32 whatever the model's type. A fresh adapter changes
-    nothing: its B matrix is zero.
+    Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
+    is zero.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -27,5 +28,7 @@ def add_lora(
         lora_dropout=0.0,
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
     )
-    wrapped: nn.Module = get_peft_model(model, lora)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+        wrapped: nn.Module = get_peft_model(model, lora)
     return wrapped

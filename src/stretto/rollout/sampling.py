@@ -100,7 +100,7 @@ def sample(
         logits.div_(temperature)
     if top_k or top_p < 1:
         logits = truncate(logits, top_k, top_p)
-    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
+    weights = logits.sub_(logits.amax(-1, keepdim=True)).exp_()  # in place: fresh pages cost more
     tokens, total = _invert(weights, u)
     chosen = weights.gather(1, tokens[:, None])[:, 0]
     return tokens, chosen.log() - total.log().float()

@@ -51,7 +51,7 @@ class ModelPass:
         self._backbone = backbone(model)
         self.config_of_model: Any = self._backbone.config
         self._head = output_head(model)
-        self._masks = LayerMasks(self.config_of_model)
+        self._masks = LayerMasks(self.config_of_model, next(model.parameters()).dtype)
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Any]) -> None:
         """Put tokens of several rows into the cache, each from its own start position."""
@@ -69,6 +69,7 @@ class ModelPass:
         padding = torch.arange(width, device=self.device) >= lengths[:, None]
         read = max(s + len(row) for s, row in zip(starts, rows, strict=True))
         self.cache.aim(index, at.masked_fill(padding, self.cache.capacity), read)
+        at = at.masked_fill(padding, 0)  # a model with learned positions has none for padding
         self._hidden(ids, at, self._masks(at, read))
 
     def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
@@ -82,6 +83,7 @@ class ModelPass:
         """Logits [n, V] after the newest token of slots 0..n."""
         at = positions[:, None]
         self.cache.aim(slice(0, len(ids)), at, read)
+        at = at.masked_fill(at == self.cache.capacity, 0)  # the model has no scratch position
         return self._head.logits(self._hidden(ids[:, None], at, self._masks(at, read))[:, 0])
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
@@ -99,8 +101,11 @@ class ModelPass:
 class LayerMasks:
     """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._additive = config._attn_implementation == "eager"
         kinds = set(getattr(config, "layer_types", None) or ())
+        kinds |= {f"{k} (GPT-Neo)" for k in getattr(config, "attention_layers", ()) if k == "local"}
         if unknown := kinds - {"full_attention", "sliding_attention"}:
             raise EngineError(
                 f"layers of type {', '.join(sorted(unknown))} keep no plain key-value cache; the "
@@ -117,9 +122,17 @@ class LayerMasks:
         at = positions[:, None, :, None]
         full = keys <= at
         if not self._window or read <= self._window:
-            return full
-        near = full & (keys > at - self._window)
+            return self._form(full)
+        near = self._form(full & (keys > at - self._window))
+        full = self._form(full)
         return {"full_attention": full, "sliding_attention": near} if self._mixed else near
+
+    def _form(self, mask: Tensor) -> Tensor:
+        """Eager attention adds its mask to the scores."""
+        if not self._additive:
+            return mask
+        low = torch.finfo(self._dtype).min
+        return torch.zeros_like(mask, dtype=self._dtype).masked_fill(~mask, low)
 
 
 class GraphedDecode:
@@ -140,6 +153,7 @@ class GraphedDecode:
         cache = self._model.cache
         if cache.capacity != self._capacity:  # the cache moved: old graphs write to freed memory
             self._graphs.clear()
+            self._pool = None
             self._capacity = cache.capacity
         n = len(inputs.ids)
         rows = min(1 << (n - 1).bit_length(), cache.slots)
@@ -174,3 +188,43 @@ class GraphedDecode:
             outputs = self._model.decode(static, width)
         self._pool = graph.pool()
         return graph, static, outputs
+
+
+@torch.inference_mode()
+def check_cached_pass(model: nn.Module, config: RolloutConfig) -> None:
+    """Prefill, continued prefill and a decode step over rows of two lengths must be the plain pass.
+
+    Raises:
+        EngineError: they are not: the model keeps state besides keys and values, or takes no masks.
+    """
+    name = type(model).__name__
+    advice = "Choose a decoder-only model with plain full or sliding-window attention"
+    own = ModelPass(model, SlotCache(2), config)
+    own.cache.reserve(8)
+    vocabulary = own._head.weight.shape[0]
+    rows = [[(3 * i + k) % vocabulary for i in range(n)] for k, n in ((0, 7), (1, 3))]
+    try:
+        own.prefill([0, 1], [0, 0], [rows[0][:3], rows[1][:1]])
+        own.prefill([1, 0], [1, 3], [rows[1][1:2], rows[0][3:6]])
+        newest = torch.tensor([row[-1] for row in rows], device=own.device)
+        at = torch.tensor([len(row) - 1 for row in rows], device=own.device)
+        cached = own.next_logits(newest, at, 7)
+        plain = torch.cat(
+            [
+                own._head.logits(
+                    own._backbone(input_ids=ids, use_cache=False).last_hidden_state[:, -1]
+                )
+                for ids in (torch.tensor([row], device=own.device) for row in rows)
+            ]
+        )
+    except Exception as error:
+        raise EngineError(
+            f"{name} does not run over a key-value cache in slots: {error}. {advice}"
+        ) from error
+    worst = (cached - plain).abs().max().item()
+    scale = 1e-3 if own._head.weight.dtype == torch.float32 else 0.1
+    if not worst <= scale * plain.abs().max().item() + 1e-4:
+        raise EngineError(
+            f"{name} gives other logits over a key-value cache in slots than without one (they "
+            f"differ by {worst:.3g}). {advice}"
+        )

@@ -16,7 +16,8 @@ class StopStrings:
         # lies within this many tokens; a few more keep multi-byte characters whole.
         self._window = max(len(s.encode()) for s in strings) + 4
 
-    def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of the response so far holds a stop string near its end."""
-        text = self._tokenizer.decode(list(tokens[-self._window :]), skip_special_tokens=False)
+    def ends(self, tokens: Sequence[int], start: int = 0) -> bool:
+        """Whether the response, ``tokens[start:]``, holds a stop string near its end."""
+        tail = tokens[max(start, len(tokens) - self._window) :]
+        text = self._tokenizer.decode(list(tail), skip_special_tokens=False)
         return any(s in text for s in self._strings)

@@ -84,10 +84,6 @@ class SyncSchedule:
         self.ledger.close(rollouts)
         return Step(batch, rejected, {**stats, **self._figures(rollouts, start_s)})
 
-    async def hand_over(self) -> None:
-        """Give the generator the learner's present weights; a resumed run begins with it."""
-        await self._hand_over()
-
     def state_dict(self) -> dict[str, Any]:
         """See the class."""
         return {"ledger": self.ledger.state_dict(), "next_id": self._next_id}

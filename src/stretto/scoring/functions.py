@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.config import TaskConfig
-from stretto.errors import ConfigError, JudgeError, LifecycleError
+from stretto.errors import ConfigError, JudgeError
+from stretto.scoring.pending import Pending
 from stretto.scoring.process import JudgeProcess
 from stretto.scoring.text import response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
-from stretto.types import Chunk, FinishReason, Prompt, Rollout, Score, ScoreKind
+from stretto.types import Chunk, Prompt, Rollout, Score, ScoreKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,14 +41,13 @@ class _Verdict:
     failure: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Response:
-    """What is known of a rollout that has not been scored yet."""
+    """A finished rollout as judges see it."""
 
     prompt: Prompt
     tokens: list[int]
-    finish: FinishReason | None = None
-    text: str = ""
+    text: str
 
 
 class FunctionScorer:
@@ -89,7 +89,7 @@ class FunctionScorer:
     ) -> None:
         self.name = source
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
-        self._responses: dict[int, _Response] = {}
+        self._pending = Pending(source)
         self._payload: Callable[[_Response], Mapping[str, Any]]
         if source == "task":
             self._payload = _task_payload
@@ -110,10 +110,7 @@ class FunctionScorer:
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Learn of rollouts whose chunks will follow; tokens that one already has are kept."""
-        for rollout in rollouts:
-            self._responses[rollout.id] = _Response(
-                rollout.prompt, list(rollout.tokens), rollout.finish
-            )
+        self._pending.admit(rollouts)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts, in order for each rollout.
@@ -121,15 +118,7 @@ class FunctionScorer:
         Raises:
             LifecycleError: a chunk is of an unknown rollout, leaves a gap, or comes after the end.
         """
-        for chunk in chunks:
-            response = self._responses.get(chunk.rollout_id)
-            if response is None or response.finish or chunk.start != len(response.tokens):
-                raise LifecycleError(
-                    f"scorer '{self.name}' cannot take tokens {chunk.start} and on of rollout "
-                    f"{chunk.rollout_id}: it was not admitted, has ended, or has a gap there"
-                )
-            response.tokens.extend(chunk.tokens)
-            response.finish = chunk.finish
+        self._pending.extend(chunks)
 
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score finished rollouts, in the order asked, and forget them.
@@ -140,25 +129,18 @@ class FunctionScorer:
             LifecycleError: a rollout is unknown or has not ended.
             ConfigError, TaskError, JudgeError: the judge's process cannot be started again.
         """
-        for rollout_id in rollout_ids:
-            known = self._responses.get(rollout_id)
-            if known is None or known.finish is None:
-                raise LifecycleError(
-                    f"scorer '{self.name}' cannot score rollout {rollout_id}: it was not admitted, "
-                    "or its last chunk has not come"
-                )
-        responses = [self._responses.pop(rollout_id) for rollout_id in rollout_ids]
-        for response in responses:
-            response.text = response_text(
-                self._tokenizer, response.tokens, response.finish, self._stop
+        responses = [
+            _Response(
+                r.prompt, r.tokens, response_text(self._tokenizer, r.tokens, r.finish, self._stop)
             )
+            for r in self._pending.take(rollout_ids)
+        ]
         verdicts = self._judge(responses)
         return [self._score(*each) for each in zip(rollout_ids, responses, verdicts, strict=True)]
 
     def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
-        for rollout_id in rollout_ids:
-            self._responses.pop(rollout_id, None)
+        self._pending.release(rollout_ids)
 
     def close(self) -> None:
         """End the judge's process; what it is doing is lost."""

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stretto.errors import ModelError
 from stretto.models.forward import (
     by_token_budget,
     hidden_states,
     microbatches,
     output_head,
+    pad_right,
     response_hidden,
     response_tokens,
+    unwrapped,
 )
-from stretto.models.heads import apply_scalar_head
+from stretto.models.heads import apply_scalar_head, scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.scoring.pending import Pending
 from stretto.scoring.text import response_text
@@ -116,15 +119,48 @@ def reference_scorer(model: nn.Module, temperature: float, token_budget: int) ->
     )
 
 
+@torch.no_grad()
+def reads_last_token(model: nn.Module) -> bool:
+    """Whether a sequence classifier's output is its scalar head on the last token's state.
+
+    So it is with causal models. Encoders pool their states in ways of their own.
+    """
+    try:
+        scalar_head(model)
+    except ModelError:
+        return False
+    config: Any = model.config
+    tokens = [t for t in range(64) if t != config.pad_token_id and t < config.vocab_size]
+    rows = [tokens[start::4] for start in range(4)]  # several, as one could agree by chance
+    device = next(model.parameters()).device
+    ours = torch.stack([apply_scalar_head(model, hidden_states(model, [r])[0, -1]) for r in rows])
+    each = [model(torch.tensor([row], device=device)).logits[0, 0] for row in rows]
+    theirs = torch.stack(each).float()
+    worst = (ours - theirs).abs().max().item()
+    return bool(worst <= 0.02 * theirs.abs().max().item() + 1e-4)
+
+
 def critic_scorer(model: nn.Module, token_budget: int) -> TokenScorer:
-    """V(s_t), the value of the state before response token t."""
+    """V(s_t), the value of the state before response token t.
+
+    Raises:
+        ModelError: the model gives no values of single tokens.
+    """
+    if not reads_last_token(model):
+        raise ModelError(
+            f"a critic gives each token's state a value, from what came before it alone; "
+            f"{type(unwrapped(model)).__name__} is no causal model with a linear head. Choose "
+            "another model in critic.init, or 'actor'"
+        )
     return TokenScorer(
         "critic", "values", model, lambda hidden, _: apply_scalar_head(model, hidden), token_budget
     )
 
 
 class RewardModelScorer(ModelScorer):
-    """A scalar from a sequence classifier, read at the last token of prompt and response.
+    """A scalar from a sequence classifier, for prompt and response together.
+
+    A causal model is read at the last token, whatever token that is; any other runs whole.
 
     A reward model with the actor's tokenizer reads the very tokens that were sampled. One with a
     tokenizer of its own reads the same conversation: its chat template where the prompt is one and
@@ -147,6 +183,7 @@ class RewardModelScorer(ModelScorer):
         self.model, self._tokenizer, self._budget = model, tokenizer, token_budget
         self._actor_tokenizer, self._stop = actor_tokenizer, stop
         self._same = tokenizer.get_vocab() == actor_tokenizer.get_vocab()
+        self._causal = reads_last_token(model)
 
     def _score(
         self, rollouts: Sequence[Rollout]
@@ -154,10 +191,18 @@ class RewardModelScorer(ModelScorer):
         rows = [self._tokens(r) for r in rollouts]
         for chosen in by_token_budget([len(row) for row in rows], self._budget):
             part = [rows[i] for i in chosen]
-            hidden = hidden_states(self.model, part)
-            last = torch.stack([h[len(row) - 1] for h, row in zip(hidden, part, strict=True)])
-            scores = apply_scalar_head(self.model, last)[:, None]
-            yield [rollouts[i] for i in chosen], list(scores)
+            yield [rollouts[i] for i in chosen], list(self._read(part)[:, None])
+
+    def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Scores [b] of rows of token ids."""
+        if self._causal:
+            hidden = hidden_states(self.model, rows)
+            last = torch.stack([h[len(row) - 1] for h, row in zip(hidden, rows, strict=True)])
+            return apply_scalar_head(self.model, last)
+        ids = pad_right(rows, next(self.model.parameters()).device)
+        mask = pad_right([[1] * len(row) for row in rows], ids.device)
+        logits: Tensor = self.model(input_ids=ids, attention_mask=mask).logits
+        return logits[:, 0]
 
     def _tokens(self, rollout: Rollout) -> list[int]:
         if self._same:

@@ -35,7 +35,13 @@ class Pending:
             LifecycleError: the rollout is unknown, has ended, or the chunk leaves a gap.
         """
         for chunk in chunks:
-            self._known(chunk.rollout_id).append(chunk)
+            rollout = self._rollouts.get(chunk.rollout_id)
+            if rollout is None or rollout.finish or chunk.start != len(rollout):
+                raise LifecycleError(
+                    f"scorer '{self._scorer}' cannot take tokens {chunk.start} and on of rollout "
+                    f"{chunk.rollout_id}: it was not admitted, has ended, or has a gap there"
+                )
+            rollout.append(chunk)
 
     def take(self, rollout_ids: Sequence[int]) -> list[Rollout]:
         """Hand out finished rollouts and forget them.
@@ -44,10 +50,11 @@ class Pending:
             LifecycleError: one is unknown or has not ended; nothing is forgotten then.
         """
         for rollout_id in rollout_ids:
-            if self._known(rollout_id).finish is None:
+            known = self._rollouts.get(rollout_id)
+            if known is None or known.finish is None:
                 raise LifecycleError(
-                    f"scorer '{self._scorer}' cannot score rollout {rollout_id}: its last chunk "
-                    "has not come"
+                    f"scorer '{self._scorer}' cannot score rollout {rollout_id}: it was not "
+                    "admitted, or its last chunk has not come"
                 )
         return [self._rollouts.pop(rollout_id) for rollout_id in rollout_ids]
 
@@ -55,10 +62,3 @@ class Pending:
         """Forget rollouts; unknown ids are ignored."""
         for rollout_id in rollout_ids:
             self._rollouts.pop(rollout_id, None)
-
-    def _known(self, rollout_id: int) -> Rollout:
-        if rollout_id not in self._rollouts:
-            raise LifecycleError(
-                f"scorer '{self._scorer}' does not know rollout {rollout_id}; admit it first"
-            )
-        return self._rollouts[rollout_id]

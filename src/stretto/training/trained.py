@@ -101,9 +101,11 @@ class TrainedModel:
         return norm
 
     def close(self) -> None:
-        """Leave the model to another trainer: its gradients are no longer collected here."""
+        """Leave the model to another trainer: no hooks of this one, and no gradients."""
         for hook in self._hooks:
             hook.remove()
+        for weight in self._weights:
+            weight.grad = None
 
     @torch.no_grad()
     def _copy_back(self) -> None:

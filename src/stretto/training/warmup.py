@@ -13,9 +13,12 @@ from stretto.models.logits import token_logprobs
 from stretto.training.trained import TrainedModel
 from stretto.types import Rollout
 
+BATCH = 32
+"""Examples an update."""
+
 
 def warm_up(model: nn.Module, examples: Sequence[Rollout], config: Config) -> float:
-    """One pass of cross-entropy on the examples' response tokens, in batches of ``rollout.batch``.
+    """One pass of cross-entropy on the examples' response tokens, in batches of :data:`BATCH`.
 
     Args:
         model: a causal language model; trained in place.
@@ -25,8 +28,7 @@ def warm_up(model: nn.Module, examples: Sequence[Rollout], config: Config) -> fl
     Returns:
         The loss of the last batch, in nats a token.
     """
-    size = config.rollout.batch
-    batches = [examples[i : i + size] for i in range(0, len(examples), size)]
+    batches = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
     training = config.training.model_copy(update={"lr_schedule": "cosine"})
     trained = TrainedModel(model, config.warmup_lr, training, updates=len(batches), warmup=0)
     head = output_head(model)
@@ -39,4 +41,4 @@ def warm_up(model: nn.Module, examples: Sequence[Rollout], config: Config) -> fl
             loss.backward()
         trained.update()
     trained.close()
-    return float(loss)
+    return loss.item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.stop import StopStrings
+from stretto.runtime.inline.malloc import keep_freed_memory
 from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer, PlainScorer
 from stretto.schedules.sync import Settings, SyncSchedule
 from stretto.scoring.functions import FunctionScorer
@@ -74,25 +76,29 @@ class Parts:
         self.schedule.load_state_dict(state["schedule"])
 
 
-def build(config: Config, stack: ExitStack, say: Say, *, fresh: bool = True) -> Parts:
+def build(config: Config, stack: ExitStack, say: Say) -> Parts:
     """Put a run together.
+
+    The warm-up is done for a resumed run too: the reference, and under LoRA the frozen weights,
+    are what comes out of it, and checkpoints hold only what changes afterwards.
 
     Args:
         config: of the run.
         stack: closes what must be closed.
         say: told in a line what takes time.
-        fresh: whether a warm-up is due; a resumed run brings its weights.
     """
     prepare_torch(config)
     tokenizer = load_tokenizer(resolve(config.model.name, say), config.model.trust_remote_code)
     task = tasks.load(config.task, config.seed)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
-    judges = open_judges(config, task, tokenizer, stack)
+    scorers: list[PlainScorer] = [
+        *open_judges(config, task, tokenizer, stack),
+        *_reward_models(config, tokenizer, say),
+    ]
     actor = load_actor(config, say)
-    if fresh and config.warmup_examples:
+    if config.warmup_examples:
         loss = warm_up(actor, _examples(config, task, tokenizer), config)
         say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
-    scorers: list[PlainScorer] = [*judges, *_reward_models(config, tokenizer, say)]
     critic = _make_critic(config, actor, scorers, say)
     if config.model.lora_rank:
         actor = add_lora(actor, config.model, "CAUSAL_LM")
@@ -124,7 +130,8 @@ def build(config: Config, stack: ExitStack, say: Say, *, fresh: bool = True) -> 
 
 
 def prepare_torch(config: Config) -> None:
-    """Threads and the random state of initialisation; nothing in a run draws from it later."""
+    """Memory, threads, and the random state of initialisation, which no run draws from later."""
+    keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -247,16 +254,19 @@ def _make_critic(
 
 def _set_checkpointing(model: nn.Module, config: Config) -> None:
     if config.model.gradient_checkpointing:
-        unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the new name is not in all of 5.x
+            unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def _make_learner(config: Config, actor: nn.Module, critic: nn.Module) -> PPOLearner:
     t = config.training
     per_step = t.epochs * t.minibatches
     updates, warmup = config.steps * per_step, t.warmup_steps * per_step
+    frozen = min(config.critic.freeze_steps, config.steps) * per_step
     weights = config.reward.weights or (1.0,) * len(config.reward.sources)
     return PPOLearner(
-        TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
+        TrainedModel(actor, t.lr, t, updates=updates - frozen, warmup=warmup),
         TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup),
         config,
         dict(zip(config.reward.sources, weights, strict=True)),

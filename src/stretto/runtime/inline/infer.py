@@ -10,10 +10,12 @@ from typing import Literal
 
 from stretto import tasks
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from stretto.errors import JudgeError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.inline.build import load_actor, make_engine, open_judges, prepare_torch
+from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.text import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.prompts import PromptSource, render
@@ -73,10 +75,9 @@ def evaluate(config: Config, *, model: str, samples: int) -> EvalResult:
         rollouts = [Rollout(i, prompts.next(), i) for i in range(count)]
         for _ in _decode_all(engine, rollouts):
             pass
-        judge.admit(rollouts)
-        scores = judge.finish([r.id for r in rollouts])
+        scores = _judge_all(judge, rollouts, config.rollout.batch)
     return EvalResult(
-        accuracy=fmean(s.scalar for s in scores),
+        accuracy=fmean(scores),
         mean_tokens=fmean(len(r) for r in rollouts),
         ended=fmean(r.finish is FinishReason.STOP for r in rollouts),
         samples=count,
@@ -104,6 +105,19 @@ def generate(
     engine = make_engine(settings, load_actor(settings, print), tokenizer)
     for r in _decode_all(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
+
+
+def _judge_all(judge: FunctionScorer, rollouts: Sequence[Rollout], batch: int) -> list[float]:
+    """The verdict on each rollout; asked in batches, as the judge's time limit is for one."""
+    values = []
+    for start in range(0, len(rollouts), batch):
+        part = rollouts[start : start + batch]
+        judge.admit(part)
+        for score in judge.finish([r.id for r in part]):
+            if score.failure:
+                raise JudgeError(score.failure, [score.rollout_id])
+            values.append(score.scalar)
+    return values
 
 
 def _decode_all(engine: TorchEngine, rollouts: Sequence[Rollout]) -> Iterator[Rollout]:

@@ -49,11 +49,10 @@ def train(
     """
     with ExitStack() as stack:
         first, state = checkpoint.load_latest(run_dir.checkpoints) if resume else (0, None)
-        parts = build(config, stack, progress.note, fresh=not resume)
+        parts = build(config, stack, progress.note)
         if state is not None:
             parts.load_state_dict(state)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        drive(parts.schedule.hand_over())
         stats: Stats = {}
         for number in range(first + 1, config.steps + 1):
             step = drive(parts.schedule.step())

@@ -1,0 +1,101 @@
+"""Attention for short sequences on a CPU, where torch's fused kernel is slow to differentiate.
+
+Shapes: b sequences, g key-value heads, r query heads to each, L tokens, d head size.
+
+On a CPU the backward pass of the fused kernel takes several times as long as plain matrix products
+up to a few hundred tokens. Here the query heads of a key-value head are laid one after another,
+so that grouped heads need no copies of keys and values: scores are one product of [r L, d] and
+[d, L]. Only the probabilities are kept for the backward pass, in the model's own type.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAME = "stretto"
+"""What the attention is called in a model's config."""
+
+LONGEST = {torch.bfloat16: 256, torch.float32: 64}
+"""Tokens up to which plain products win, by type; measured (docs/performance.md)."""
+
+
+def use_short_attention(model: Any) -> None:
+    """Let a transformers model on a CPU use this attention for what it covers.
+
+    Everything else goes where it went before, so a model that asked for something other than
+    torch's fused attention is left alone.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(NAME, _attention)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        model.set_attn_implementation(NAME)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """In the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    length = query.shape[2]
+    plain = (
+        attention_mask is None
+        and 1 < length == key.shape[2] <= LONGEST.get(query.dtype, 0)
+        and query.shape[3] == key.shape[3] == value.shape[3]
+        and getattr(module, "is_causal", False)
+        and not any(kwargs.get(k) for k in ("dropout", "softcap", "position_bias", "is_causal"))
+    )
+    if not plain:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    out: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2), None
+
+
+@lru_cache(maxsize=32)
+def _causal_bias(length: int) -> Tensor:
+    """[L, L] float32: -inf above the diagonal, else 0."""
+    return torch.full((length, length), -torch.inf).triu(1)
+
+
+class _CausalAttention(torch.autograd.Function):
+    """``softmax(scale Q K^T + causal) V`` with P kept: dS = P * (dP - sum(dP * P))."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        b, heads, length, d = query.shape
+        groups = key.shape[1]
+        q = query.reshape(b, groups, -1, d) * scale
+        scores = torch.matmul(q, key.transpose(-1, -2)).float()
+        scores.view(b, groups, -1, length, length).add_(_causal_bias(length))
+        p = torch.softmax(scores, -1).to(query.dtype)
+        ctx.save_for_backward(q, key, value, p)
+        ctx.scale = scale
+        return torch.matmul(p, value).view(b, heads, length, d)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, key, value, p = ctx.saved_tensors
+        b, heads, length, d = grads[0].shape
+        d_out = grads[0].reshape(b, key.shape[1], -1, d)
+        d_value = torch.matmul(p.transpose(-1, -2), d_out)
+        d_p = torch.matmul(d_out, value.transpose(-1, -2)).float()
+        d_scores = torch._softmax_backward_data(d_p, p.float(), -1, torch.float32).to(q.dtype)
+        d_query = (torch.matmul(d_scores, key) * ctx.scale).view(b, heads, length, d)
+        d_key = torch.matmul(d_scores.transpose(-1, -2), q)
+        return d_query, d_key, d_value, None

@@ -1,0 +1,134 @@
+"""Small models and batches, and the naive forward pass that others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stretto.config import Config
+from stretto.models.heads import critic_from_actor
+from stretto.training.learner import PPOLearner
+from stretto.training.trained import TrainedModel
+from stretto.types import FinishReason, Prompt, Rollout, RolloutState, Score
+
+VOCABULARY = 61
+
+
+def llama(
+    *, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> Any:
+    """A Llama of two layers with random weights, large enough to give clear preferences."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+def critic_of(actor: Any, seed: int = 1) -> Any:
+    """A critic whose head is not zero, so that gradients reach its backbone."""
+    critic = critic_from_actor(actor)
+    torch.manual_seed(seed)
+    nn.init.normal_(critic.score.weight, std=0.2)
+    return critic
+
+
+def left_padded_logprobs(
+    model: Any, rollouts: Sequence[Rollout], temperature: float = 1.0
+) -> list[Tensor]:
+    """Log-probabilities [T] of each response: left padding, mask, positions, all logits at once."""
+    rows = [[*r.prompt.tokens, *r.tokens] for r in rollouts]
+    width = max(map(len, rows))
+    ids = torch.tensor([[7] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    table = torch.log_softmax(logits / temperature, -1)
+    out = []
+    for b, r in enumerate(rollouts):
+        first = width - len(r)
+        out.append(torch.stack([table[b, first + t - 1, r.tokens[t]] for t in range(len(r))]))
+    return out
+
+
+def make_rollouts(
+    actor: Any,
+    critic: Any,
+    shapes: Sequence[tuple[int, int]],
+    *,
+    noise: float = 0.1,
+    seed: int = 0,
+    temperature: float = 1.0,
+    first_id: int = 0,
+) -> list[Rollout]:
+    """Scored rollouts of (prompt, response) lengths, with old policies ``noise`` off the present.
+
+    Behaviour and reference log-probabilities and old values are the models' own, plus noise: what
+    makes ratios, clipping and KL penalties differ from nothing.
+    """
+    rng = np.random.default_rng(seed)
+    vocabulary = actor.config.vocab_size
+    made = []
+    for i, (prompt, response) in enumerate(shapes):
+        tokens = tuple(int(t) for t in rng.integers(vocabulary, size=prompt))
+        rollout = Rollout(first_id + i, Prompt(i, tokens, ""), first_id + i)
+        rollout.tokens = [int(t) for t in rng.integers(vocabulary, size=response)]
+        rollout.versions = [0] * response
+        rollout.finish = FinishReason.STOP if i % 3 else FinishReason.LENGTH
+        with torch.no_grad():
+            new = left_padded_logprobs(actor, [rollout], temperature)[0].double().numpy()
+            values = naive_values(critic, rollout).double().numpy()
+        rollout.logprobs = [float(x) for x in new + noise * rng.normal(size=response)]
+        reference = (new + noise * rng.normal(size=response)).astype(np.float32)
+        old_values = (values + noise * rng.normal(size=response)).astype(np.float32)
+        reward = np.array([rng.normal()], np.float32)
+        for source, kind, numbers in (
+            ("task", "reward", reward),
+            ("reference", "logprobs", reference),
+            ("critic", "values", old_values),
+        ):
+            rollout.scores[source] = Score(rollout.id, source, kind, numbers)  # type: ignore[arg-type]
+        rollout.state = RolloutState.SCORED
+        made.append(rollout)
+    return made
+
+
+def naive_values(critic: Any, rollout: Rollout) -> Tensor:
+    """V(s_t) [T] by the classifier's own forward pass over each prefix by itself."""
+    values = []
+    for t in range(len(rollout)):
+        row = torch.tensor([[*rollout.prompt.tokens, *rollout.tokens[:t]]])
+        values.append(critic(input_ids=row).logits[0, 0])
+    return torch.stack(values)
+
+
+def make_learner(
+    actor: nn.Module,
+    critic: nn.Module,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    updates: int = 10,
+    warmup: int = 0,
+) -> PPOLearner:
+    """A learner on two models; ``settings`` as a recipe has them."""
+    config = Config.model_validate(settings or {})
+    t = config.training
+    return PPOLearner(
+        TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
+        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup),
+        config,
+        {"task": 1.0},
+    )

@@ -1,0 +1,642 @@
+"""The generation engine against transformers, and against a generator without cache or batch."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from helpers import VOCABULARY, llama
+from stretto.config import ModelConfig, RolloutConfig
+from stretto.errors import EngineError, StrettoError
+from stretto.models.load import load_causal_lm
+from stretto.models.lora import add_lora
+from stretto.models.tiny import byte_tokenizer
+from stretto.models.weights import fingerprint
+from stretto.rollout.cache import SlotCache
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.sampling import stream_seed, uniform
+from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
+from stretto.rollout.stop import StopStrings
+from stretto.types import Chunk, FinishReason, Prompt, Rollout, Weights
+
+SEED = 5
+LIMIT = 12
+
+
+class Letters:
+    """A tokenizer of which every token is one letter, besides the last, which is three."""
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        return "".join("xyz" if t == VOCABULARY - 1 else chr(ord("A") + t) for t in tokens)
+
+
+def engine(
+    model: Any,
+    *,
+    end: Sequence[int] = (),
+    stop: Sequence[str] = (),
+    tokenizer: Any = None,
+    **options: Any,
+) -> TorchEngine:
+    return TorchEngine(
+        model,
+        RolloutConfig(**{"batch": 7, "max_new_tokens": LIMIT, **options}),
+        end_tokens=frozenset(end),
+        seed=SEED,
+        stop=StopStrings(stop, tokenizer or Letters()) if stop else None,
+    )
+
+
+def rollouts(prompts: Sequence[Sequence[int]]) -> list[Rollout]:
+    return [Rollout(i, Prompt(i, tuple(p), ""), i) for i, p in enumerate(prompts)]
+
+
+def random_prompts(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list[list[int]]:
+    rng = random.Random(sum(lengths))
+    return [[rng.randrange(3, vocabulary) for _ in range(n)] for n in lengths]
+
+
+def take(chunks: Sequence[Chunk], by_id: dict[int, Rollout]) -> None:
+    for chunk in chunks:
+        assert len(chunk.tokens) == len(chunk.logprobs)
+        assert chunk.tokens
+        by_id[chunk.rollout_id].append(chunk)  # refuses gaps, overlaps and what follows an end
+
+
+def finish(e: TorchEngine, made: Sequence[Rollout], chunk: int = 5) -> list[Rollout]:
+    by_id = {r.id: r for r in made}
+    for _ in range(500):
+        if all(r.finish for r in made):
+            assert e.decode(3) == []
+            return list(made)
+        take(e.decode(chunk), by_id)
+    raise AssertionError("the engine never finished")
+
+
+def run(e: TorchEngine, prompts: Sequence[Sequence[int]], chunk: int = 5) -> list[Rollout]:
+    made = rollouts(prompts)
+    e.admit(made)
+    return finish(e, made, chunk)
+
+
+@torch.no_grad()
+def plain_logprobs(model: Any, r: Rollout, temperature: float = 1.0) -> Tensor:
+    """[T] of the response, by one forward pass over all of it."""
+    ids = torch.tensor([[*r.prompt.tokens, *r.tokens]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(r.prompt.tokens) - 1 : -1].float()
+    if temperature:
+        logits = logits / temperature
+    table = logits.log_softmax(-1).cpu()
+    return table.gather(1, torch.tensor(r.tokens)[:, None])[:, 0]
+
+
+def assert_logprobs(model: Any, r: Rollout, tolerance: float, temperature: float = 1.0) -> None:
+    expected = plain_logprobs(model, r, temperature)
+    assert torch.allclose(torch.tensor(r.logprobs), expected, rtol=0, atol=tolerance)
+
+
+def assert_greedy_as_transformers(model: Any, made: Sequence[Rollout], tolerance: float) -> None:
+    for r in made:
+        ids = torch.tensor([r.prompt.tokens])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=LIMIT
+        )
+        assert r.tokens == out[0, ids.shape[1] :].tolist()
+        assert_logprobs(model, r, tolerance)
+
+
+def weights_of(model: Any, version: int, *, copied: bool = True) -> Weights:
+    named = dict(model.named_parameters())
+    tensors = {k: v.detach().clone() for k, v in named.items()}
+    return Weights(version, fingerprint(named.items()), tensors if copied else None)
+
+
+# -- as transformers -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_folder: Path) -> Any:
+    return load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+
+
+def test_tiny_is_greedy_as_transformers(tiny: Any) -> None:
+    made = run(engine(tiny, temperature=0, end=[258]), random_prompts([1, 2, 17, 64, 65, 30], 256))
+    assert_greedy_as_transformers(tiny, made, 1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_tiny_logprobs_are_of_the_sampled_distribution(tiny: Any, temperature: float) -> None:
+    made = run(engine(tiny, temperature=temperature), random_prompts([1, 2, 17, 64, 65, 30], 256))
+    assert len({t for r in made for t in r.tokens}) > 20
+    for r in made:
+        assert_logprobs(tiny, r, 1e-5, temperature)
+
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+MIXED = {**GROUPED, "head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+N_STYLE = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 28}
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 8}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,  # keys and values of different sizes
+    "first_k_dense_replace": 2,
+}
+
+WORKS: dict[str, Callable[[], Any]] = {
+    "gpt-neox": lambda: hf.GPTNeoXConfig(**SMALL),
+    "qwen2": lambda: hf.Qwen2Config(**GROUPED),
+    "qwen2, windows": lambda: hf.Qwen2Config(**GROUPED, **WINDOW),
+    "qwen3, windows": lambda: hf.Qwen3Config(**GROUPED, head_dim=8, **WINDOW),
+    "mistral, all windows": lambda: hf.MistralConfig(**GROUPED, sliding_window=6),
+    "gemma2, caps": lambda: hf.Gemma2Config(**MIXED, sliding_window=5, **CAPS),
+    "gemma3": lambda: hf.Gemma3TextConfig(**MIXED, sliding_window=5),
+    "gpt2": lambda: hf.GPT2Config(**N_STYLE, initializer_range=0.3),
+    "gpt-j": lambda: hf.GPTJConfig(**N_STYLE, rotary_dim=4, initializer_range=0.3),
+    "opt": lambda: hf.OPTConfig(
+        **{**SMALL, "max_position_embeddings": 28}, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3
+    ),
+    "phi": lambda: hf.PhiConfig(**SMALL),
+    "mixtral": lambda: hf.MixtralConfig(**GROUPED, **EXPERTS),
+    "gpt-oss, sinks": lambda: hf.GptOssConfig(**MIXED, sliding_window=5, **EXPERTS),
+    "cohere, scaled": lambda: hf.CohereConfig(**GROUPED, logit_scale=0.5),
+    "deepseek, latent": lambda: hf.DeepseekV3Config(**SMALL, num_key_value_heads=4, **LATENT),
+}
+
+
+def from_config(config: Any, attention: str | None = None) -> Any:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+    return model
+
+
+def check_architecture(model: Any) -> None:
+    """Sequences longer than the windows, and a budget that cuts prompts to pieces."""
+    prompts = random_prompts([3, 9, 16, 11, 5, 2], 97)
+    made = run(engine(model, temperature=0, prefill_tokens=7, slots=4), prompts, chunk=3)
+    assert_greedy_as_transformers(model, made, 1e-4)
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_architectures_are_greedy_as_transformers(name: str) -> None:
+    check_architecture(from_config(WORKS[name]()))
+
+
+def test_eager_attention_takes_masks_of_its_own_kind() -> None:
+    check_architecture(from_config(hf.LlamaConfig(**GROUPED), "eager"))
+
+
+def test_adapters_are_part_of_the_model() -> None:
+    m = add_lora(from_config(hf.LlamaConfig(**GROUPED)), ModelConfig(lora_rank=4), "CAUSAL_LM")
+    torch.manual_seed(1)
+    for name, parameter in m.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    e = engine(m, slots=3)
+    e.load(weights_of(m, 1, copied=False))
+    for r in run(e, random_prompts([9, 3, 12, 5], 97)):
+        assert_logprobs(m, r, 1e-4)
+        with m.disable_adapter():
+            assert (plain_logprobs(m, r) - torch.tensor(r.logprobs)).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_bfloat16(attention: str) -> None:
+    m = from_config(hf.LlamaConfig(**{**GROUPED, "initializer_range": 0.1}), attention).bfloat16()
+    for r in run(engine(m, slots=3, prefill_tokens=7), random_prompts([9, 3, 12, 5], 97)):
+        assert_logprobs(m, r, 0.05)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "mamba": lambda: hf.MambaConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4
+    ),
+    "rwkv": lambda: hf.RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2),
+    "lfm2": lambda: hf.Lfm2Config(
+        **GROUPED, layer_types=["conv", "full_attention"], block_ff_dim=48
+    ),
+    "bloom": lambda: hf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4),
+    "gpt-neo": lambda: hf.GPTNeoConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+    ),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **GROUPED, head_dim=8, intermediate_size_mlp=48, attention_chunk_size=8, num_local_experts=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_architectures_are_refused(name: str) -> None:
+    model = from_config(REFUSED[name]())
+    with pytest.raises(StrettoError, match=r"[Cc]hoose"):
+        engine(model)
+
+
+def test_frequencies_that_follow_the_longest_in_the_batch_are_refused() -> None:
+    scaling = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 20,
+    }
+    model = from_config(
+        hf.Phi3Config(
+            **{**GROUPED, "max_position_embeddings": 80},
+            original_max_position_embeddings=20,
+            rope_parameters=scaling,
+        )
+    )
+    e = engine(model, temperature=0)
+    assert_greedy_as_transformers(model, run(e, random_prompts([8, 3], 97)), 1e-4)
+    with pytest.raises(EngineError, match="20"):
+        e.admit(rollouts(random_prompts([9], 97)))
+
+
+# -- as without cache and batch ------------------------------------------------------------------
+
+END = 14
+PROMPTS = [*random_prompts([1, 3, 9, 20]), *([[8, 1, 2, 33, 4, 5, 60]] * 3)]
+
+
+@cache
+def model() -> Any:
+    return llama()
+
+
+@dataclass
+class Answer:
+    tokens: list[int]
+    logprobs: list[float]
+    finish: FinishReason
+
+
+@cache
+def answers() -> list[Answer]:
+    """Each rollout by itself: a full forward pass a token, and a search in float64."""
+    out = []
+    for i, prompt in enumerate(PROMPTS):
+        a = Answer([], [], FinishReason.LENGTH)
+        seed = torch.tensor([stream_seed(SEED, i)])
+        while len(a.tokens) < LIMIT and END not in a.tokens:
+            with torch.no_grad():
+                logits = model()(torch.tensor([[*prompt, *a.tokens]])).logits[0, -1]
+            p = logits.double().softmax(-1)
+            u = uniform(seed, torch.tensor([len(a.tokens)])).item()
+            ends = p.cumsum(-1)
+            assert (ends - u).abs().min() > 1e-5  # not a matter of rounding
+            a.tokens.append(int((ends <= u).sum()))
+            a.logprobs.append(math.log(p[a.tokens[-1]]))
+        if END in a.tokens:
+            a.finish = FinishReason.STOP
+        out.append(a)
+    return out
+
+
+def assert_answers(made: Sequence[Rollout]) -> None:
+    for r in made:
+        expected = answers()[r.id]
+        assert r.tokens == expected.tokens
+        assert r.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert r.finish == expected.finish
+
+
+def test_the_answers_are_of_all_kinds() -> None:
+    lengths = {len(a.tokens) for a in answers()}
+    assert len(lengths) > 1
+    assert {a.finish for a in answers()} == set(FinishReason)
+    assert len({tuple(a.tokens) for a in answers()[4:]}) == 3  # one prompt, three streams
+
+
+@pytest.mark.parametrize("slots", [1, 2, 7])
+@pytest.mark.parametrize("prefill_tokens", [1, 4, 30, 4096])
+def test_tokens_depend_on_neither_slots_nor_budget(slots: int, prefill_tokens: int) -> None:
+    e = engine(model(), end=[END], slots=slots, prefill_tokens=prefill_tokens)
+    assert_answers(run(e, PROMPTS))
+
+
+OPERATION = st.one_of(
+    st.tuples(st.just("admit"), st.integers(0, len(PROMPTS) - 1)),
+    st.tuples(st.just("decode"), st.integers(1, 6)),
+    st.tuples(st.just("interrupt"), st.integers(0, len(PROMPTS) - 1)),
+    st.tuples(st.just("load"), st.just(0)),
+)
+
+
+@settings(
+    max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+@given(
+    st.lists(OPERATION, max_size=20),
+    st.sampled_from([1, 2, 3, 7]),
+    st.integers(1, 40),
+    st.integers(1, LIMIT + 1),
+    st.permutations(range(len(PROMPTS))),
+)
+def test_tokens_do_not_depend_on_company_order_or_interruption(
+    operations: list[tuple[str, int]],
+    slots: int,
+    prefill_tokens: int,
+    last_chunk: int,
+    order: list[int],
+) -> None:
+    e = engine(model(), end=[END], slots=slots, prefill_tokens=prefill_tokens)
+    made = {r.id: r for r in rollouts(PROMPTS)}
+    outside = set(made)
+    for name, value in operations:
+        if name == "admit" and value in outside and not made[value].finish:
+            e.admit([made[value]])
+            outside.remove(value)
+        elif name == "decode":
+            before = {i: len(r) for i, r in made.items()}
+            chunks = e.decode(value)
+            assert len({c.rollout_id for c in chunks}) == len(chunks)
+            assert {c.rollout_id for c in chunks}.isdisjoint(outside)
+            take(chunks, made)
+            assert all(len(r) - before[i] <= value for i, r in made.items())
+            assert all(set(made[c.rollout_id].versions[c.start :]) == {e.version} for c in chunks)
+        elif name == "interrupt":
+            e.release([value])
+            outside.add(value)
+        elif name == "load":
+            e.load(weights_of(model(), e.version + 1, copied=False))
+    e.admit([made[i] for i in order if i in outside and not made[i].finish])
+    assert_answers(finish(e, list(made.values()), last_chunk))
+
+
+def test_slots_grow_under_running_rollouts() -> None:
+    """Positions go over one allocation's size while others are decoding, and rows move."""
+    prompts = random_prompts([5, 50, 70, 130, 3, 200])
+    together = rollouts(prompts)
+    e = engine(model(), slots=3, temperature=0.8)
+    by_id = {r.id: r for r in together}
+    for r in together:
+        e.admit([r])
+        take(e.decode(3), by_id)
+    finish(e, together)
+    for r in together:
+        assert_logprobs(model(), r, 1e-4, 0.8)
+
+
+@torch.inference_mode()
+def test_prefill_from_different_starts_up_to_the_last_position() -> None:
+    """Padding of the row that is nearly full would lie beyond its slot."""
+    slots = SlotCache(2)
+    slots.reserve(64)
+    steps = ModelPass(model(), slots, RolloutConfig())
+    a, b = random_prompts([64, 41])
+    steps.prefill([1, 0], [0, 0], [b[:5], a[:60]])
+    steps.prefill([0, 1], [60, 5], [a[60:63], b[5:40]])
+    got = steps.next_logits(torch.tensor([a[-1], b[-1]]), torch.tensor([63, 40]), 64)
+    for row, logits in zip((a, b), got, strict=True):
+        expected = model()(torch.tensor([row]), use_cache=False).logits[0, -1]
+        assert torch.allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_samples_of_one_prompt_prefill_it_once_and_within_the_budget() -> None:
+    passes: list[tuple[int, ...]] = []
+    m = llama()
+    e = engine(m, slots=8, prefill_tokens=16)
+    handle = m.get_input_embeddings().register_forward_pre_hook(
+        lambda _, args: passes.append(tuple(args[0].shape))
+    )
+    run(e, random_prompts([60]) * 8)
+    handle.remove()
+    prefilled = [n * q for n, q in passes if q > 1]
+    assert max(prefilled) <= 16
+    assert 48 < sum(prefilled) <= 64  # of 8 times 59
+    assert sum(n for n, q in passes if q == 1) <= 8 * LIMIT + 8
+
+
+# -- how responses end ---------------------------------------------------------------------------
+
+
+def free_run(prompt: Sequence[int]) -> Rollout:
+    """What the model answers where nothing ends it."""
+    return run(engine(model()), [prompt])[0]
+
+
+@pytest.mark.parametrize("at", [0, 4, LIMIT - 1])
+def test_end_token(at: int) -> None:
+    for n in range(1, 60):
+        prompt = random_prompts([n])[0]
+        tokens = free_run(prompt).tokens
+        if tokens.index(tokens[at]) == at:
+            break
+    ended = run(engine(model(), end=[tokens[at], VOCABULARY]), [prompt])[0]
+    assert (ended.tokens, ended.finish) == (tokens[: at + 1], FinishReason.STOP)
+    other = run(engine(model(), end=[VOCABULARY]), [prompt])[0]
+    assert (other.tokens, other.finish) == (tokens, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("last", [3, 7, LIMIT])
+def test_stop_string_over_several_tokens(last: int) -> None:
+    tokens = free_run(PROMPTS[2]).tokens
+    text = Letters().decode(tokens[:last])
+    string = text[-3:]
+    assert text.index(string) == len(text) - 3
+    e = engine(model(), stop=["never this", string])
+    ended = run(e, [PROMPTS[2]], chunk=last - 1)[0]  # the string lies across two chunks
+    assert (ended.tokens, ended.finish) == (tokens[:last], FinishReason.STOP)
+
+
+def test_the_prompt_is_not_searched_for_stop_strings() -> None:
+    prompt = PROMPTS[2]
+    tokens = free_run(prompt).tokens
+    string = Letters().decode([prompt[-1], tokens[0]])
+    assert string not in Letters().decode(tokens)
+    assert run(engine(model(), stop=[string]), [prompt])[0].tokens == tokens
+
+
+def test_stop_strings_see_whole_characters_near_the_end() -> None:
+    tokenizer = byte_tokenizer()
+    stops = StopStrings(["né.", "\n\n"], tokenizer)
+
+    def ends(text: str) -> list[int]:
+        tokens = list(text.encode())
+        return [n for n in range(1, len(tokens) + 1) if stops.ends(tokens[:n])][:1]
+
+    assert ends("il est né. Il") == [len("il est né.".encode())]
+    assert ends("né") == []
+    assert ends("a\nb\n\nc") == [5]
+    assert ends("nné.") == [5]
+    assert ends("ünününé" + "." * 2) == [len("ünününé.".encode())]
+
+
+# -- release, refusal ----------------------------------------------------------------------------
+
+
+def test_release_of_waiting_and_running_rollouts() -> None:
+    made = {r.id: r for r in rollouts(PROMPTS)}
+    e = engine(model(), end=[END], slots=3)
+    e.admit(list(made.values()))
+    take(e.decode(2), made)
+    assert [len(r) for r in made.values()] == [2, 2, 2, 0, 0, 0, 0]
+    e.release([0, 5, 99])  # running (not in the last slot), waiting, unknown
+    rest = [made[i] for i in (1, 2, 3, 4, 6)]
+    assert_answers(finish(e, rest))
+    assert (len(made[0]), len(made[5])) == (2, 0)
+    e.admit([made[5], made[0]])
+    assert_answers(finish(e, list(made.values())))
+
+
+def test_positions_end_where_the_models_do() -> None:
+    m = from_config(hf.GPT2Config(**N_STYLE, initializer_range=0.3))
+    e = engine(m, temperature=0, slots=2, prefill_tokens=5)
+    made = run(e, random_prompts([28 - LIMIT, 4, 28 - LIMIT], 97))
+    assert_greedy_as_transformers(m, made, 1e-4)
+    with pytest.raises(EngineError, match=r"17 tokens .* 12 more, .* 28;.*max_new_tokens"):
+        e.admit(rollouts(random_prompts([28 - LIMIT + 1])))
+
+
+@pytest.mark.parametrize("wrong", ["no prompt", "ended", "full", "twice"])
+def test_rollouts_that_cannot_be_decoded_are_refused(wrong: str) -> None:
+    e = engine(model())
+    r = rollouts([[] if wrong == "no prompt" else [1, 2]])[0]
+    if wrong == "ended":
+        r.append(Chunk(0, 0, (3,), (-1.0,), 0, FinishReason.STOP))
+    elif wrong == "full":
+        r.append(Chunk(0, 0, (3,) * LIMIT, (-1.0,) * LIMIT, 0))
+    elif wrong == "twice":
+        e.admit([r])
+    with pytest.raises(EngineError, match="0"):
+        e.admit([r])
+
+
+# -- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_new_weights_are_used_from_their_version_on(shared: bool) -> None:
+    m, old, new = llama(), llama(), llama(seed=1)
+    e = engine(m, slots=5)
+    made = rollouts([*PROMPTS[2:6], PROMPTS[0]])
+    by_id = {r.id: r for r in made}
+    e.admit(made)
+    take(e.decode(4), by_id)
+    had = [len(r) for r in made]
+    if shared:
+        m.load_state_dict(new.state_dict())
+    e.load(weights_of(new, 3, copied=not shared))
+    finish(e, made)
+    for r, n in zip(made, had, strict=True):
+        assert 0 < n < LIMIT
+        assert r.versions == [0] * n + [3] * (LIMIT - n)
+        before, after = plain_logprobs(old, r), plain_logprobs(new, r)
+        got = torch.tensor(r.logprobs)
+        assert torch.allclose(got[:n], before[:n], rtol=0, atol=1e-4)
+        assert torch.allclose(got[n:], after[n:], rtol=0, atol=1e-4)
+        assert (after - before).abs()[n:].max() > 0.1
+
+
+def test_weights_that_did_not_arrive_are_refused() -> None:
+    m = llama()
+    e = engine(m)
+    with pytest.raises(EngineError, match=r"version 1 .* fingerprint"):
+        e.load(weights_of(llama(seed=1), 1, copied=False))
+    assert e.version == 0
+    given = weights_of(m, 2)
+    assert given.tensors is not None
+    with pytest.raises(EngineError, match="nothing_like_it"):
+        e.load(Weights(2, given.fingerprint, {"nothing_like_it": torch.zeros(1)}))
+
+
+def test_the_engine_works_on_the_models_own_memory() -> None:
+    m = llama()
+    where = {k: p.data_ptr() for k, p in m.named_parameters()}
+    e = engine(m)
+    run(e, PROMPTS)
+    assert {k: p.data_ptr() for k, p in m.named_parameters()} == where
+    held = ModelPass(m, SlotCache(1), RolloutConfig())._head.weight
+    assert held.data_ptr() == m.get_output_embeddings().weight.data_ptr()
+    with torch.no_grad():
+        m.get_output_embeddings().weight.zero_()
+    flat = run(e, PROMPTS)[0]
+    assert flat.logprobs == pytest.approx([-math.log(VOCABULARY)] * LIMIT, abs=1e-6)
+
+
+def test_state_is_the_version() -> None:
+    e = engine(model())
+    e.load(weights_of(model(), 4, copied=False))
+    other = engine(model())
+    other.load_state_dict(copy.deepcopy(e.state_dict()))
+    assert other.version == 4
+
+
+# -- CUDA graphs ---------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_graphed_decode_without_capture_is_eager_decode() -> None:
+    config = RolloutConfig(temperature=0.9)
+    slots = SlotCache(6)
+    steps = ModelPass(model(), slots, config)
+    graphed = GraphedDecode(steps, capture=False)
+    slots.reserve(40)
+    prompts = random_prompts([9, 30, 2, 17, 25, 300])
+    for n in (1, 3, 5, 6, 2):
+        if n == 6:
+            slots.reserve(310)  # what was set up for smaller slots must not be used any more
+        steps.prefill(range(n), [0] * n, [p[:-1] for p in prompts[:n]])
+        at = torch.tensor([len(p) - 1 for p in prompts[:n]])
+        if n == 3:
+            at[1] = slots.capacity  # sits out
+        ids = torch.tensor([p[-1] for p in prompts[:n]])
+        seeds = torch.tensor([stream_seed(1, i) for i in range(n)])
+        inputs = StepInputs(ids, at, seeds, torch.arange(n))
+        read = max(len(p) for p in prompts[:n])
+        expected, got = steps.decode(inputs, read), graphed(inputs, read)
+        active = at < slots.capacity
+        assert got[0][active].tolist() == expected[0][active].tolist()
+        assert torch.allclose(got[1][active], expected[1][active], rtol=0, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["llama", "qwen2, windows", "gemma2, caps"])
+def test_cuda_graphs_decode_as_eager(name: str) -> None:
+    m = (llama() if name == "llama" else from_config(WORKS[name]())).cuda()
+    limit = m.config.max_position_embeddings - LIMIT
+    prompts = random_prompts([min(n, limit) for n in (3, 9, 40, 11, 300, 2)])
+    results = []
+    for graphs in (True, False):  # the longest comes late: slots grow after the first capture
+        e = engine(m, temperature=0, slots=3, prefill_tokens=64, cuda_graphs=graphs)
+        results.append(run(e, prompts, chunk=4))
+    for a, b in zip(*results, strict=True):
+        assert a.tokens == b.tokens
+        assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
+        assert_logprobs(m, a, 1e-3)

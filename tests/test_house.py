@@ -1,0 +1,73 @@
+"""The rules of the house: small files, short functions, few settings. Warns first, then fails."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stretto import recipes
+from stretto.config import Config, Section
+
+SOURCE = Path(__file__).parents[1] / "src" / "stretto"
+FILES = sorted(SOURCE.rglob("*.py"))
+FILE_LINES, FILE_LIMIT = 400, 500
+FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
+SETTINGS = 120
+
+
+def functions(file: Path) -> Iterator[tuple[str, int]]:
+    """Name and length of each function, decorators not counted."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno
+            yield node.name, node.end_lineno - node.lineno + 1
+
+
+def report(what: str, size: int, wanted: int, limit: int) -> None:
+    message = f"{what} has {size} lines; about {wanted} is the aim, {limit} the limit"
+    assert size <= limit, message
+    if size > wanted:
+        warnings.warn(message, stacklevel=2)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_files_and_functions_stay_small(file: Path) -> None:
+    name = file.relative_to(SOURCE)
+    report(str(name), len(file.read_text().splitlines()), FILE_LINES, FILE_LIMIT)
+    for function, size in functions(file):
+        report(f"{name}: {function}", size, FUNCTION_LINES, FUNCTION_LIMIT)
+
+
+def test_the_report_warns_before_it_fails() -> None:
+    report("x", 400, 400, 500)
+    with pytest.warns(UserWarning, match="x has 401 lines"):
+        report("x", 401, 400, 500)
+    with pytest.raises(AssertionError, match="x has 501 lines"):
+        report("x", 501, 400, 500)
+
+
+def test_settings_stay_few_and_each_has_its_help() -> None:
+    names = recipes.setting_names()
+    assert len(names) == len(set(names)) <= SETTINGS
+    sections: list[type[Section]] = [Config]
+    while sections:
+        section = sections.pop()
+        for key, info in section.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+                sections.append(info.annotation)
+            else:
+                assert info.description, f"{section.__name__}.{key} has no help"
+
+
+@pytest.mark.parametrize("module", ["stretto", "stretto.config", "stretto.recipes"])
+def test_light_modules_import_nothing_heavy(module: str) -> None:
+    heavy = {"torch", "transformers", "datasets", "reasoning_gym", "peft", "math_verify"}
+    code = f"import sys, {module}; print(*{heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout.split() == []

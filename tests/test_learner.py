@@ -1,0 +1,773 @@
+"""The learner: its gradients against a naive PPO, and what must not change them."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers import (
+    VOCABULARY,
+    critic_of,
+    left_padded_logprobs,
+    llama,
+    make_learner,
+    make_rollouts,
+    naive_values,
+)
+from stretto.algorithms import ppo
+from stretto.config import Config, ModelConfig, RolloutConfig, TrainingConfig
+from stretto.errors import LearnerError
+from stretto.models import forward
+from stretto.models.load import load_causal_lm
+from stretto.models.lora import add_lora
+from stretto.models.weights import fingerprint
+from stretto.rollout.engine import TorchEngine
+from stretto.training import collate as collating
+from stretto.training.collate import collate, describe, total_reward
+from stretto.training.learner import PPOLearner
+from stretto.training.trained import TrainedModel
+from stretto.training.warmup import warm_up
+from stretto.types import FinishReason, Prompt, Rollout, Score
+
+SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4)]
+"""Prompt and response lengths: 32 response tokens, so that 1 / 32 is exact."""
+ANY_RATIO = {"ratio_tolerance": 100.0}
+Grads = dict[str, Tensor]
+
+
+def settings(**sections: Any) -> dict[str, Any]:
+    """Settings of a batch of six whose old policy is not the present one."""
+    sections["training"] = {**ANY_RATIO, **sections.get("training", {})}
+    sections.setdefault("rollout", {})["batch"] = 6
+    return sections
+
+
+def learned_gradients(
+    learner: PPOLearner, batch: Sequence[Rollout]
+) -> tuple[Grads, dict[str, Any]]:
+    """Gradients of actor and critic in the learner's first update, which is not taken."""
+    grads: Grads = {}
+
+    def keep(trained: TrainedModel, name: str) -> None:
+        def update() -> float:
+            for key, p in trained.model.named_parameters():
+                if p.grad is not None:
+                    grads[f"{name}.{key}"] = p.grad.clone()
+                    p.grad.zero_()
+            return 0.0
+
+        trained.update = update  # type: ignore[method-assign]
+
+    keep(learner._actor, "actor")
+    keep(learner._critic, "critic")
+    stats = learner.train(batch)
+    return grads, dict(stats)
+
+
+def naive_experience(batch: Sequence[Rollout], config: Any) -> list[dict[str, list[float]]]:
+    """Advantages and returns, token by token, in Python's floats."""
+    a, r = config.algorithm, config.reward
+    out = []
+    for rollout in batch:
+        score = total_reward(rollout, {"task": 1.0})
+        if rollout.finish is FinishReason.LENGTH and r.missing_eos == "replace":
+            score = r.missing_eos_penalty
+        if rollout.finish is FinishReason.LENGTH and r.missing_eos == "subtract":
+            score -= abs(r.missing_eos_penalty)
+        values = [float(v) for v in rollout.scores["critic"].values]
+        reference = [float(v) for v in rollout.scores["reference"].values]
+        rewards = []
+        for old, ref in zip(rollout.logprobs, reference, strict=True):
+            d = old - ref
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[a.kl_estimator]
+            rewards.append(-a.kl_coef * kl)
+        rewards[-1] += score
+        advantages, ahead = [0.0] * len(values), 0.0
+        for t in reversed(range(len(values))):
+            after = values[t + 1] if t + 1 < len(values) else 0.0
+            ahead = rewards[t] + a.gamma * after - values[t] + a.gamma * a.lam * ahead
+            advantages[t] = ahead
+        returns = [x + v for x, v in zip(advantages, values, strict=True)]
+        out.append({"advantages": advantages, "returns": returns, "values": values})
+    if a.whiten_advantages:
+        everything = [x for row in out for x in row["advantages"]]
+        mean = sum(everything) / len(everything)
+        variance = sum((x - mean) ** 2 for x in everything) / (len(everything) - 1)
+        for row in out:
+            row["advantages"] = [(x - mean) / math.sqrt(variance + 1e-8) for x in row["advantages"]]
+    return out
+
+
+def given_experience(learner: PPOLearner, batch: Sequence[Rollout]) -> list[dict[str, list[float]]]:
+    """The learner's own advantages and returns (float32), for comparisons beyond its precision."""
+    e = learner._prepare(collate(batch, {"task": 1.0}))
+    return [
+        {
+            "advantages": e.advantages[b, : len(r)].tolist(),
+            "returns": e.returns[b, : len(r)].tolist(),
+            "values": e.old_values[b, : len(r)].tolist(),
+            "old": e.old_logprobs[b, : len(r)].tolist(),
+        }
+        for b, r in enumerate(batch)
+    ]
+
+
+def naive_loss(
+    actor: Any,
+    critic: Any,
+    batch: Sequence[Rollout],
+    experience: Sequence[Mapping[str, list[float]]],
+    config: Any,
+) -> Tensor:
+    """The whole loss of one mini-batch, a token at a time, out of full logits."""
+    a = config.algorithm
+    loss = torch.zeros((), dtype=torch.float64)
+    tokens = sum(map(len, batch))
+    temperature = config.rollout.temperature
+    for r, e in zip(batch, experience, strict=True):
+        row = torch.tensor([[*r.prompt.tokens, *r.tokens]])
+        table = torch.log_softmax(actor(input_ids=row).logits[0] / temperature, -1)
+        values = naive_values(critic, r)
+        old = e.get("old", r.logprobs)
+        for t, token in enumerate(r.tokens):
+            w = 1 / tokens if a.aggregation == "token_mean" else 1 / (len(r) * len(batch))
+            at = table[len(r.prompt.tokens) + t - 1]
+            ratio = (at[token] - old[t]).exp()
+            adv = e["advantages"][t]
+            policy = -torch.minimum(ratio * adv, ratio.clamp(1 - a.clip, 1 + a.clip) * adv)
+            entropy = -(at.exp() * at).sum()
+            v, v_old, target = values[t], e["values"][t], e["returns"][t]
+            square = (v - target) ** 2
+            if a.value_clip:
+                near = v_old + (v - v_old).clamp(-a.value_clip, a.value_clip)
+                square = torch.maximum(square, (near - target) ** 2)
+            loss = loss + w * (policy - a.entropy_coef * entropy + square / 2)
+    return loss
+
+
+def naive_gradients(
+    actor: Any,
+    critic: Any,
+    batch: Sequence[Rollout],
+    experience: Sequence[Mapping[str, list[float]]],
+    config: Any,
+) -> Grads:
+    naive_loss(actor, critic, batch, experience, config).backward()
+    grads = {}
+    for name, model in (("actor", actor), ("critic", critic)):
+        for key, p in model.named_parameters():
+            grads[f"{name}.{key}"] = p.grad.clone()
+            p.grad = None
+    return grads
+
+
+def assert_close(got: Grads, expected: Grads, rtol: float) -> None:
+    """Each tensor, relative to its own largest entry."""
+    assert got.keys() == expected.keys()
+    for name, want in expected.items():
+        scale = want.abs().max().item()
+        assert scale > 0, name
+        assert (got[name] - want).abs().max().item() <= rtol * scale, name
+
+
+def models(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    actor = llama(dtype=dtype)
+    return actor, critic_of(actor)
+
+
+VARIANTS = {
+    "defaults": {},
+    "others": {
+        "algorithm": {
+            "aggregation": "sequence_mean",
+            "entropy_coef": 0.03,
+            "kl_estimator": "k3",
+            "kl_coef": 0.3,
+            "value_clip": 0.05,
+            "clip": 0.05,
+            "gamma": 0.97,
+            "lam": 0.8,
+        },
+        "reward": {"missing_eos": "subtract", "missing_eos_penalty": 0.7},
+        "rollout": {"temperature": 0.7},
+    },
+    "plain": {
+        "algorithm": {"whiten_advantages": False, "value_clip": 0.0, "kl_estimator": "k2"},
+        "reward": {"missing_eos": "off"},
+    },
+}
+
+
+# -- the gradient is that of the naive loss ------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_a_naive_ppo(variant: str) -> None:
+    actor, critic = models()
+    given = settings(**{k: dict(v) for k, v in VARIANTS[variant].items()})
+    learner = make_learner(actor, critic, given)
+    temperature = learner._config.rollout.temperature
+    batch = make_rollouts(actor, critic, SHAPES, temperature=temperature)
+    got, stats = learned_gradients(learner, batch)
+    assert 0 < stats["policy/clipfrac_avg"] < 1  # otherwise the comparison says little
+    experience = naive_experience(batch, learner._config)
+    assert_close(got, naive_gradients(actor, critic, batch, experience, learner._config), 1e-4)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 100_000])
+def test_gradients_equal_a_naive_ppo_in_float64(budget: int) -> None:
+    actor, critic = models(torch.float64)
+    given = settings(algorithm={"entropy_coef": 0.03}, training={"microbatch_tokens": budget})
+    learner = make_learner(actor, critic, given)
+    batch = make_rollouts(actor, critic, SHAPES)
+    got, _ = learned_gradients(learner, batch)
+    experience = given_experience(learner, batch)
+    expected = naive_gradients(actor, critic, batch, experience, learner._config)
+    assert_close(
+        {k: g for k, g in got.items() if "critic" not in k},
+        {k: g for k, g in expected.items() if "critic" not in k},
+        1e-9,
+    )
+    # A value is read in float32, whatever the model's type.
+    assert_close(
+        {k: g for k, g in got.items() if "critic" in k},
+        {k: g for k, g in expected.items() if "critic" in k},
+        1e-5,
+    )
+
+
+def test_losses_and_figures_equal_the_naive_ones() -> None:
+    actor, critic = models()
+    learner = make_learner(actor, critic, settings(training={"microbatch_tokens": 50}))
+    batch = make_rollouts(actor, critic, SHAPES)
+    _, stats = learned_gradients(learner, batch)
+    experience = naive_experience(batch, learner._config)
+    with torch.no_grad():
+        total = naive_loss(actor, critic, batch, experience, learner._config).item()
+        logs = [
+            torch.log_softmax(actor(torch.tensor([[*r.prompt.tokens, *r.tokens]])).logits[0], -1)[
+                len(r.prompt.tokens) - 1 : -1
+            ]
+            for r in batch
+        ]
+        new = torch.cat([x[range(len(r)), r.tokens] for x, r in zip(logs, batch, strict=True)])
+        entropy = -torch.cat([(x.exp() * x).sum(-1) for x in logs])
+    assert stats["loss/policy_avg"] + stats["loss/value_avg"] == pytest.approx(total, rel=1e-4)
+    log_ratio = new - torch.tensor([x for r in batch for x in r.logprobs])
+    assert stats["policy/entropy_avg"] == pytest.approx(entropy.mean().item(), rel=1e-4)
+    assert stats["policy/approxkl_avg"] == pytest.approx((log_ratio**2 / 2).mean().item(), rel=1e-3)
+    assert stats["val/ratio"] == pytest.approx(log_ratio.exp().mean().item(), rel=1e-4)
+    assert stats["val/ratio_max"] == pytest.approx(log_ratio.exp().max().item(), rel=1e-4)
+    assert stats["val/ratio_min"] == pytest.approx(log_ratio.exp().min().item(), rel=1e-4)
+    kl = sum(
+        old - float(ref)
+        for r in batch
+        for old, ref in zip(r.logprobs, r.scores["reference"].values, strict=True)
+    )
+    assert stats["objective/kl"] == pytest.approx(kl / len(batch), rel=1e-4)
+    assert stats["response/length_mean"] == pytest.approx(32 / 6)
+    assert stats["response/length_max"] == 9
+    assert stats["response/ended"] == pytest.approx(4 / 6)
+    rewards = [r.scores["task"].scalar for r in batch]
+    assert stats["reward/task"] == pytest.approx(sum(rewards) / 6)
+
+
+# -- what must not change it ---------------------------------------------------------------------
+
+
+def gradients_with(batch_order: Sequence[int] = range(6), **training: Any) -> Grads:
+    actor, critic = models()
+    learner = make_learner(actor, critic, settings(training=training))
+    batch = make_rollouts(actor, critic, SHAPES)
+    return learned_gradients(learner, [batch[i] for i in batch_order])[0]
+
+
+@pytest.mark.parametrize("budget", [1, 20, 60, 100, 100_000])
+def test_micro_batches_do_not_matter(budget: int) -> None:
+    assert_close(gradients_with(microbatch_tokens=budget), gradients_with(), 2e-5)
+
+
+def test_the_order_of_rollouts_does_not_matter() -> None:
+    assert_close(gradients_with([4, 2, 0, 5, 3, 1], microbatch_tokens=50), gradients_with(), 2e-5)
+
+
+def test_garbage_in_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gradients_with()
+
+    def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+        width = max(map(len, rows))
+        return torch.tensor([[*r, *range(3, 3 + width - len(r))] for r in rows]) % VOCABULARY
+
+    def pad(rows: Sequence[Tensor]) -> Tensor:
+        width = max(map(len, rows)) + 3
+        garbage = False if rows[0].dtype == torch.bool else float("nan")
+        return torch.stack([torch.cat([r, r.new_full((width - len(r),), garbage)]) for r in rows])
+
+    monkeypatch.setattr(forward, "pad_right", pad_right)
+    monkeypatch.setattr(collating, "_pad", pad)
+    assert_close(gradients_with(), plain, 1e-5)
+
+
+def test_the_side_and_the_width_of_padding_do_not_matter() -> None:
+    """The learner's right-padded log-probabilities are those of a left-padded forward pass."""
+    actor, critic = models()
+    short, long = SHAPES, [*SHAPES, (90, 20)]
+    for shapes in (short, long):
+        rollouts = make_rollouts(actor, critic, shapes)
+        with torch.no_grad():
+            hidden = forward.response_hidden(actor, rollouts)
+            ours = [
+                h.log_softmax(-1)
+                for h in (hidden @ actor.lm_head.weight.T).split([len(r) for r in rollouts])
+            ]
+            naive = left_padded_logprobs(actor, rollouts)
+        for r, table, expected in zip(rollouts, ours, naive, strict=True):
+            torch.testing.assert_close(table[range(len(r)), r.tokens], expected)
+
+
+def test_a_long_companion_does_not_change_a_gradient() -> None:
+    """One token of no advantage beside the others: only the width of the padding differs."""
+    actor, critic = models()
+    algorithm = {"whiten_advantages": False, "aggregation": "token_mean"}
+    batch = make_rollouts(actor, critic, [*SHAPES[:4], (100, 1)])
+    batch[4].scores["task"] = Score(batch[4].id, "task", "reward", batch[4].scores["critic"].values)
+    batch[4].scores["reference"] = Score(
+        batch[4].id, "reference", "logprobs", torch.tensor(batch[4].logprobs).numpy()
+    )
+    batch[4].finish = FinishReason.STOP  # reward = value and no KL: advantage 0
+
+    def actor_gradients(rollouts: Sequence[Rollout]) -> Grads:
+        learner = make_learner(actor, critic, settings(algorithm=algorithm))
+        grads, _ = learned_gradients(learner, rollouts)
+        return {k: g * sum(map(len, rollouts)) for k, g in grads.items() if k.startswith("actor")}
+
+    assert_close(actor_gradients(batch), actor_gradients(batch[:4]), 1e-5)
+
+
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
+    plain = gradients_with()
+    actor, critic = models()
+    batch = make_rollouts(actor, critic, SHAPES)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    learner = make_learner(actor, critic, settings())
+    for model in (actor, critic):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.base_model.layers[0].self_attn.register_forward_hook(count)
+    got, _ = learned_gradients(learner, batch)
+    assert_close(got, plain, 1e-6)
+    assert calls == 4  # forward and again for backward, of actor and critic
+    assert not actor.training
+    assert not critic.training
+
+
+# -- updates -------------------------------------------------------------------------------------
+
+
+def test_epochs_of_minibatches_equal_a_naive_loop() -> None:
+    """Two epochs of three mini-batches: six AdamW updates, each on the weights of the last."""
+    torch.manual_seed(0)
+    training = {"epochs": 2, "minibatches": 3, "lr": 1e-3, "critic_lr": 2e-3, "grad_clip": 0.5}
+    training |= {"weight_decay": 0.01, "microbatch_tokens": 30}
+    given = settings(training=training)
+    actor, critic = models(torch.float64)
+    learner = make_learner(actor, critic, given)
+    batch = make_rollouts(actor, critic, SHAPES)
+    naive_actor, naive_critic = models(torch.float64)
+    optimizers = [
+        torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+        for m, lr in ((naive_actor, 1e-3), (naive_critic, 2e-3))
+    ]
+    experience = given_experience(learner, batch)
+    order = list(learner._minibatches(6))
+    assert sorted(chain(*order[:3])) == sorted(chain(*order[3:])) == list(range(6))
+    assert order[:3] != order[3:]
+    norms = []
+    for rows in order:
+        part, given_part = [batch[i] for i in rows], [experience[i] for i in rows]
+        naive_loss(naive_actor, naive_critic, part, given_part, learner._config).backward()
+        norms.append(
+            [
+                nn.utils.clip_grad_norm_(m.parameters(), 0.5).item()
+                for m in (naive_actor, naive_critic)
+            ]
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    stats = learner.train(batch)
+    for ours, naive in ((actor, naive_actor), (critic, naive_critic)):
+        for (name, p), q in zip(ours.named_parameters(), naive.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-6, msg=name)
+    assert stats["policy/grad_norm"] == pytest.approx(sum(n[0] for n in norms) / 6, rel=1e-4)
+    assert stats["critic/grad_norm"] == pytest.approx(sum(n[1] for n in norms) / 6, rel=1e-4)
+
+
+def test_a_batch_smaller_than_its_minibatches_is_refused() -> None:
+    actor, critic = models()
+    learner = make_learner(actor, critic, settings(training={"minibatches": 3}))
+    batch = make_rollouts(actor, critic, SHAPES[:2])
+    with pytest.raises(LearnerError, match=r"2 responses were left .*minibatches = 3"):
+        learner.train(batch)
+
+
+def test_a_thinned_batch_splits_into_parts_that_cover_it() -> None:
+    actor, critic = models()
+    learner = make_learner(actor, critic, settings(training={"minibatches": 3}))
+    parts = list(learner._minibatches(5))
+    assert [len(p) for p in parts] == [2, 2, 1]
+    assert sorted(chain(*parts)) == list(range(5))
+
+
+def test_the_critic_alone_trains_while_the_actor_is_frozen() -> None:
+    actor, critic = models()
+    learner = make_learner(actor, critic, settings(critic={"freeze_steps": 1}))
+    batch = make_rollouts(actor, critic, SHAPES)
+    before = [fingerprint(m.named_parameters()) for m in (actor, critic)]
+    stats = learner.train(batch)
+    after = [fingerprint(m.named_parameters()) for m in (actor, critic)]
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+    assert "loss/value_avg" in stats
+    assert "loss/policy_avg" not in stats
+    learner.train(batch)
+    assert fingerprint(actor.named_parameters()) != before[0]
+
+
+def test_kl_coefficient_adapts_and_is_used_next_step() -> None:
+    actor, critic = models()
+    algorithm = {"kl_coef": 0.5, "kl_target": 1e-6, "kl_horizon": 60}
+    learner = make_learner(actor, critic, settings(algorithm=algorithm))
+    batch = make_rollouts(actor, critic, SHAPES)
+    first = learner.train(batch)
+    kl = first["objective/kl"]
+    error = min(max(kl / 1e-6 - 1, -0.2), 0.2)
+    assert first["objective/kl_coef"] == 0.5
+    assert learner.train(batch)["objective/kl_coef"] == pytest.approx(0.5 * (1 + error * 6 / 60))
+
+
+def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights() -> None:
+    linear = nn.Linear(2, 1)
+    trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+    before = linear.weight.detach().clone()
+    (linear(torch.tensor([[torch.inf, 1.0]]))).sum().backward()
+    with pytest.raises(LearnerError, match="the gradient norm is"):
+        trained.update()
+    assert torch.equal(linear.weight, before)
+
+
+# -- optimizer and schedules ---------------------------------------------------------------------
+
+
+def lr_series(kind: str, updates: int, warmup: int) -> list[float]:
+    config = TrainingConfig(lr_schedule=kind)  # type: ignore[arg-type]
+    linear = nn.Linear(1, 1)
+    trained = TrainedModel(linear, 2.0, config, updates=updates, warmup=warmup)
+    series = []
+    for _ in range(updates):
+        series.append(trained.lr)
+        linear(torch.ones(1, 1)).sum().backward()
+        trained.update()
+    return [*series, trained.lr]
+
+
+def test_schedules() -> None:
+    assert lr_series("constant", 3, 0) == [2.0, 2.0, 2.0, 2.0]
+    assert lr_series("constant", 6, 4) == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert lr_series("linear", 4, 0) == [2.0, 1.5, 1.0, 0.5, 0.0]
+    assert lr_series("linear", 6, 2) == [0.0, 1.0, 2.0, 1.5, 1.0, 0.5, 0.0]
+    assert lr_series("cosine", 4, 0) == pytest.approx(
+        [1 + math.cos(math.pi * i / 4) for i in range(5)], abs=1e-12
+    )
+
+
+def test_gradient_clipping_scales_to_the_norm_and_reports_it() -> None:
+    for clip, factor in ((1.0, 1 / 5), (10.0, 1.0), (0.0, 1.0)):
+        linear = nn.Linear(2, 1, bias=False)
+        trained = TrainedModel(linear, 0.1, TrainingConfig(grad_clip=clip), updates=5, warmup=0)
+        linear(torch.tensor([[3.0, 4.0]])).sum().backward()
+        assert trained.update() == pytest.approx(5.0)
+        moment = trained.state_dict()["optimizer"]["state"][0]["exp_avg"]
+        expected = 0.1 * factor * torch.tensor([[3.0, 4.0]])
+        torch.testing.assert_close(moment, expected, rtol=1e-5, atol=0)
+
+
+def bf16_unit(updates: int = 1000) -> tuple[nn.Linear, TrainedModel]:
+    linear = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(linear.weight)
+    return linear, TrainedModel(linear, 1e-4, TrainingConfig(), updates=updates, warmup=0)
+
+
+def test_updates_below_bf16_resolution_add_up_in_the_master() -> None:
+    linear, trained = bf16_unit()
+    for _ in range(60):
+        linear(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+        trained.update()
+    master = trained.state_dict()["masters"]["weight"]
+    assert master.dtype == torch.float32
+    # AdamW moves by lr each time where the gradient never changes; 1e-4 alone is under half of
+    # bf16's step below 1, which is 0.0039.
+    assert master.item() == pytest.approx(1 - 60e-4, abs=1e-6)
+    assert linear.weight.item() == master.bfloat16().item() == 0.9921875
+
+
+def test_one_small_update_leaves_the_bf16_weight_where_it_was() -> None:
+    linear, trained = bf16_unit()
+    linear(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    trained.update()
+    assert linear.weight.item() == 1.0
+    assert trained.state_dict()["masters"]["weight"].item() == pytest.approx(0.9999, abs=1e-7)
+
+
+def test_bf16_gradients_are_summed_in_fp32() -> None:
+    linear, trained = bf16_unit()
+    for _ in range(300):  # in bf16 the sum would stay at 256
+        linear(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
+    assert linear.weight.grad is None
+    assert trained._masters[0].grad is not None
+    assert trained._masters[0].grad.item() == 300.0
+
+
+def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
+    """All masters of a bf16 model get a gradient, and it points where the fp32 model's does."""
+
+    def flat(dtype: torch.dtype, budget: int) -> Tensor:
+        actor = llama(dtype=dtype)
+        critic = critic_of(actor)
+        plain_actor, plain_critic = models()
+        batch = make_rollouts(plain_actor, plain_critic, SHAPES)
+        given = settings(training={"microbatch_tokens": budget})
+        learner = make_learner(actor, critic, given)
+        grads: list[Tensor] = []
+
+        def update() -> float:
+            grads.extend(m.grad.flatten() for m in learner._actor._masters if m.grad is not None)
+            return 0.0
+
+        learner._actor.update = update  # type: ignore[method-assign]
+        learner.train(batch)
+        return torch.cat(grads)
+
+    exact = flat(torch.float32, 4096)
+    for budget in (1, 4096):
+        rounded = flat(torch.bfloat16, budget)
+        assert rounded.dtype == torch.float32
+        assert nn.functional.cosine_similarity(rounded, exact, dim=0).item() > 0.98
+
+
+def test_a_closed_trainer_leaves_nothing_on_the_model() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = nn.Linear(1, 1, dtype=dtype)
+        trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+        linear(torch.ones(1, 1, dtype=dtype)).sum().backward()
+        trained.update()
+        trained.close()
+        assert [p.grad for p in linear.parameters()] == [None, None]
+        linear(torch.ones(1, 1, dtype=dtype)).sum().backward()
+        assert all(p.grad is not None for p in linear.parameters())
+
+
+def test_state_put_back_goes_on_as_if_nothing_had_happened() -> None:
+    given = settings(training={"lr": 1e-3, "lr_schedule": "cosine"}, algorithm={"kl_target": 0.1})
+    actor, critic = models()
+    batch = make_rollouts(actor, critic, SHAPES)
+    learner = make_learner(actor, critic, given)
+    learner.train(batch)
+    learner.publish()
+    state = copy.deepcopy(learner.state_dict())
+    other_actor, other_critic = models()
+    other = make_learner(other_actor, other_critic, given)
+    other.load_state_dict(state)
+    for _ in range(2):
+        assert learner.train(batch) == other.train(batch)
+    assert learner.publish() == other.publish()
+    for ours, theirs in ((actor, other_actor), (critic, other_critic)):
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that any operation made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor):
+                self.numel = max(self.numel, t.numel())
+        return out
+
+
+def test_no_tensor_grows_with_tokens_times_vocabulary() -> None:
+    vocabulary = 70_000
+    actor = llama(vocabulary=vocabulary)
+    critic = critic_of(actor)
+    batch = make_rollouts(actor, critic, [(3, 100), (4, 80), (2, 120)], noise=0.0)
+    learner = make_learner(actor, critic, settings(algorithm={"entropy_coef": 0.01}))
+    with Largest() as largest:
+        learner.train(batch)
+    slice_elements = (8 << 20) // 4  # what the head works on at a time
+    assert largest.numel <= slice_elements
+    assert largest.numel < 300 * vocabulary / 10
+    assert largest.numel >= 16 * vocabulary  # the head's gradient: the mode did see the backward
+
+
+# -- on-policy data ------------------------------------------------------------------------------
+
+
+def engine_rollouts(
+    model: Any, critic: Any, *, temperature: float, version: int = 0
+) -> list[Rollout]:
+    """Rollouts that the engine decoded, with values and rewards."""
+    config = RolloutConfig(batch=8, max_new_tokens=12, temperature=temperature, slots=3)
+    engine = TorchEngine(model, config, end_tokens=frozenset(range(5, 11)), seed=3)
+    engine.version = version
+    rng = torch.Generator().manual_seed(0)
+    rollouts = []
+    for i in range(8):
+        ids = torch.randint(VOCABULARY, (2 + 3 * i,), generator=rng).tolist()
+        rollouts.append(Rollout(i, Prompt(i, tuple(ids), ""), i))
+    engine.admit(rollouts)
+    while any(r.finish is None for r in rollouts):
+        for chunk in engine.decode(5):
+            rollouts[chunk.rollout_id].append(chunk)
+    for r in rollouts:
+        zeros = torch.zeros(len(r)).numpy()
+        reward = torch.randn(1, generator=rng).numpy()
+        r.scores["task"] = Score(r.id, "task", "reward", reward)
+        r.scores["critic"] = Score(r.id, "critic", "values", zeros)
+        r.scores["reference"] = Score(
+            r.id, "reference", "logprobs", torch.tensor(r.logprobs).numpy()
+        )
+    return rollouts
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
+def test_every_ratio_is_one_on_what_the_engine_just_made(temperature: float) -> None:
+    actor, critic = models()
+    rollouts = engine_rollouts(actor, critic, temperature=temperature)
+    assert {r.finish for r in rollouts} == {FinishReason.STOP, FinishReason.LENGTH}
+    given = {"rollout": {"batch": 8, "temperature": temperature}}
+    stats = make_learner(actor, critic, given).train(rollouts)
+    assert abs(stats["val/ratio_max"] - 1) < 1e-5
+    assert abs(stats["val/ratio_min"] - 1) < 1e-5
+    assert stats["policy/approxkl_avg"] < 1e-10
+    assert stats["policy/clipfrac_avg"] == 0
+
+
+def test_a_learner_that_disagrees_with_the_engine_stops_before_the_actor_moves() -> None:
+    actor, critic = models()
+    rollouts = engine_rollouts(actor, critic, temperature=1.0)
+    learner = make_learner(actor, critic, {"rollout": {"batch": 8, "temperature": 0.7}})
+    before = fingerprint(actor.named_parameters())
+    with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
+        learner.train(rollouts)
+    assert fingerprint(actor.named_parameters()) == before
+
+
+def test_older_data_may_differ_and_is_not_checked() -> None:
+    actor, critic = models()
+    rollouts = engine_rollouts(actor, critic, temperature=1.0)
+    learner = make_learner(actor, critic, {"rollout": {"batch": 8, "temperature": 0.7}})
+    learner.publish()
+    assert learner.train(rollouts)["val/ratio_max"] > 1.01
+
+
+def test_publish_counts_and_proves_and_the_engine_checks() -> None:
+    actor, critic = models()
+    learner = make_learner(actor, critic, settings())
+    one, two = learner.publish(), learner.publish()
+    assert (one.version, two.version) == (1, 2)
+    assert one.fingerprint == two.fingerprint == fingerprint(actor.named_parameters())
+    learner.train(make_rollouts(actor, critic, SHAPES))
+    assert learner.publish().fingerprint != two.fingerprint
+
+
+# -- collation -----------------------------------------------------------------------------------
+
+
+def finished(values: Mapping[str, Sequence[float]], length: int = 2) -> Rollout:
+    r = Rollout(4, Prompt(0, (1,), ""), 4, [1] * length, [-1.0] * length, [0] * length)
+    r.finish = FinishReason.STOP
+    for name, numbers in values.items():
+        kind: Any = {"critic": "values", "reference": "logprobs"}.get(name, "reward")
+        r.scores[name] = Score(4, name, kind, torch.tensor(numbers).numpy())
+    return r
+
+
+def test_rewards_are_summed_with_their_weights() -> None:
+    r = finished({"task": [2.0], "model:x": [3.0], "critic": [0.1, 0.2]})
+    assert total_reward(r, {"task": 0.5, "model:x": -2.0}) == -5.0
+    data = collate([r], {"task": 0.5, "model:x": -2.0})
+    assert data.scores.tolist() == [-5.0]
+    assert data.ref_logprobs is None
+    assert describe([r])["reward/model:x"] == 3.0
+
+
+@pytest.mark.parametrize("values", [{}, {"critic": [0.1]}, {"critic": [0.1, 0.2, 0.3]}])
+def test_values_that_do_not_fit_the_response_are_refused(values: dict[str, list[float]]) -> None:
+    with pytest.raises(LearnerError, match="rollout 4 needs one score of kind 'values' with 2"):
+        collate([finished({"task": [1.0], **values})], {"task": 1.0})
+
+
+# -- LoRA ----------------------------------------------------------------------------------------
+
+
+def test_warm_up_is_cross_entropy_on_the_answers() -> None:
+    """The loss it returns is that of its last batch, before that batch's update."""
+    model = llama()
+    critic = critic_of(model)
+    examples = make_rollouts(model, critic, SHAPES)
+    with torch.no_grad():
+        before = -torch.cat(left_padded_logprobs(model, examples)).mean()
+    assert warm_up(model, examples, Config(warmup_lr=1e-2)) == pytest.approx(
+        before.item(), rel=1e-5
+    )
+    assert warm_up(model, examples * 200, Config(warmup_lr=1e-2)) < 0.5 * before.item()
+
+
+def test_lora_trains_adapters_alone(tiny_folder: Path) -> None:
+    actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+    lora = ModelConfig(lora_rank=4)
+    critic = add_lora(critic_of(actor), lora, "SEQ_CLS")
+    rollouts = make_rollouts(actor, critic, SHAPES)
+    wrapped = add_lora(actor, lora, "CAUSAL_LM")
+    before = {n: p.detach().clone() for m in (wrapped, critic) for n, p in m.named_parameters()}
+    learner = make_learner(wrapped, critic, settings(training={"lr": 1e-2, "critic_lr": 1e-2}))
+    learner.train(rollouts)  # B is zero: A has no gradient yet
+    learner.train(rollouts)
+    moved = {
+        n
+        for m in (wrapped, critic)
+        for n, p in m.named_parameters()
+        if not torch.equal(p, before[n])
+    }
+    trainable = {n for m in (wrapped, critic) for n, p in m.named_parameters() if p.requires_grad}
+    assert moved == trainable
+    assert all("lora_" in n or "score.modules_to_save" in n for n in moved)
+    assert any("score.modules_to_save" in n for n in moved)
+
+
+def test_policy_loss_is_in_use_as_documented() -> None:
+    """One token, worked by hand: ratio e^0.3, advantage 2, clip 0.2, weight 1."""
+    one = torch.ones(1)
+    term = ppo.policy_loss(one * 0.3, one * 0.0, one * 2.0, one, 0.2)
+    assert term.loss.item() == pytest.approx(-2.4)

@@ -1,0 +1,123 @@
+"""Each packaged recipe: its task opens, its judge knows the answers, and gsm8k runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from stretto import recipes, tasks
+from stretto.config import Config
+from stretto.models.tiny import byte_tokenizer
+from stretto.observe import RunDirectory
+from stretto.observe.progress import NoProgress
+from stretto.runtime import inline
+from stretto.tasks.prompts import render
+from stretto.tasks.reasoning import DEFAULT_SIZE
+
+GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
+
+ROWS = [
+    {
+        "question": f"What is {n} + {n}?",
+        "answer": f"It is <<{n}+{n}={2 * n}>>{2 * n}.\n#### {2 * n}",
+    }
+    for n in range(3, 11)
+]
+
+
+@pytest.fixture
+def gsm8k_file(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    return file
+
+
+def changed(name: str, **sections: Any) -> Config:
+    data = recipes.load(name).model_dump()
+    for key, value in sections.items():
+        data[key] = data[key] | value if isinstance(value, dict) else value
+    return Config.model_validate(data)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_the_judge_of_each_recipe_knows_its_answers(name: str, gsm8k_file: Path) -> None:
+    config = recipes.load(name)
+    if config.task.kind == "gsm8k":
+        config = changed(name, task={"name": str(gsm8k_file)})
+    task = tasks.load(config.task, config.seed)
+    assert task.has_verifier
+    for index in (0, 1, len(task) - 1):
+        row = task.row(index)
+        assert row.reference is not None
+        assert task.verify(index, row.reference) == 1.0
+        assert task.verify(index, "no idea, 10101") < 0.5
+        prompt = render(row, config.task, byte_tokenizer(), index)
+        assert bytes(prompt.tokens).decode() == prompt.text
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_each_recipe_has_room_for_its_prompts_and_its_warm_up(name: str) -> None:
+    config = recipes.load(name)
+    # Warm-up examples come from the far end of the task; RL must not reach them.
+    prompts = config.steps * config.rollout.batch // config.rollout.samples_per_prompt
+    if config.warmup_examples:
+        assert prompts + config.warmup_examples < DEFAULT_SIZE
+
+
+def test_gsm8k_runs_on_its_published_form(
+    gsm8k_file: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = changed(
+        "gsm8k",
+        steps=2,
+        threads=1,
+        model={"name": str(tiny_folder)},
+        task={"name": str(gsm8k_file)},
+        rollout={"batch": 4, "samples_per_prompt": 2, "max_new_tokens": 6},
+        observe={"progress": "off", "samples": 8},
+    )
+    run_dir = RunDirectory.create(tmp_path, "gsm8k", config)
+    inline.train(config, run_dir=run_dir, progress=NoProgress())
+    samples = lines(run_dir.samples_file)
+    prompts = [s["prompt"] for s in samples]
+    assert prompts[0::2] == prompts[1::2]
+    assert len(set(prompts)) == 4
+    assert all(any(row["question"] in p for row in ROWS) for p in prompts)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GSM8K.is_file(), reason=f"{GSM8K} is not there")
+def test_gsm8k_trains_the_real_model_on_the_real_file(tmp_path: Path) -> None:
+    config = changed(
+        "gsm8k",
+        steps=3,
+        task={"name": str(GSM8K)},
+        rollout={"batch": 8, "max_new_tokens": 64},
+        observe={"progress": "off", "samples": 8},
+    )
+    run_dir = RunDirectory.create(tmp_path, "gsm8k", config)
+    result = inline.train(config, run_dir=run_dir, progress=NoProgress())
+    assert result.steps == 3
+    metrics, samples = lines(run_dir.metrics_file), lines(run_dir.samples_file)
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert len(samples) == 24
+    questions = {json.loads(line)["question"] for line in GSM8K.open()}
+    for m in metrics:
+        own = [s for s in samples if s["step"] == m["step"]]
+        assert len({s["prompt"] for s in own}) == 2  # four answers to each
+        assert {s["reward"] for s in own} <= {0.0, 1.0}
+        kept = [s["reward"] if s["finish"] == "stop" else 0.0 for s in own]
+        assert m["objective/scores"] == pytest.approx(fmean(kept))
+        assert m["val/ratio"] == pytest.approx(1, abs=0.02)
+        assert m["policy/entropy_avg"] < 3  # a language model, no noise: ln(49152) is 10.8
+    assert all(any(q in s["prompt"] for q in questions) for s in samples)
+    assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1.0)
+    assert (run_dir.model / "model.safetensors").is_file()

@@ -1,0 +1,540 @@
+"""Whole runs of a small model in this process: records, resuming, seeds, LoRA, reward functions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stretto import recipes, tasks
+from stretto.config import Config, RolloutConfig
+from stretto.errors import ConfigError, JudgeError, StateError, TaskError
+from stretto.models.load import load_tokenizer
+from stretto.models.tiny import byte_tokenizer
+from stretto.observe import RunDirectory, Sample
+from stretto.observe.progress import NoProgress
+from stretto.runtime import inline
+from stretto.runtime.inline.build import _examples
+from stretto.runtime.inline.infer import HELD_OUT_SEED
+from stretto.scoring.functions import FunctionScorer
+from stretto.tasks.prompts import PromptSource
+from stretto.training import checkpoint
+from stretto.types import Score
+
+UNTIMED = ("timing_s/", "perf/")
+
+
+def settings(folder: Path, **sections: Any) -> Config:
+    """A run of a second: the tiny recipe, made smaller."""
+    small: dict[str, Any] = {
+        "steps": 2,
+        "threads": 1,
+        "warmup_examples": 0,
+        "model": {"name": str(folder)},
+        "rollout": {"batch": 4, "max_new_tokens": 6},
+        "training": {"lr": 1e-3, "critic_lr": 1e-3},
+        "observe": {"samples": 100, "progress": "off"},
+    }
+    data = recipes.load("tiny").model_dump()
+    for changes in (small, sections):
+        for name, value in changes.items():
+            data[name] = data[name] | value if isinstance(value, dict) else value
+    return Config.model_validate(data)
+
+
+def run(config: Config, out: Path, progress: Any = None) -> tuple[RunDirectory, inline.TrainResult]:
+    run_dir = RunDirectory.create(out, "run", config)
+    return run_dir, inline.train(config, run_dir=run_dir, progress=progress or NoProgress())
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def untimed(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in step.items() if not k.startswith(UNTIMED)} for step in metrics]
+
+
+def weights(run_dir: RunDirectory) -> dict[str, torch.Tensor]:
+    return load_file(run_dir.model / "model.safetensors")
+
+
+def assert_same_run(a: RunDirectory, b: RunDirectory) -> None:
+    assert untimed(lines(a.metrics_file)) == untimed(lines(b.metrics_file))
+    assert lines(a.samples_file) == lines(b.samples_file)
+    ours, theirs = weights(a), weights(b)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Notes(NoProgress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Kill(NoProgress):
+    """Ctrl-C just after the records of a step are written."""
+
+    def __init__(self, step: int) -> None:
+        self._at = step
+
+    def step(
+        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
+    ) -> None:
+        if step == self._at:
+            raise KeyboardInterrupt
+
+
+# -- the run directory ---------------------------------------------------------------------------
+
+METRICS = [
+    "step",
+    "lr",
+    "critic/lr",
+    "critic/advantages/mean",
+    "critic/advantages/std",
+    "critic/returns/mean",
+    "critic/values/mean",
+    "critic/grad_norm",
+    "policy/grad_norm",
+    "loss/policy_avg",
+    "loss/value_avg",
+    "objective/kl",
+    "objective/kl_coef",
+    "objective/non_score_reward",
+    "objective/rlhf_reward",
+    "objective/scores",
+    "policy/approxkl_avg",
+    "policy/clipfrac_avg",
+    "policy/entropy_avg",
+    "val/clipfrac_avg",
+    "val/ratio",
+    "val/ratio_max",
+    "val/ratio_min",
+    "response/ended",
+    "response/length_max",
+    "response/length_mean",
+    "reward/task",
+    "rejected",
+    "timing_s/gen",
+    "timing_s/publish",
+    "timing_s/score/critic",
+    "timing_s/score/reference",
+    "timing_s/score/task",
+    "timing_s/step",
+    "timing_s/update",
+    "perf/samples_per_s",
+    "perf/throughput",
+    "critic/explained_variance",
+]
+
+
+def test_a_run_leaves_its_records_and_a_model_behind(tiny_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = settings(tiny_folder, steps=3, reward={"missing_eos": "off"})
+    run_dir, result = run(config, tmp_path)
+    names = {p.name for p in run_dir.path.iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "model"}
+    assert recipes.load(run_dir.path) == config
+
+    metrics, samples = lines(run_dir.metrics_file), lines(run_dir.samples_file)
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert set(metrics[-1]) == set(METRICS)
+    assert result.steps == 3
+    assert {k: v for k, v in metrics[-1].items() if k != "step"} == dict(result.stats)
+    for m in metrics:
+        own = [s for s in samples if s["step"] == m["step"]]
+        assert len(own) == 4
+        assert m["objective/scores"] == pytest.approx(fmean(s["reward"] for s in own))
+        assert m["response/length_mean"] == fmean(s["tokens"] for s in own)
+        assert m["response/ended"] == fmean(s["finish"] == "stop" for s in own)
+        assert abs(m["val/ratio_max"] - 1) < 1e-5 > abs(m["val/ratio_min"] - 1)
+    assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert metrics[0]["critic/values/mean"] == 0
+    assert metrics[2]["objective/kl"] != pytest.approx(0, abs=1e-5)
+
+    model = AutoModelForCausalLM.from_pretrained(run_dir.model)
+    tokenizer = AutoTokenizer.from_pretrained(run_dir.model)
+    before = load_file(tiny_folder / "model.safetensors")
+    assert any(not torch.equal(p, before[n]) for n, p in model.named_parameters() if n in before)
+    ids = tokenizer("1 + 1 =", return_tensors="pt").input_ids
+    answer = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+    (text,) = [
+        text
+        for _, text in inline.generate(
+            str(run_dir.model), ["1 + 1 ="], RolloutConfig(temperature=0, max_new_tokens=4)
+        )
+    ]
+    assert text == tokenizer.decode(answer, skip_special_tokens=True)
+
+
+# -- the same again ------------------------------------------------------------------------------
+
+BUSY: dict[str, Any] = {
+    "steps": 4,
+    "warmup_examples": 8,
+    "rollout": {"samples_per_prompt": 2},
+    "algorithm": {"kl_target": 0.01, "kl_horizon": 20},
+    "training": {"minibatches": 2, "epochs": 2, "lr_schedule": "cosine", "warmup_steps": 1},
+    "observe": {"checkpoint_every": 2},
+}
+"""A run in which everything that has a state moves."""
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_killed_run_resumes_as_if_nothing_had_happened(
+    lora: bool, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_folder, **BUSY, model={"lora_rank": 2 * lora})
+    whole, _ = run(config, tmp_path)
+    killed = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(KeyboardInterrupt):
+        inline.train(config, run_dir=killed, progress=Kill(3))
+    assert [m["step"] for m in lines(killed.metrics_file)] == [1, 2, 3]
+    assert [p.name for p in killed.checkpoints.iterdir()] == ["step-000002"]
+    again = RunDirectory.open(killed.path)
+    result = inline.train(config, run_dir=again, resume=True, progress=NoProgress())
+    assert result.steps == 4
+    assert_same_run(again, whole)
+    assert [p.name for p in again.checkpoints.iterdir()] == ["step-000004"]
+
+
+def test_a_run_without_checkpoints_cannot_be_resumed(tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(tiny_folder)
+    run_dir = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(StateError, match="holds no checkpoint to resume from"):
+        inline.train(config, run_dir=run_dir, resume=True, progress=NoProgress())
+
+
+def test_a_half_written_checkpoint_is_passed_over_and_cleared(tmp_path: Path) -> None:
+    state = {"numbers": [1, 2.5, None], "tensor": torch.arange(3)}
+    checkpoint.save(tmp_path, 9, state)
+    (tmp_path / "step-000010.tmp").mkdir()
+    step, found = checkpoint.load_latest(tmp_path)
+    assert step == 9
+    assert found["numbers"] == [1, 2.5, None]
+    assert found["tensor"].tolist() == [0, 1, 2]
+    checkpoint.save(tmp_path, 10, state)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000010"]
+
+
+def test_a_checkpoint_cannot_bring_code(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"path": Path("x")})
+    with pytest.raises(UnpicklingError, match="Weights only load failed"):
+        checkpoint.load_latest(tmp_path)
+
+
+def test_a_seed_makes_the_run(tiny_folder: Path, tmp_path: Path) -> None:
+    first, _ = run(settings(tiny_folder), tmp_path)
+    second, _ = run(settings(tiny_folder), tmp_path)
+    assert_same_run(first, second)
+    other, _ = run(settings(tiny_folder, seed=1), tmp_path)
+    assert not {s["prompt"] + s["response"] for s in lines(first.samples_file)} & {
+        s["prompt"] + s["response"] for s in lines(other.samples_file)
+    }
+
+
+def test_how_work_is_split_changes_nothing_but_rounding(tiny_folder: Path, tmp_path: Path) -> None:
+    """Slots and token budgets are about memory and speed only."""
+    plain, _ = run(settings(tiny_folder), tmp_path)
+    split, _ = run(
+        settings(
+            tiny_folder,
+            rollout={"slots": 1, "prefill_tokens": 16},
+            training={"microbatch_tokens": 1, "score_tokens": 1},
+            model={"gradient_checkpointing": True},
+        ),
+        tmp_path,
+    )
+    assert lines(plain.samples_file) == lines(split.samples_file)
+    for a, b in zip(
+        untimed(lines(plain.metrics_file)), untimed(lines(split.metrics_file)), strict=True
+    ):
+        assert a == pytest.approx(b, rel=1e-3, abs=1e-5)
+
+
+def test_a_frozen_actor_starts_its_schedule_when_it_thaws(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(
+        tiny_folder,
+        steps=3,
+        critic={"freeze_steps": 1},
+        training={"lr": 1.0e-3, "critic_lr": 3e-3, "lr_schedule": "linear"},
+    )
+    metrics = lines(run(config, tmp_path)[0].metrics_file)
+    assert [m["lr"] for m in metrics] == pytest.approx([1e-3, 1e-3, 5e-4])
+    assert [m["critic/lr"] for m in metrics] == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert ["policy/approxkl_avg" in m for m in metrics] == [False, True, True]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_bf16_run_agrees_with_its_engine_and_moves(
+    rank: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_folder, model={"dtype": "bfloat16", "lora_rank": rank})
+    run_dir, _ = run(config, tmp_path)
+    for m in lines(run_dir.metrics_file):
+        assert abs(m["val/ratio"] - 1) < 0.02
+        assert m["policy/grad_norm"] > 0
+    before, after = load_file(tiny_folder / "model.safetensors"), weights(run_dir)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert after[name].dtype == torch.bfloat16
+    assert not torch.equal(after[name], before[name].bfloat16())
+
+
+# -- LoRA ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kl_coef", [0.05, 0.0])
+def test_a_lora_run_saves_a_merged_model_and_its_adapter(
+    kl_coef: float, tiny_folder: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    config = settings(
+        tiny_folder,
+        steps=3,
+        model={"lora_rank": 4},
+        training={"lr": 1e-2},
+        algorithm={"kl_coef": kl_coef},
+    )
+    run_dir, result = run(config, tmp_path)
+    assert ("objective/kl" in result.stats) == (kl_coef > 0)
+    metrics = lines(run_dir.metrics_file)
+    if kl_coef:
+        assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+        assert abs(metrics[2]["objective/kl"]) > 1e-4
+    assert all(abs(m["val/ratio_max"] - 1) < 1e-4 for m in metrics)
+
+    auto: Any = AutoModelForCausalLM
+    merged, base = auto.from_pretrained(run_dir.model), auto.from_pretrained(tiny_folder)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        original = base(ids).logits
+        adapted = PeftModel.from_pretrained(base, str(run_dir.model / "adapter"))(ids).logits
+        torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
+        assert (adapted - original).abs().max() > 1e-3
+
+
+# -- reward sources ------------------------------------------------------------------------------
+
+FUNCTIONS = """
+def trl(prompts, completions, question, **kwargs):
+    assert prompts == question
+    return [0.25 * len(c) for c in completions]
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 2.0 if ground_truth in solution_str else -float(len(solution_str))}
+
+def letters(completions, **kwargs):
+    return [c.count("a") / 8 for c in completions]
+
+def fails(completions, **kwargs):
+    return [float("nan") if i == 1 else 1.0 for i, c in enumerate(completions)]
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    file = tmp_path / "rewards.py"
+    file.write_text(FUNCTIONS)
+    return file
+
+
+def test_a_trl_style_function_as_reward(tiny_folder: Path, functions: Path, tmp_path: Path) -> None:
+    reward = {"sources": (f"{functions}:trl",), "missing_eos": "off"}
+    run_dir, result = run(settings(tiny_folder, reward=reward), tmp_path)
+    samples = lines(run_dir.samples_file)
+    assert [s["reward"] for s in samples] == [0.25 * len(s["response"]) for s in samples]
+    last = fmean(0.25 * len(s["response"]) for s in samples if s["step"] == 2)
+    assert result.stats[f"reward/{functions}:trl"] == pytest.approx(last)
+
+
+def test_a_verl_style_function_as_reward(
+    tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    rows = [{"data_source": "x", "prompt": f"say {n}", "ground_truth": str(n)} for n in range(8)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    config = settings(
+        tiny_folder,
+        task={"kind": "dataset", "name": str(file), "settings": {}},
+        reward={"sources": (f"{functions}:verl",), "missing_eos": "off"},
+    )
+    run_dir, _ = run(config, tmp_path)
+    samples = lines(run_dir.samples_file)
+    assert {s["prompt"] for s in samples} == {f"say {n}" for n in range(8)}
+    for s in samples:
+        hit = s["prompt"].removeprefix("say ") in s["response"]
+        assert s["reward"] == (2.0 if hit else -len(s["response"]))
+
+
+def test_a_reward_model_and_a_function_are_summed_with_weights(
+    tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    from test_scorers import reward_model
+
+    folder = tmp_path / "reward"
+    reward_model().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    sources = (f"{functions}:trl", f"model:{folder}")
+    config = settings(
+        tiny_folder,
+        reward={"sources": sources, "weights": (2.0, -0.5), "missing_eos": "off"},
+        critic={"init": "reward"},
+    )
+    run_dir, _ = run(config, tmp_path)
+    for m in lines(run_dir.metrics_file):
+        by_function, by_model = (m[f"reward/{source}"] for source in sources)
+        assert m["objective/scores"] == pytest.approx(2 * by_function - 0.5 * by_model, rel=1e-5)
+        assert by_model != 0
+    assert "timing_s/score/" + sources[1] in m
+
+
+def test_a_failed_verdict_stops_the_run_or_is_left_out(
+    tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    sources = (f"{functions}:fails",)
+    with pytest.raises(JudgeError, match="1 of 4 responses could not be judged"):
+        run(settings(tiny_folder, reward={"sources": sources}), tmp_path)
+    notes = Notes()
+    reward = {"sources": sources, "on_failure": "drop"}
+    run_dir, result = run(settings(tiny_folder, reward=reward), tmp_path, notes)
+    assert result.stats["rejected"] == 2
+    assert len(lines(run_dir.samples_file)) == 6
+    told = [n for n in notes.notes if "left out rollout" in n]
+    assert [n.partition(":")[0] for n in told] == ["step 1", "step 2"]
+    assert "left out rollout 1: " in told[0]
+    assert "left out rollout 5: " in told[1]
+    assert "nan" in told[0]
+
+
+def test_ppo_learns_what_is_rewarded(tiny_folder: Path, functions: Path, tmp_path: Path) -> None:
+    """From a model that says anything to one that says 'a', in a few steps."""
+    config = settings(
+        tiny_folder,
+        steps=25,
+        rollout={"batch": 32, "max_new_tokens": 8},
+        reward={"sources": (f"{functions}:letters",), "missing_eos": "off"},
+        training={"lr": 1e-2, "critic_lr": 1e-2, "epochs": 2},
+        algorithm={"kl_coef": 0.0},
+    )
+    run_dir, _ = run(config, tmp_path)
+    scores = [m["objective/scores"] for m in lines(run_dir.metrics_file)]
+    assert fmean(scores[:3]) < 0.05
+    assert fmean(scores[-3:]) > 0.5
+
+
+def test_warm_up_examples_are_the_tasks_answers_from_its_far_end(tiny_folder: Path) -> None:
+    config = settings(tiny_folder, warmup_examples=3)
+    tokenizer = load_tokenizer(tiny_folder)
+    task = tasks.load(config.task, config.seed)
+    examples = _examples(config, task, tokenizer)
+    rows = [task.row(len(task) - 1 - i) for i in range(3)]
+    for example, row in zip(examples, rows, strict=True):
+        assert bytes(example.prompt.tokens).decode() == row.prompt
+        assert bytes(example.tokens[:-1]).decode() == row.reference
+        assert example.tokens[-1] == tokenizer.eos_token_id
+
+
+# -- what is refused before anything is trained --------------------------------------------------
+
+
+def test_warming_up_needs_answers(tiny_folder: Path, functions: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    config = settings(
+        tiny_folder,
+        warmup_examples=4,
+        task={"kind": "dataset", "name": str(file), "settings": {}},
+        reward={"sources": (f"{functions}:letters",)},
+    )
+    with pytest.raises(TaskError, match="warmup_examples = 4 trains on the task's own answers"):
+        run(config, tmp_path)
+
+
+def test_a_missing_function_is_refused(tiny_folder: Path, functions: Path, tmp_path: Path) -> None:
+    config = settings(tiny_folder, reward={"sources": (f"{functions}:leters",)})
+    with pytest.raises(ConfigError, match="letters"):
+        run(config, tmp_path)
+
+
+# -- inference -----------------------------------------------------------------------------------
+
+
+def test_generate_is_greedy_at_temperature_0_and_keeps_apart(tiny_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model, tokenizer = auto.from_pretrained(tiny_folder), load_tokenizer(tiny_folder)
+    prompts = ["a", "some longer prompt than that", "1 + 1 ="]
+    options = RolloutConfig(temperature=0, max_new_tokens=9, batch=2)
+    got = dict(inline.generate(str(tiny_folder), prompts, options))
+    assert sorted(got) == [0, 1, 2]
+    for i, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        expected = model.generate(ids, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+        assert got[i] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_generate_depends_on_the_seed_alone(tiny_folder: Path) -> None:
+    options = RolloutConfig(max_new_tokens=12)
+
+    def texts(seed: int) -> dict[int, str]:
+        return dict(inline.generate(str(tiny_folder), ["a", "b"], options, seed=seed))
+
+    assert texts(3) == texts(3)
+    assert texts(3)[0] != texts(4)[0]
+
+
+def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    warm = settings(tiny_folder, steps=1, warmup_examples=640, rollout={"batch": 32})
+    run_dir, _ = run(warm, tmp_path)
+    config = settings(tiny_folder)
+    result = inline.evaluate(config, model=str(run_dir.model), samples=30)
+
+    auto: Any = AutoModelForCausalLM
+    model, tokenizer = auto.from_pretrained(run_dir.model), load_tokenizer(run_dir.model)
+    task = tasks.load(config.task, config.seed + HELD_OUT_SEED)
+    source = PromptSource(task, config.task, tokenizer, config.seed + HELD_OUT_SEED)
+    verdicts, lengths, ended = [], [], 0
+    for _ in range(30):
+        prompt = source.next()
+        ids = torch.tensor([prompt.tokens])
+        answer = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        verdicts.append(task.verify(prompt.data["_index"], text))
+        lengths.append(len(answer))
+        ended += int(answer[-1]) == tokenizer.eos_token_id
+    assert result.accuracy == pytest.approx(fmean(verdicts), rel=1e-5)
+    assert len(set(verdicts)) > 1  # some right, some wrong
+    assert result.mean_tokens == fmean(lengths)
+    assert result.ended == ended / 30
+    assert result.samples == 30
+
+
+def test_evaluate_stops_at_a_failed_verdict(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def finish(self: FunctionScorer, ids: Sequence[int]) -> list[Score]:
+        empty = torch.empty(0).numpy()
+        return [Score(i, "task", "reward", empty, f"no verdict on {i}") for i in ids]
+
+    monkeypatch.setattr(FunctionScorer, "finish", finish)
+    with pytest.raises(JudgeError, match="no verdict on 0"):
+        inline.evaluate(settings(tiny_folder), model=str(tiny_folder), samples=3)

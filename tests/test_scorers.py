@@ -1,0 +1,368 @@
+"""Model scorers against plain forward passes of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from helpers import critic_of, left_padded_logprobs, llama, make_rollouts, naive_values
+from stretto import recipes
+from stretto.config import Config, ModelConfig
+from stretto.errors import LifecycleError, ModelError
+from stretto.models.heads import critic_from_actor
+from stretto.models.lora import add_lora
+from stretto.models.tiny import byte_tokenizer
+from stretto.runtime.inline.build import Parts, build
+from stretto.scoring.models import (
+    ModelScorer,
+    RewardModelScorer,
+    critic_scorer,
+    reads_last_token,
+    reference_scorer,
+)
+from stretto.types import Chunk, FinishReason, Message, Prompt, Rollout, Score
+
+SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6)]
+EOS = 258
+
+
+def scores_of(scorer: ModelScorer, rollouts: Sequence[Rollout]) -> list[Score]:
+    scorer.admit(rollouts)
+    return list(scorer.finish([r.id for r in rollouts]))
+
+
+def byte_rollout(id_: int, prompt: str, response: str, *, stop: bool = True) -> Rollout:
+    """A rollout of the byte tokenizer's tokens; a stopped one ends in <eos>."""
+    messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
+    tokens = tuple(prompt.encode())
+    rollout = Rollout(id_, Prompt(id_, tokens, prompt, messages), id_)
+    rollout.tokens = [*response.encode(), *([EOS] if stop else [])]
+    rollout.logprobs, rollout.versions = [-1.0] * len(rollout), [0] * len(rollout)
+    rollout.finish = FinishReason.STOP if stop else FinishReason.LENGTH
+    return rollout
+
+
+BYTE_ROLLOUTS = [
+    byte_rollout(3, "1 + 2 = ?", "3"),
+    byte_rollout(1, "a rather long prompt, longer than the others", "yes, it is", stop=False),
+    byte_rollout(2, "é", "ü and the rest"),
+]
+
+
+def reward_model(vocabulary: int = 259, **settings: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=256,
+        **settings,
+    )
+    return LlamaForSequenceClassification(config).eval()
+
+
+def plain_score(model: Any, tokens: Sequence[int]) -> float:
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([list(tokens)])).logits[0, 0])
+
+
+# -- log-probabilities and values ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_reference_equals_a_plain_forward_pass(temperature: float, budget: int) -> None:
+    model = llama()
+    rollouts = make_rollouts(model, critic_of(model), SHAPES, first_id=10)
+    scores = scores_of(reference_scorer(model, temperature, budget), rollouts)
+    with torch.no_grad():
+        expected = left_padded_logprobs(model, rollouts, temperature)
+    for r, score, want in zip(rollouts, scores, expected, strict=True):
+        assert (score.rollout_id, score.source, score.kind) == (r.id, "reference", "logprobs")
+        assert score.values.dtype == np.float32
+        np.testing.assert_allclose(score.values, want.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_critic_gives_the_value_before_each_token(budget: int) -> None:
+    actor = llama()
+    critic = critic_of(actor)
+    rollouts = make_rollouts(actor, critic, SHAPES)
+    for r, score in zip(rollouts, scores_of(critic_scorer(critic, budget), rollouts), strict=True):
+        with torch.no_grad():
+            expected = naive_values(critic, r).numpy()
+        assert score.kind == "values"
+        np.testing.assert_allclose(score.values, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_scores_come_in_the_order_asked() -> None:
+    model = llama()
+    rollouts = make_rollouts(model, critic_of(model), SHAPES)
+    scorer = reference_scorer(model, 1.0, 50)
+    by_id = {s.rollout_id: s.values for s in scores_of(scorer, rollouts)}
+    scorer.admit(rollouts)
+    for score, rollout_id in zip(scorer.finish([4, 0, 2]), [4, 0, 2], strict=True):
+        assert score.rollout_id == rollout_id
+        np.testing.assert_allclose(score.values, by_id[rollout_id], rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_add_up_to_the_whole() -> None:
+    model = llama()
+    whole = make_rollouts(model, critic_of(model), SHAPES[:2])
+    scorer = reference_scorer(model, 1.0, 1000)
+    expected = scores_of(scorer, whole)
+    scorer.admit([Rollout(r.id, r.prompt, r.group) for r in whole])
+    for r in whole:
+        for start in range(0, len(r), 3):
+            part = slice(start, start + 3)
+            finish = r.finish if start + 3 >= len(r) else None
+            chunk = Chunk(r.id, start, tuple(r.tokens[part]), tuple(r.logprobs[part]), 0, finish)
+            scorer.extend([chunk])
+    for got, want in zip(scorer.finish([r.id for r in whole]), expected, strict=True):
+        np.testing.assert_array_equal(got.values, want.values)
+
+
+def test_what_a_scorer_cannot_do_is_refused_and_forgets_nothing() -> None:
+    model = llama()
+    done, going = make_rollouts(model, critic_of(model), SHAPES[:2])
+    going.finish = None
+    scorer = reference_scorer(model, 1.0, 1000)
+    scorer.admit([done, going])
+    with pytest.raises(LifecycleError, match=r"'reference' cannot score rollout 1:.*last chunk"):
+        scorer.finish([0, 1])
+    with pytest.raises(LifecycleError, match="cannot score rollout 9: it was not admitted"):
+        scorer.finish([9])
+    with pytest.raises(LifecycleError, match=r"tokens 7 and on of rollout 0: .* has ended"):
+        scorer.extend([Chunk(0, 7, (1,), (0.0,), 0)])
+    with pytest.raises(LifecycleError, match=r"tokens 3 and on of rollout 1: .* a gap there"):
+        scorer.extend([Chunk(1, 3, (1,), (0.0,), 0)])
+    assert len(scorer.finish([0])) == 1
+    scorer.release([1, 77])
+    with pytest.raises(LifecycleError):
+        scorer.finish([1])
+    assert len(going) == 5  # the scorer keeps a copy of its own
+
+
+def test_a_lora_model_is_its_own_reference_with_the_adapters_off() -> None:
+    model = llama()
+    rollouts = make_rollouts(model, critic_of(model), SHAPES)
+    original = scores_of(reference_scorer(llama(), 1.0, 1000), rollouts)
+    wrapped = add_lora(model, ModelConfig(lora_rank=4), "CAUSAL_LM")
+    for name, p in wrapped.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    trainable = {n for n, p in wrapped.named_parameters() if p.requires_grad}
+    off = scores_of(reference_scorer(wrapped, 1.0, 1000), rollouts)
+    with torch.no_grad():
+        on = left_padded_logprobs(wrapped, rollouts)
+    for without, base, with_ in zip(off, original, on, strict=True):
+        np.testing.assert_array_equal(without.values, base.values)
+        assert np.abs(with_.numpy() - base.values).max() > 0.1
+    assert {n for n, p in wrapped.named_parameters() if p.requires_grad} == trainable
+
+
+# -- reward models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 40, 10_000])
+def test_a_reward_model_with_the_actors_tokenizer_reads_its_tokens(budget: int) -> None:
+    model, tokenizer = reward_model(), byte_tokenizer()
+    scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), budget)
+    for r, score in zip(BYTE_ROLLOUTS, scores_of(scorer, BYTE_ROLLOUTS), strict=True):
+        assert (score.rollout_id, score.source, score.kind) == (r.id, "model:x", "reward")
+        expected = plain_score(model, [*r.prompt.tokens, *r.tokens])
+        assert score.scalar == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_a_final_token_that_is_the_padding_token_is_read_too() -> None:
+    """Many models pad with <eos>; what a response ended in is no padding for that."""
+    model = reward_model()
+    model.config.pad_token_id = EOS
+    scorer = RewardModelScorer("model:x", model, byte_tokenizer(), byte_tokenizer(), 1000)
+    (score,) = scores_of(scorer, BYTE_ROLLOUTS[:1])
+    model.config.pad_token_id = 256
+    tokens = [*BYTE_ROLLOUTS[0].prompt.tokens, *BYTE_ROLLOUTS[0].tokens]
+    assert score.scalar == pytest.approx(plain_score(model, tokens), rel=1e-4)
+
+
+def other_tokenizer(chat: bool) -> Any:
+    """Other ids for the same text: every 'the' is one token, and a <bos> comes first."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["the", "[U]", "[A]"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<sep>"]})
+    if chat:
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ '[U]' if m['role'] == 'user' else '[A]' }}"
+            "{{ m['content'] }}<sep>{% endfor %}"
+        )
+    return tokenizer
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(chat: bool) -> None:
+    model, tokenizer = reward_model(vocabulary=263), other_tokenizer(chat)
+    scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 60, stop=["#"])
+    rollouts = [*BYTE_ROLLOUTS, byte_rollout(9, "x", "cut before here# and no more")]
+    texts = ["3", "yes, it is", "ü and the rest", "cut before here"]
+    for r, text, score in zip(rollouts, texts, scores_of(scorer, rollouts), strict=True):
+        read = f"[U]{r.prompt.text}<sep>[A]{text}<sep>" if chat else r.prompt.text + text
+        tokens = tokenizer(read)["input_ids"]
+        if "the" in read:
+            assert 259 in tokens
+        assert score.scalar == pytest.approx(plain_score(model, tokens), rel=1e-4, abs=1e-5)
+
+
+def test_plain_prompts_have_no_chat_form() -> None:
+    model, tokenizer = reward_model(vocabulary=263), other_tokenizer(chat=True)
+    rollout = byte_rollout(1, "the question ", "the answer")
+    plain = Rollout(1, Prompt(1, rollout.prompt.tokens, "the question "), 1, rollout.tokens)
+    plain.finish = FinishReason.STOP
+    scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 60)
+    expected = plain_score(model, tokenizer("the question the answer")["input_ids"])
+    assert scores_of(scorer, [plain])[0].scalar == pytest.approx(expected, rel=1e-4)
+
+
+def bert(vocabulary: int = 259) -> Any:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=256,
+    )
+    return BertForSequenceClassification(config).eval()
+
+
+def test_a_reward_model_that_is_an_encoder_is_run_whole() -> None:
+    """It looks both ways, so padding is masked, and it pools its states in its own way."""
+    model = bert()
+    scorer = RewardModelScorer("model:x", model, byte_tokenizer(), byte_tokenizer(), 1000)
+    for r, score in zip(BYTE_ROLLOUTS, scores_of(scorer, BYTE_ROLLOUTS), strict=True):
+        expected = plain_score(model, [*r.prompt.tokens, *r.tokens])
+        assert score.scalar == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_an_encoder_is_no_critic() -> None:
+    assert reads_last_token(reward_model())
+    assert reads_last_token(critic_of(llama()))
+    assert reads_last_token(critic_of(llama(dtype=torch.bfloat16)))
+    assert not reads_last_token(bert())
+    with pytest.raises(ModelError, match="BertForSequenceClassification is no causal model"):
+        critic_scorer(bert(), 1000)
+
+
+# -- in a run ------------------------------------------------------------------------------------
+
+
+def assemble(stack: ExitStack, tiny_folder: Path, **sections: Any) -> Parts:
+    """The parts of a run of the tiny model."""
+    data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 2, "threads": 1}
+    sections["model"] = {"name": str(tiny_folder)}
+    for name, values in sections.items():
+        data[name] = data[name] | values
+    return build(Config.model_validate(data), stack, lambda _: None)
+
+
+@pytest.fixture
+def reward_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "reward"
+    reward_model().save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_critic_from_the_reward_model_starts_with_its_values(
+    tiny_folder: Path, reward_folder: Path
+) -> None:
+    with ExitStack() as stack:
+        parts = assemble(
+            stack,
+            tiny_folder,
+            critic={"init": "reward"},
+            reward={"sources": (f"model:{reward_folder}",)},
+        )
+    model = reward_model()
+    assert parts.critic is not model
+    assert all(p.requires_grad for p in parts.critic.parameters())
+    for score, r in zip(
+        scores_of(critic_scorer(parts.critic, 1000), BYTE_ROLLOUTS), BYTE_ROLLOUTS, strict=True
+    ):
+        row = [*r.prompt.tokens, *r.tokens]
+        first = len(r.prompt.tokens)
+        expected = [plain_score(model, row[:stop]) for stop in range(first, len(row))]
+        np.testing.assert_allclose(score.values, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_critic_by_name_starts_from_that_model(tiny_folder: Path, reward_folder: Path) -> None:
+    with ExitStack() as stack:
+        parts = assemble(stack, tiny_folder, critic={"init": str(reward_folder)})
+    expected = reward_model().state_dict()
+    got = parts.critic.state_dict()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_a_critic_from_the_actor_starts_at_zero(tiny_folder: Path) -> None:
+    with ExitStack() as stack:
+        parts = assemble(stack, tiny_folder)
+    for score, r in zip(
+        scores_of(critic_scorer(parts.critic, 1000), BYTE_ROLLOUTS), BYTE_ROLLOUTS, strict=True
+    ):
+        assert score.values.tolist() == [0.0] * len(r)
+    own, copied = parts.actor.state_dict(), parts.critic.state_dict()
+    assert torch.equal(own["model.norm.weight"], copied["model.norm.weight"])
+    assert own["model.norm.weight"].data_ptr() != copied["model.norm.weight"].data_ptr()
+
+
+def test_a_language_model_is_refused_as_reward_model(tiny_folder: Path, tmp_path: Path) -> None:
+    """Whether its config says nothing of labels, or claims that there is one."""
+    for labels, message in ((2, "gives one score .* has num_labels = 2"), (1, r"lacks .*score")):
+        folder = tmp_path / str(labels)
+        model = llama(vocabulary=259)
+        model.config.num_labels = labels
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        with ExitStack() as stack, pytest.raises(ModelError, match=message):
+            assemble(stack, tiny_folder, reward={"sources": (f"model:{folder}",)})
+
+
+def test_critic_from_actor_shares_nothing() -> None:
+    actor = llama()
+    critic = critic_from_actor(actor)
+    with torch.no_grad():
+        for p in critic.parameters():
+            p.zero_()
+    assert all(p.abs().sum() > 0 for p in actor.parameters())
+
+
+@pytest.mark.parametrize("kind", ["CAUSAL_LM", "SEQ_CLS"])
+def test_fresh_adapters_change_nothing_and_are_float32(kind: Any) -> None:
+    actor = llama(dtype=torch.bfloat16)
+    model = actor if kind == "CAUSAL_LM" else critic_of(actor)
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits.clone()
+        wrapped = add_lora(model, ModelConfig(lora_rank=4), kind)
+        assert torch.equal(wrapped(input_ids=ids).logits.to(before.dtype), before)
+    types = {p.dtype for n, p in wrapped.named_parameters() if "lora_" in n}
+    assert types == {torch.float32}
