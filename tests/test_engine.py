@@ -27,6 +27,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.rollout.cache import SlotCache
 from stretto.rollout.engine import TorchEngine
+from stretto.rollout.packed import PackedLinears
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
 from stretto.rollout.stop import StopStrings
@@ -640,3 +641,22 @@ def test_cuda_graphs_decode_as_eager(name: str) -> None:
         assert a.tokens == b.tokens
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
         assert_logprobs(m, a, 1e-3)
+
+
+def test_packed_layers_give_the_same_bits_and_follow_the_weights() -> None:
+    """bfloat16 on a CPU: in the context packed, outside plain, and packed anew after an update."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 32, bias=False))
+    net = net.to(torch.bfloat16)
+    x, many = (torch.randn(n, 1, 64, dtype=torch.bfloat16) for n in (5, 200))
+    packed = PackedLinears(net)
+    with torch.no_grad():
+        for _ in range(2):
+            plain, plain_many = net(x), net(many)
+            with packed:
+                assert torch.equal(net(x), plain)
+                assert torch.equal(net(many), plain_many)
+            assert torch.equal(net(x), plain)
+            net[0].weight.mul_(1.5)
+            net[1].weight.add_(0.25)
+    assert "forward" not in vars(net[0])

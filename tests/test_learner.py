@@ -388,7 +388,7 @@ def test_epochs_of_minibatches_equal_a_naive_loop() -> None:
     batch = make_rollouts(actor, critic, SHAPES)
     naive_actor, naive_critic = models(torch.float64)
     optimizers = [
-        torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
+        torch.optim.AdamW(m.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.01)
         for m, lr in ((naive_actor, 1e-3), (naive_critic, 2e-3))
     ]
     experience = given_experience(learner, batch)

@@ -59,7 +59,10 @@ def test_the_judge_of_each_recipe_knows_its_answers(name: str, gsm8k_file: Path)
         assert row.reference is not None
         assert task.verify(index, row.reference) == 1.0
         assert task.verify(index, "no idea, 10101") < 0.5
-        prompt = render(row, config.task, byte_tokenizer(), index)
+        tokenizer = byte_tokenizer()
+        if config.task.system:
+            tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        prompt = render(row, config.task, tokenizer, index)
         assert bytes(prompt.tokens).decode() == prompt.text
 
 

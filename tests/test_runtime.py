@@ -252,7 +252,7 @@ def test_how_work_is_split_changes_nothing_but_rounding(tiny_folder: Path, tmp_p
         settings(
             tiny_folder,
             rollout={"slots": 1, "prefill_tokens": 16},
-            training={"microbatch_tokens": 1, "score_tokens": 1},
+            training={"microbatch_tokens": 1},
             model={"gradient_checkpointing": True},
         ),
         tmp_path,
@@ -360,7 +360,7 @@ def test_a_trl_style_function_as_reward(tiny_folder: Path, functions: Path, tmp_
     samples = lines(run_dir.samples_file)
     assert [s["reward"] for s in samples] == [0.25 * len(s["response"]) for s in samples]
     last = fmean(0.25 * len(s["response"]) for s in samples if s["step"] == 2)
-    assert result.stats[f"reward/{functions}:trl"] == pytest.approx(last)
+    assert result.stats[f"reward/{functions.name}:trl"] == pytest.approx(last)
 
 
 def test_a_verl_style_function_as_reward(
@@ -398,7 +398,7 @@ def test_a_reward_model_and_a_function_are_summed_with_weights(
     )
     run_dir, _ = run(config, tmp_path)
     for m in lines(run_dir.metrics_file):
-        by_function, by_model = (m[f"reward/{source}"] for source in sources)
+        by_function, by_model = (m[f"reward/{source.rpartition('/')[2]}"] for source in sources)
         assert m["objective/scores"] == pytest.approx(2 * by_function - 0.5 * by_model, rel=1e-5)
         assert by_model != 0
     assert "timing_s/score/" + sources[1] in m

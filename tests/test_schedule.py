@@ -37,7 +37,7 @@ class World:
         self.log: list[str] = []
         self.clock = ManualClock()
         self.lengths, self.fails = lengths, set(fails)
-        self.version, self.loaded = 0, -1
+        self.version, self.loaded = 0, 0
         self.rollouts: dict[int, Rollout] = {}
         self.done: dict[int, int] = {}
         self.batches: list[list[int]] = []

@@ -219,7 +219,8 @@ def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(chat: bool) -
     rollouts = [*BYTE_ROLLOUTS, byte_rollout(9, "x", "cut before here# and no more")]
     texts = ["3", "yes, it is", "ü and the rest", "cut before here"]
     for r, text, score in zip(rollouts, texts, scores_of(scorer, rollouts), strict=True):
-        read = f"[U]{r.prompt.text}<sep>[A]{text}<sep>" if chat else r.prompt.text + text
+        # Turns without a template are read with an empty line between.
+        read = f"[U]{r.prompt.text}<sep>[A]{text}<sep>" if chat else f"{r.prompt.text}\n\n{text}"
         tokens = tokenizer(read)["input_ids"]
         if "the" in read:
             assert 259 in tokens

@@ -1,4 +1,4 @@
-"""Stretto: reinforcement learning from feedback on language models, with overlapping stages.
+"""Stretto: reinforcement learning from feedback on language models.
 
 Importing this package loads nothing heavy; nor do ``stretto.config`` and ``stretto.recipes``.
 """

@@ -199,12 +199,10 @@ class TrainingConfig(Section):
     """Passes over a batch."""
     minibatches: PositiveInt = 1
     """Optimizer updates in one pass."""
-    microbatch_tokens: PositiveInt = 4096
-    """Tokens (padding counted) in one forward and backward pass; has no effect on the gradient."""
-    score_tokens: PositiveInt = 8192
-    """The same for forward passes without gradient (reference, values, reward model)."""
+    microbatch_tokens: NonNegativeInt = 0
+    """Tokens (padding counted) in one pass of a training or scoring model; no effect on the gradient. 0 takes 1,024 on a CPU, 16,384 on a GPU."""
     ratio_tolerance: NonNegative = 0.0
-    """Largest root mean square log ratio on the first mini-batch of on-policy data; 0 takes 0.001 in float32, 0.1 in bfloat16."""
+    """Largest root mean square log ratio on the first mini-batch of on-policy data; 0 takes 0.001 in float32, 0.2 in bfloat16."""
 
 
 class ObserveConfig(Section):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from stretto import __version__
 from stretto.errors import StrettoError, nearest
+from stretto.process import keep_freed_memory
 
 COMMANDS = {
     "train": "train a model with reinforcement learning",
@@ -26,6 +27,7 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` by default) and return the exit status."""
+    keep_freed_memory()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _dispatch(arguments)

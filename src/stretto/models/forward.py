@@ -101,6 +101,15 @@ def response_tokens(rollouts: Sequence[Rollout], device: torch.device) -> Tensor
     return torch.tensor([t for r in rollouts for t in r.tokens], device=device)
 
 
+def token_budget(setting: int, device: torch.device) -> int:
+    """Tokens in one pass: the setting, or what suits the device where that is 0.
+
+    A CPU works fastest on what its caches hold, and small passes pad less; a GPU needs more to be
+    full.
+    """
+    return setting or (1024 if device.type == "cpu" else 16_384)
+
+
 def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``budget`` tokens, padding counted.
 

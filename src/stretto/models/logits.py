@@ -43,7 +43,10 @@ class OutputHead:
     def logits(self, hidden: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Logits of vocabulary entries ``start:stop``: [..., H] -> [..., C], at least float32."""
         bias = None if self.bias is None else self.bias[start:stop]
-        raw = F.linear(hidden, self.weight[start:stop], bias)
+        return self.finish(F.linear(hidden, self.weight[start:stop], bias))
+
+    def finish(self, raw: Tensor) -> Tensor:
+        """From the linear layer's output to logits: at least float32, scaled, capped."""
         logits = raw if raw.dtype == torch.float64 else raw.float()
         if self.scale != 1.0:
             logits = logits * self.scale

@@ -222,7 +222,8 @@ def format_plan(plan: MemoryPlan) -> str:
         "  16-bit: weights 2 bytes and Adam 4 bytes a parameter, as systems papers count.",
         "  mixed precision: fp32 master weights, gradients and Adam states, 16 bytes a trained "
         "parameter. This is what Stretto uses.",
-        "  Activations and the KV cache come on top.",
+        "  On top come activations, the KV cache, and the 2 bytes of a trained weight's bfloat16 "
+        "copy, where that is computed with.",
     ]
     return "\n".join(lines)
 

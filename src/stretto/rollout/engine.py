@@ -18,8 +18,10 @@ from torch import nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
+from stretto.models.forward import backbone, unwrapped
 from stretto.models.weights import fingerprint
 from stretto.rollout.cache import SlotCache
+from stretto.rollout.packed import PackedLinears
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs, check_cached_pass
 from stretto.rollout.stop import StopStrings
@@ -73,6 +75,7 @@ class TorchEngine:
         self._cache = SlotCache(self._slots)
         check_cached_pass(model, config)
         self._pass = ModelPass(model, self._cache, config)
+        self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
         graphs = config.cuda_graphs and self._pass.device.type == "cuda"
         self._decode = GraphedDecode(self._pass) if graphs else self._pass.decode
         self._waiting: deque[_Row] = deque()
@@ -105,12 +108,13 @@ class TorchEngine:
     def decode(self, max_tokens: int) -> list[Chunk]:
         """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
         steps = 0
-        while steps < max_tokens:
-            self._fill_slots()
-            if not self._rows:
-                break
-            self._prefill()
-            steps += self._step()
+        with self._packed:
+            while steps < max_tokens:
+                self._fill_slots()
+                if not self._rows:
+                    break
+                self._prefill()
+                steps += self._step()
         done, self._done = self._done, []
         return done + [self._chunk(row, None) for row in self._rows if row.logprobs]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
-from stretto.models.forward import backbone, output_head
+from stretto.models.forward import backbone, output_head, unwrapped
 from stretto.rollout.cache import SlotCache
 from stretto.rollout.sampling import sample, uniform
 
@@ -51,6 +51,7 @@ class ModelPass:
         self._backbone = backbone(model)
         self.config_of_model: Any = self._backbone.config
         self._head = output_head(model)
+        self._output = unwrapped(model).get_output_embeddings()
         self._masks = LayerMasks(self.config_of_model, next(model.parameters()).dtype)
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Any]) -> None:
@@ -84,7 +85,8 @@ class ModelPass:
         at = positions[:, None]
         self.cache.aim(slice(0, len(ids)), at, read)
         at = at.masked_fill(at == self.cache.capacity, 0)  # the model has no scratch position
-        return self._head.logits(self._hidden(ids[:, None], at, self._masks(at, read))[:, 0])
+        hidden = self._hidden(ids[:, None], at, self._masks(at, read))
+        return self._head.finish(self._output(hidden[:, 0]))
 
     def _hidden(self, ids: Tensor, positions: Tensor, mask: Masks | None) -> Tensor:
         output = self._backbone(

@@ -163,10 +163,11 @@ class RewardModelScorer(ModelScorer):
     A causal model is read at the last token, whatever token that is; any other runs whole.
 
     A reward model with the actor's tokenizer reads the very tokens that were sampled. One with a
-    tokenizer of its own reads the same conversation: its chat template where the prompt is one and
-    it has a template, else prompt and response as text.
+    tokenizer of its own reads the same conversation: through its chat template where it has one,
+    else as the turns' text with empty lines between; a plain prompt and its response as text.
 
     Attributes:
+        same_tokenizer: whether it reads the actor's tokens as they are.
         model: the classifier; a critic may start from it.
     """
 
@@ -182,7 +183,7 @@ class RewardModelScorer(ModelScorer):
         super().__init__(name, "reward")
         self.model, self._tokenizer, self._budget = model, tokenizer, token_budget
         self._actor_tokenizer, self._stop = actor_tokenizer, stop
-        self._same = tokenizer.get_vocab() == actor_tokenizer.get_vocab()
+        self.same_tokenizer = _alike(tokenizer, actor_tokenizer)
         self._causal = reads_last_token(model)
 
     def _score(
@@ -205,12 +206,31 @@ class RewardModelScorer(ModelScorer):
         return logits[:, 0]
 
     def _tokens(self, rollout: Rollout) -> list[int]:
-        if self._same:
+        if self.same_tokenizer:
             return [*rollout.prompt.tokens, *rollout.tokens]
         text = response_text(self._actor_tokenizer, rollout.tokens, rollout.finish, self._stop)
         prompt = rollout.prompt
-        if prompt.messages and self._tokenizer.chat_template:
-            turns: list[Any] = [*prompt.messages, {"role": "assistant", "content": text}]
-            rendered = self._tokenizer.apply_chat_template(turns, tokenize=False)
-            return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
-        return list(self._tokenizer(prompt.text + text)["input_ids"])
+        if not prompt.messages:
+            return list(self._tokenizer(prompt.text + text)["input_ids"])
+        turns: list[Any] = [*prompt.messages, {"role": "assistant", "content": text}]
+        if not self._tokenizer.chat_template:
+            return list(self._tokenizer("\n\n".join(t["content"] for t in turns))["input_ids"])
+        return self._apply_template(turns)
+
+    def _apply_template(self, turns: Sequence[Any]) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            rendered = self._tokenizer.apply_chat_template(list(turns), tokenize=False)
+        except TemplateError as error:
+            raise ModelError(
+                f"the chat template of reward model '{self.name}' refuses the conversation "
+                f"{list(turns)}: {error}. Leave task.system empty, or choose another reward model"
+            ) from error
+        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def _alike(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers give the same ids: the same vocabulary, applied the same way."""
+    probe = "Two tokenizers, 1234 words; naïve — “quotes”,\n\n\tand  spaces."
+    return a.get_vocab() == b.get_vocab() and a(probe)["input_ids"] == b(probe)["input_ids"]

@@ -11,6 +11,9 @@ from stretto.errors import TaskError, nearest
 from stretto.tasks.base import Task, TaskRow
 from stretto.tasks.extract import extract
 
+SEED_STRIDE = 1_000_003
+"""Row i of a dataset is drawn with its seed + i: runs of seeds 0 and 1 must not share rows."""
+
 DEFAULT_SIZE = 100_000
 """Rows when the settings do not say; they are made when they are asked for."""
 
@@ -76,7 +79,10 @@ def _create(config: TaskConfig, seed: int) -> Any:
             )
     try:
         return reasoning_gym.create_dataset(
-            config.name, size=config.size or DEFAULT_SIZE, seed=seed, **config.settings
+            config.name,
+            size=config.size or DEFAULT_SIZE,
+            seed=seed * SEED_STRIDE % 2**32,
+            **config.settings,
         )
     except (AssertionError, TypeError, ValueError) as error:
         raise TaskError(

@@ -93,5 +93,6 @@ def describe(batch: Batch) -> dict[str, float]:
         "response/ended": fmean(r.finish is FinishReason.STOP for r in batch),
     }
     for name in sorted({s.source for r in batch for s in of_kind(r, "reward")}):
-        stats[f"reward/{name}"] = fmean(r.scores[name].scalar for r in batch)
+        short = name.rpartition("/")[2]  # a file's folder has no place in a metric's name
+        stats[f"reward/{short}"] = fmean(r.scores[name].scalar for r in batch)
     return stats

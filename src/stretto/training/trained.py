@@ -14,6 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from stretto.config import TrainingConfig
 from stretto.errors import LearnerError
 
+BLOCK = 1 << 20
+"""Elements added at a time where types differ: torch converts them in a buffer of its own."""
+
+
+def _add_into(total: Tensor, part: Tensor) -> None:
+    """``total += part`` of a narrower type, without a converted copy of all of it."""
+    blocks = zip(total.view(-1).split(BLOCK), part.reshape(-1).split(BLOCK), strict=True)
+    for a, b in blocks:
+        a.add_(b)
+
 
 class TrainedModel:
     """A model, the masters of its weights, and AdamW on the masters.
@@ -53,7 +63,7 @@ class TrainedModel:
         def collect(weight: Tensor) -> None:
             assert master.grad is not None
             assert weight.grad is not None
-            master.grad.add_(weight.grad)
+            _add_into(master.grad, weight.grad)
             weight.grad = None
 
         self._hooks.append(weight.register_post_accumulate_grad_hook(collect))

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from stretto import tasks
 from stretto.clock import RealClock
 from stretto.config import Config
-from stretto.errors import TaskError
-from stretto.models.forward import unwrapped
+from stretto.errors import ConfigError, TaskError
+from stretto.models.forward import token_budget, unwrapped
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import (
     end_token_ids,
@@ -30,9 +30,9 @@ from stretto.models.load import (
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
+from stretto.process import keep_freed_memory
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.stop import StopStrings
-from stretto.runtime.inline.malloc import keep_freed_memory
 from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer, PlainScorer
 from stretto.schedules.sync import Settings, SyncSchedule
 from stretto.scoring.functions import FunctionScorer
@@ -102,7 +102,7 @@ def build(config: Config, stack: ExitStack, say: Say) -> Parts:
     critic = _make_critic(config, actor, scorers, say)
     if config.model.lora_rank:
         actor = add_lora(actor, config.model, "CAUSAL_LM")
-    budget = config.training.score_tokens
+    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
     if config.algorithm.kl_coef:
         reference = actor if config.model.lora_rank else frozen_copy(actor)
         scorers.append(reference_scorer(reference, config.rollout.temperature, budget))
@@ -228,7 +228,7 @@ def _reward_models(
                 model.requires_grad_(False),
                 load_tokenizer(path, m.trust_remote_code),
                 tokenizer,
-                config.training.score_tokens,
+                token_budget(config.training.microbatch_tokens, device),
                 config.rollout.stop,
             )
         )
@@ -244,6 +244,11 @@ def _make_critic(
         critic = critic_from_actor(actor)
     elif init == "reward":
         first = next(s for s in scorers if isinstance(s, RewardModelScorer))
+        if not first.same_tokenizer:
+            raise ConfigError(
+                f"critic.init = 'reward': '{first.name}' has another tokenizer than the actor, "
+                "whose tokens the critic must read; set critic.init = 'actor'"
+            )
         critic = copy.deepcopy(first.model).requires_grad_(True)
     else:
         device = pick_device(m.device)

@@ -21,7 +21,7 @@ from stretto.tasks.base import TaskRow
 from stretto.tasks.prompts import PromptSource, render
 from stretto.types import FinishReason, Rollout
 
-HELD_OUT_SEED = 1 << 40
+HELD_OUT_SEED = 1000
 """Added to the seed of a procedural task for evaluation: rows that training does not draw."""
 
 

@@ -1,0 +1,73 @@
+"""Decode throughput of Stretto's engine in the setting of peers/vllm_decode.py.
+
+32 prompts of 26 random token ids and 64 new tokens each, bfloat16, sampled at temperature 1, each
+with its log-probability. The prefill counts in the time; loading and one warm-up call do not.
+
+    python benchmarks/decode.py --model DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from stretto.process import keep_freed_memory
+
+keep_freed_memory()  # before torch is imported, as the command line does
+
+import torch
+
+from stretto.config import RolloutConfig
+from stretto.models.load import load_causal_lm
+from stretto.rollout.engine import TorchEngine
+from stretto.types import Prompt, Rollout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompt-tokens", type=int, default=26)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="where to write the JSON as well")
+    args = parser.parse_args()
+
+    rng = random.Random(args.seed)
+    prompts = [
+        Prompt(i, tuple(rng.randrange(100, 40000) for _ in range(args.prompt_tokens)), "")
+        for i in range(args.prompts)
+    ]
+    model = load_causal_lm(args.model, torch.bfloat16, torch.device("cpu"))
+    config = RolloutConfig(batch=args.prompts, max_new_tokens=args.new_tokens)
+    engine = TorchEngine(model, config, end_tokens=frozenset(), seed=args.seed)
+
+    def tokens_per_s(run: int) -> float:
+        engine.admit([Rollout(run * args.prompts + p.id, p, p.id) for p in prompts])
+        start = time.perf_counter()
+        chunks = engine.decode(args.new_tokens)
+        elapsed = time.perf_counter() - start
+        return sum(len(c.tokens) for c in chunks) / elapsed
+
+    runs = [tokens_per_s(run) for run in range(args.runs + 1)][1:]
+    result = {
+        "name": f"stretto {version('stretto')}",
+        "tokens_per_s": statistics.median(runs),
+        "runs": runs,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+    print(json.dumps(result))
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Attention for short sequences against torch's own, in float64 and through a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from stretto.models import attention
+from stretto.models.attention import _CausalAttention
+from stretto.models.load import load_causal_lm
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("length", [2, 7, 33])
+def test_values_and_gradients_equal_torchs(heads: tuple[int, int], length: int) -> None:
+    torch.manual_seed(0)
+    sizes = [(2, n, length, 8) for n in (heads[0], heads[1], heads[1])]
+    out = []
+    weight = torch.randn(sizes[0], dtype=torch.float32)
+    given = [torch.randn(size) for size in sizes]
+    for ours in (True, False):
+        q, k, v = ((t if ours else t.double()).clone().requires_grad_() for t in given)
+        if ours:
+            result = _CausalAttention.apply(q, k, v, 0.3)
+        else:
+            result = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=0.3, enable_gqa=True
+            )
+        (result * weight.to(result.dtype)).sum().backward()
+        out.append([result, q.grad, k.grad, v.grad])
+    for a, b in zip(*out, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_computes_the_same_with_it(tiny_folder: Path, monkeypatch) -> None:
+    """Short sequences take the new path, long ones and cached ones the old one."""
+    cpu = torch.device("cpu")
+    model = load_causal_lm(tiny_folder, torch.float32, cpu)
+    assert model.config._attn_implementation == attention.NAME
+    plain = load_causal_lm(tiny_folder, torch.float32, cpu)
+    plain.set_attn_implementation("sdpa")
+    calls = []
+    original = _CausalAttention.apply
+    monkeypatch.setattr(
+        _CausalAttention, "apply", lambda *args: calls.append(args[0].shape[2]) or original(*args)
+    )
+    for length in (5, attention.LONGEST[torch.float32] + 1):
+        ids = torch.randint(0, 256, (3, length), generator=torch.Generator().manual_seed(length))
+        gradients = []
+        for m in (model, plain):
+            m.zero_grad()
+            m(input_ids=ids).logits.square().mean().backward()
+            gradients.append([p.grad for p in m.parameters()])
+        for a, b in zip(*gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+    assert set(calls) == {5}
+
+
+def test_the_choice_is_not_saved(tiny_folder: Path, tmp_path: Path) -> None:
+    load_causal_lm(tiny_folder, torch.float32, torch.device("cpu")).save_pretrained(tmp_path)
+    assert attention.NAME not in (tmp_path / "config.json").read_text()
