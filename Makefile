@@ -5,13 +5,15 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 RECIPE ?= arithmetic
+# Options for pip that choose a build of torch, such as an index with CPU builds.
+TORCH_FROM ?=
 
 .PHONY: train test slow check clean
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet $(TORCH_FROM) "torch>=2.11,<2.14"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
@@ -31,4 +33,4 @@ check: $(VENV)/.installed
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

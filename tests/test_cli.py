@@ -25,16 +25,21 @@ class Runtime:
 
     calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     failure: BaseException | None = None
+    steps: int = 1
 
     def train(self, config: Config, **rest: Any) -> None:
         self.calls.append({"config": config, **rest})
-        rest["progress"].step(1, config.steps, {"objective/scores": 0.5}, [])
+        if self.steps:
+            rest["progress"].step(1, config.steps, {"objective/scores": 0.5}, [])
+            rest["run_dir"].append_metrics(1, {"objective/scores": 0.5})
         if self.failure:
             raise self.failure
 
     def evaluate(self, config: Config, **rest: Any) -> Any:
         self.calls.append({"config": config, **rest})
-        return types.SimpleNamespace(accuracy=0.25, mean_tokens=7.5, ended=0.875, samples=8)
+        return types.SimpleNamespace(
+            accuracy=0.25, mean_tokens=7.5, ended=0.875, samples=8, skipped=0
+        )
 
     def generate(self, model: str, prompts: list[str], options: Any, **rest: Any) -> Iterator[Any]:
         self.calls.append({"model": model, "prompts": prompts, "options": options, **rest})
@@ -97,7 +102,7 @@ def test_train_help_documents_every_setting_with_the_recipes_default(
         assert "--" + key.replace("_", "-") in text
     assert "(default: tiny)" in text
     flat = " ".join(text.replace("│", " ").split())
-    assert "Responses per step. (default: 32)" in flat
+    assert "Responses per step. (default: 64)" in flat
 
 
 def test_train_runs_the_recipe_with_overrides(
@@ -172,7 +177,11 @@ def test_errors_and_interrupts_of_a_run(
     runtime.failure = JudgeError("the function failed on sample 3")
     assert run("train", "tiny") == 2
     assert capsys.readouterr().err.endswith("stretto: error: the function failed on sample 3\n")
-    runtime.failure = KeyboardInterrupt()
+    runtime.steps = 0
+    assert run("train", "tiny") == 2
+    capsys.readouterr()
+    assert [path.name for path in Path("runs").iterdir()] == ["tiny-001"]  # none without a step
+    runtime.failure, runtime.steps = KeyboardInterrupt(), 1
     assert run("train", "tiny") == 130
     captured = capsys.readouterr()
     assert "what was done so far is in runs/tiny-002" in captured.out

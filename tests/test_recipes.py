@@ -124,3 +124,15 @@ def test_gsm8k_trains_the_real_model_on_the_real_file(tmp_path: Path) -> None:
     assert all(any(q in s["prompt"] for q in questions) for s in samples)
     assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1.0)
     assert (run_dir.model / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_tiny_learns(seed: int, tmp_path: Path) -> None:
+    """From under a half to at least 0.8, in a minute and a half."""
+    config = changed("tiny", seed=seed, observe={"progress": "off"})
+    run_dir = RunDirectory.create(tmp_path, "tiny", config)
+    inline.train(config, run_dir=run_dir, progress=NoProgress())
+    rewards = [step["objective/scores"] for step in lines(run_dir.metrics_file)]
+    assert fmean(rewards[:10]) < 0.55
+    assert fmean(rewards[-10:]) >= 0.8

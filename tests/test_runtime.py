@@ -39,7 +39,14 @@ def settings(folder: Path, **sections: Any) -> Config:
         "warmup_examples": 0,
         "model": {"name": str(folder)},
         "rollout": {"batch": 4, "max_new_tokens": 6},
-        "training": {"lr": 1e-3, "critic_lr": 1e-3},
+        "task": {
+            "name": "chain_sum",
+            "settings": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+            "size": 0,
+        },
+        "reward": {"missing_eos_penalty": -1.0},
+        "algorithm": {"lam": 0.95, "kl_coef": 0.05, "entropy_coef": 0.0},
+        "training": {"lr": 1e-3, "critic_lr": 1e-3, "warmup_steps": 0},
         "observe": {"samples": 100, "progress": "off"},
     }
     data = recipes.load("tiny").model_dump()
@@ -442,9 +449,11 @@ def test_warm_up_examples_are_the_tasks_answers_from_its_far_end(tiny_folder: Pa
     config = settings(tiny_folder, warmup_examples=3)
     tokenizer = load_tokenizer(tiny_folder)
     task = tasks.load(config.task, config.seed)
-    examples = _examples(config, task, tokenizer)
-    rows = [task.row(len(task) - 1 - i) for i in range(3)]
-    for example, row in zip(examples, rows, strict=True):
+    prompts = PromptSource(task, config.task, tokenizer, config.seed)
+    examples = _examples(config, task, prompts)
+    last = [prompts.prompt_by_id(len(task) - 1 - i) for i in range(3)]
+    for example, prompt in zip(examples, last, strict=True):
+        row = task.row(prompt.data["_index"])
         assert bytes(example.prompt.tokens).decode() == row.prompt
         assert bytes(example.tokens[:-1]).decode() == row.reference
         assert example.tokens[-1] == tokenizer.eos_token_id
@@ -503,7 +512,7 @@ def test_generate_depends_on_the_seed_alone(tiny_folder: Path) -> None:
 def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    warm = settings(tiny_folder, steps=1, warmup_examples=640, rollout={"batch": 32})
+    warm = settings(tiny_folder, steps=1, warmup_examples=960, rollout={"batch": 32})
     run_dir, _ = run(warm, tmp_path)
     config = settings(tiny_folder)
     result = inline.evaluate(config, model=str(run_dir.model), samples=30)

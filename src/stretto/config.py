@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -61,7 +61,7 @@ class TaskConfig(Section):
     """reasoning-gym: a procedural dataset with its verifier. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
     name: str = "chain_sum"
     """A reasoning-gym dataset, a .jsonl / .json / .parquet file, or a hub dataset."""
-    settings: dict[str, bool | int | float | str] = {}
+    settings: dict[str, JsonValue] = {}
     """Settings of the reasoning-gym dataset."""
     split: str = "train"
     """Split of a hub dataset."""

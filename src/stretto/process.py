@@ -19,7 +19,7 @@ def keep_freed_memory() -> None:
     """Reuse the memory of freed tensors, and ask for it in huge pages.
 
     Takes full effect when called before torch is imported, as the command line does. It does
-    nothing where the C library is not glibc, and leaves alone what the environment already says.
+    nothing where the C library is not glibc.
     """
     if not sys.platform.startswith("linux"):
         return

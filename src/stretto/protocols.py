@@ -82,18 +82,6 @@ class Learner(Protocol):
         ...
 
 
-class Stateful(Protocol):
-    """Whatever changes during a run can be taken out as plain data and put back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data: numbers, strings, lists, dicts and tensors."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave."""
-        ...
-
-
 class Tracer(Protocol):
     """Takes down who worked on what, and when; handed to whoever coordinates."""
 

@@ -157,11 +157,6 @@ class Rollout:
         """Response tokens so far."""
         return len(self.tokens)
 
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version among the tokens."""
-        return min(self.versions)
-
     def move(self, state: RolloutState, because: str = "") -> None:
         """Go to ``state``.
 

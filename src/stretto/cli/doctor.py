@@ -16,7 +16,7 @@ import tyro
 from packaging.requirements import Requirement
 
 DEFAULT_MODEL = "smollm2-135m"
-_LOW_MEMORY_BYTES = 4 * 10**9
+_LOW_MEMORY_BYTES = 8 * 10**9
 _LOW_DISK_BYTES = 5 * 10**9
 _IMPORTED = ("torch", "transformers", "peft", "datasets", "reasoning_gym")
 
@@ -75,7 +75,7 @@ def _machine() -> Iterator[Finding]:
     memory = psutil.virtual_memory()
     text = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB"
     if memory.available < _LOW_MEMORY_BYTES:
-        text += f"; PPO on {DEFAULT_MODEL} wants 4 GB: close other programs, or train 'tiny'"
+        text += f"; PPO on {DEFAULT_MODEL} wants 8 GB: close other programs, or train 'tiny'"
         yield Finding("note", "memory", text)
     else:
         yield Finding("ok", "memory", text)

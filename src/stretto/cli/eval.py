@@ -38,8 +38,10 @@ SETTINGS = (
 """What an evaluation depends on, besides the model."""
 
 _DESCRIPTION = (
-    "Measure pass@1: the share of greedy answers that the task's own verifier takes for right, on "
-    "rows that training does not see. Options come after the recipe."
+    "Measure pass@1: the share of greedy answers that the task's own verifier takes for right. "
+    "Procedural tasks draw rows with another seed than training; for a file or a hub dataset, name "
+    "one (--task.name) or a split (--task.split) that training does not see. Options come after "
+    "the recipe."
 )
 
 
@@ -63,10 +65,15 @@ def run(arguments: Sequence[str]) -> int:
         "mean_tokens": result.mean_tokens,
         "ended": result.ended,
         "samples": result.samples,
+        "skipped": result.skipped,
     }
     print(f"model        {model}")
     print(f"task         {config.task.kind} {config.task.name}")
     print(f"samples      {result.samples}")
+    if result.skipped:
+        print(f"left out     {result.skipped} rows with longer prompts than task.max_prompt_tokens")
+    if config.task.kind != "reasoning-gym":
+        print("rows         as named; whether training saw them is not known here")
     print(f"accuracy     {result.accuracy:.4f}")
     print(f"mean tokens  {result.mean_tokens:.1f}")
     print(f"ended        {result.ended:.4f}")

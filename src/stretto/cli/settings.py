@@ -116,8 +116,8 @@ def trained_model(name: str) -> str:
         return name
     if not (folder / "model").is_dir():
         raise ConfigError(
-            f"the run '{name}' has no trained model (it is saved when training ends); "
-            f"finish it with: stretto train --resume {name}"
+            f"the run '{name}' has no trained model: it is saved when training ends, or is stopped "
+            "after its first step. Train again, or resume the run if it has checkpoints"
         )
     return str(folder / "model")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from stretto.cli.settings import (
     parse_with_config,
 )
 from stretto.config import Config
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StrettoError
 from stretto.observe import RunDirectory, make_progress
 
 DEFAULT_RECIPE = "arithmetic"
@@ -52,9 +53,12 @@ def run(arguments: Sequence[str]) -> int:
 
         try:
             inline.train(config, run_dir=run_dir, resume=bool(resume), progress=progress)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, StrettoError):
             progress.close()
-            progress.note(f"stopped; what was done so far is in {run_dir.path}")
+            if run_dir.metrics_file.exists():
+                progress.note(f"stopped; what was done so far is in {run_dir.path}")
+            elif not resume:  # a run that never took a step leaves nothing behind
+                shutil.rmtree(run_dir.path)
             raise
         progress.close()
         progress.note(f"done; metrics, samples and the trained model are in {run_dir.path}")

@@ -46,6 +46,11 @@ def output_head(model: nn.Module) -> OutputHead:
     linear, config = lm.get_output_embeddings(), lm.config
     if linear is None or linear.weight.ndim != 2:
         raise ModelError(f"{type(lm).__name__} has no linear output head; use a causal LM")
+    if hasattr(linear, "base_layer"):
+        raise ModelError(
+            "model.lora_targets puts an adapter on the output layer, which is not supported; "
+            "leave it out, or use 'all-linear'"
+        )
     head = OutputHead(
         weight=linear.weight,
         bias=getattr(linear, "bias", None),

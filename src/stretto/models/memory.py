@@ -183,7 +183,7 @@ def plan_for(config: Config) -> MemoryPlan:
 
     parameters, trained = measure(config.model)
     roles: list[Role] = ["actor", "critic"]
-    if config.algorithm.kl_coef:
+    if config.algorithm.kl_coef and not config.model.lora_rank:  # else the actor, adapters off
         roles.append("reference")
     if any(source.startswith("model:") for source in config.reward.sources):
         roles.append("reward")

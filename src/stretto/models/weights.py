@@ -16,8 +16,8 @@ SAMPLES = 256
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """A short hash of names, shapes, types and a spread of elements of each tensor, bit for bit.
 
-    Two learner versions differ in it, as an optimizer moves every element; it is a proof that a
-    hand-over happened, not a defence against a forger.
+    Whoever holds the same weights finds the same; it is a proof that a hand-over happened, not a
+    defence against a forger.
     """
     digest = hashlib.sha256()
     spread: list[Tensor] = []

@@ -100,8 +100,3 @@ class SlotCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first query of a pass that starts at position 0."""
         return 0
-
-    @property
-    def bytes(self) -> int:
-        """Memory held now."""
-        return sum(t.numel() * t.element_size() for t in (*self._keys, *self._values))

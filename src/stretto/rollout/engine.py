@@ -149,6 +149,7 @@ class TorchEngine:
                 "weights. Nothing generated from here on could be trusted"
             )
         self.version = weights.version
+        self._packed.invalidate()
         for row in self._rows:
             row.cached = 0
 
@@ -159,11 +160,6 @@ class TorchEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.version = state["version"]
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the KV slots."""
-        return self._cache.bytes
 
     def _check(self, r: Rollout, known: Set[int]) -> None:
         if r.id in known:

@@ -49,6 +49,10 @@ class PackedLinears:
         for layer, forward in zip(self._layers, self._packed, strict=True):
             layer.forward = forward  # type: ignore[method-assign, assignment]
 
+    def invalidate(self) -> None:
+        """Pack everything again on the next entry: there are new weights."""
+        self._versions = []
+
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -183,7 +183,7 @@ class RewardModelScorer(ModelScorer):
         super().__init__(name, "reward")
         self.model, self._tokenizer, self._budget = model, tokenizer, token_budget
         self._actor_tokenizer, self._stop = actor_tokenizer, stop
-        self.same_tokenizer = _alike(tokenizer, actor_tokenizer)
+        self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
         self._causal = reads_last_token(model)
 
     def _score(
@@ -230,7 +230,7 @@ class RewardModelScorer(ModelScorer):
         return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
-def _alike(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
+def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
     """Whether two tokenizers give the same ids: the same vocabulary, applied the same way."""
     probe = "Two tokenizers, 1234 words; naïve — “quotes”,\n\n\tand  spaces."
     return a.get_vocab() == b.get_vocab() and a(probe)["input_ids"] == b(probe)["input_ids"]

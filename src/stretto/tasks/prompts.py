@@ -55,12 +55,14 @@ class PromptSource:
 
     Attributes:
         skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
+        tokenizer: the actor's.
     """
 
     def __init__(
         self, task: Task, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     ) -> None:
-        self._task, self._config, self._tokenizer, self._seed = task, config, tokenizer, seed
+        self._task, self._config, self._seed = task, config, seed
+        self.tokenizer = tokenizer
         self._place = 0
         self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
@@ -89,7 +91,7 @@ class PromptSource:
         """The prompt that has, had or will have this id."""
         epoch, place = divmod(prompt_id, len(self._task))
         row = self._task.row(int(self._order(epoch)[place]))
-        return render(row, self._config, self._tokenizer, prompt_id)
+        return render(row, self._config, self.tokenizer, prompt_id)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, with what the order depends on."""

@@ -89,7 +89,8 @@ class PPOLearner:
         for i, rows in enumerate(parts):
             tally += self._train_minibatch(batch, rows, experience, norms, on_policy and i == 0)
         self._steps += 1
-        if "objective/kl" in experience.stats:
+        thawed = self._steps > self._config.critic.freeze_steps
+        if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
         return {
             **describe(batch),
@@ -145,7 +146,7 @@ class PPOLearner:
                 f"{size} responses were left of the batch, fewer than training.minibatches = "
                 f"{count}; see why responses were dropped, or lower minibatches"
             )
-        order = torch.Generator().manual_seed(self._config.seed * 1_000_003 + self._steps)
+        order = torch.Generator().manual_seed((self._config.seed * 1_000_003 + self._steps) % 2**63)
         for _ in range(self._config.training.epochs):
             shuffled = torch.randperm(size, generator=order)
             yield from ([*map(int, part)] for part in shuffled.tensor_split(count))

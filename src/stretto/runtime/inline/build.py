@@ -36,8 +36,13 @@ from stretto.rollout.stop import StopStrings
 from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer, PlainScorer
 from stretto.schedules.sync import Settings, SyncSchedule
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
-from stretto.tasks.prompts import PromptSource, render
+from stretto.scoring.models import (
+    RewardModelScorer,
+    critic_scorer,
+    reference_scorer,
+    same_tokenizer,
+)
+from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PPOLearner
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
@@ -97,9 +102,9 @@ def build(config: Config, stack: ExitStack, say: Say) -> Parts:
     ]
     actor = load_actor(config, say)
     if config.warmup_examples:
-        loss = warm_up(actor, _examples(config, task, tokenizer), config)
+        loss = warm_up(actor, _examples(config, task, prompts), config)
         say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
-    critic = _make_critic(config, actor, scorers, say)
+    critic = _make_critic(config, actor, tokenizer, scorers, say)
     if config.model.lora_rank:
         actor = add_lora(actor, config.model, "CAUSAL_LM")
     budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
@@ -188,23 +193,24 @@ def frozen_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).requires_grad_(False)
 
 
-def _examples(
-    config: Config, task: tasks.Task, tokenizer: PreTrainedTokenizerBase
-) -> list[Rollout]:
-    """The task's own answers to its last rows, which RL reaches last, as finished responses."""
-    size = len(task)
-    rows = [task.row(size - 1 - i % size) for i in range(config.warmup_examples)]
+def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[Rollout]:
+    """The task's own answers as finished responses, from the end of the first epoch's order on:
+    the rows that RL reaches last.
+    """
+    tokenizer, size = prompts.tokenizer, len(task)
     examples = []
-    for i, row in enumerate(rows):
-        if row.reference is None:
+    for i in range(config.warmup_examples):
+        prompt = prompts.prompt_by_id(size - 1 - i % size)
+        reference = task.row(prompt.data[tasks.INDEX_KEY]).reference
+        if reference is None:
             raise TaskError(
                 f"warmup_examples = {config.warmup_examples} trains on the task's own answers, and "
                 f"task '{config.task.name}' has none; set warmup_examples = 0"
             )
-        answer = list(tokenizer(row.reference, add_special_tokens=False)["input_ids"])
+        answer = list(tokenizer(reference, add_special_tokens=False)["input_ids"])
         if tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
-        examples.append(Rollout(i, render(row, config.task, tokenizer), i, tokens=answer))
+        examples.append(Rollout(i, prompt, i, tokens=answer))
     return examples
 
 
@@ -236,7 +242,11 @@ def _reward_models(
 
 
 def _make_critic(
-    config: Config, actor: nn.Module, scorers: Sequence[PlainScorer], say: Say
+    config: Config,
+    actor: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    scorers: Sequence[PlainScorer],
+    say: Say,
 ) -> nn.Module:
     """The value model; see ``critic.init``."""
     m, init = config.model, config.critic.init
@@ -253,7 +263,13 @@ def _make_critic(
     else:
         device = pick_device(m.device)
         dtype = pick_dtype(m.dtype, device)
-        critic = load_sequence_classifier(resolve(init, say), dtype, device, m.trust_remote_code)
+        path = resolve(init, say)
+        if not same_tokenizer(load_tokenizer(path, m.trust_remote_code), tokenizer):
+            raise ConfigError(
+                f"critic.init = '{init}' has another tokenizer than the actor, whose tokens the "
+                "critic must read; set critic.init = 'actor'"
+            )
+        critic = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
     return add_lora(critic, m, "SEQ_CLS") if m.lora_rank else critic
 
 

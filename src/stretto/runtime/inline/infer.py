@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Literal
 
 from stretto import tasks
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
-from stretto.errors import JudgeError
+from stretto.errors import JudgeError, TaskError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.rollout.engine import TorchEngine
@@ -34,12 +35,14 @@ class EvalResult:
         mean_tokens: response tokens.
         ended: share that ended before the token limit.
         samples: answers judged.
+        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
     """
 
     accuracy: float
     mean_tokens: float
     ended: float
     samples: int
+    skipped: int
 
 
 def evaluate(config: Config, *, model: str, samples: int) -> EvalResult:
@@ -66,13 +69,12 @@ def evaluate(config: Config, *, model: str, samples: int) -> EvalResult:
     )
     with ExitStack() as stack:
         prepare_torch(config)
-        tokenizer = load_tokenizer(resolve(model), config.model.trust_remote_code)
+        tokenizer = load_tokenizer(resolve(model, _say), config.model.trust_remote_code)
         task = tasks.load(config.task, config.seed)
         judge = open_judges(config, task, tokenizer, stack)[0]
         prompts = PromptSource(task, config.task, tokenizer, config.seed)
-        engine = make_engine(config, load_actor(config, print), tokenizer)
-        count = min(samples, len(task))
-        rollouts = [Rollout(i, prompts.next(), i) for i in range(count)]
+        engine = make_engine(config, load_actor(config, _say), tokenizer)
+        rollouts, skipped = _each_row_once(prompts, config, len(task), samples)
         for _ in _decode_all(engine, rollouts):
             pass
         scores = _judge_all(judge, rollouts, config.rollout.batch)
@@ -80,7 +82,8 @@ def evaluate(config: Config, *, model: str, samples: int) -> EvalResult:
         accuracy=fmean(scores),
         mean_tokens=fmean(len(r) for r in rollouts),
         ended=fmean(r.finish is FinishReason.STOP for r in rollouts),
-        samples=count,
+        samples=len(rollouts),
+        skipped=skipped,
     )
 
 
@@ -97,14 +100,41 @@ def generate(
         seed=seed, model=ModelConfig(name=model), rollout=options, task=TaskConfig(chat=chat)
     )
     prepare_torch(settings)
-    tokenizer = load_tokenizer(resolve(model))
+    tokenizer = load_tokenizer(resolve(model, _say))
     rollouts = [
         Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i), i)
         for i, text in enumerate(prompts)
     ]
-    engine = make_engine(settings, load_actor(settings, print), tokenizer)
+    engine = make_engine(settings, load_actor(settings, _say), tokenizer)
     for r in _decode_all(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
+
+
+def _each_row_once(
+    prompts: PromptSource, config: Config, rows: int, samples: int
+) -> tuple[list[Rollout], int]:
+    """Rollouts for up to ``samples`` different rows, and how many rows were too long."""
+    rollouts: list[Rollout] = []
+    skipped = 0
+    for place in range(rows):
+        if len(rollouts) == samples:
+            break
+        prompt = prompts.prompt_by_id(place)
+        if len(prompt.tokens) > config.task.max_prompt_tokens:
+            skipped += 1
+        else:
+            rollouts.append(Rollout(len(rollouts), prompt, place))
+    if not rollouts:
+        raise TaskError(
+            f"all {rows} prompts are longer than task.max_prompt_tokens = "
+            f"{config.task.max_prompt_tokens}; raise that limit"
+        )
+    return rollouts, skipped
+
+
+def _say(text: str) -> None:
+    """Standard output is for the answers."""
+    print(text, file=sys.stderr)
 
 
 def _judge_all(judge: FunctionScorer, rollouts: Sequence[Rollout], batch: int) -> list[float]:

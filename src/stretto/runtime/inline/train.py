@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto.config import Config
+from stretto.errors import StrettoError
 from stretto.models.load import save_model
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.runtime.inline.build import Parts, build
@@ -36,7 +37,7 @@ class TrainResult:
 def train(
     config: Config, *, run_dir: RunDirectory, resume: bool = False, progress: Progress
 ) -> TrainResult:
-    """Train a model and save it.
+    """Train a model and save it; a run that is stopped after a step saves what it has.
 
     Args:
         config: of the run.
@@ -49,19 +50,23 @@ def train(
     """
     with ExitStack() as stack:
         first, state = checkpoint.load_latest(run_dir.checkpoints) if resume else (0, None)
+        recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         parts = build(config, stack, progress.note)
         if state is not None:
             parts.load_state_dict(state)
-        recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         stats: Stats = {}
-        for number in range(first + 1, config.steps + 1):
-            step = drive(parts.schedule.step())
-            stats = {**step.stats, **_timings(parts)}
-            recorder.step(number, stats, [_sample(r, config, parts) for r in step.batch])
-            for rollout in step.rejected:
-                recorder.note(f"step {number}: left out rollout {rollout.id}: {_reason(rollout)}")
-            if _due(number, config):
-                checkpoint.save(run_dir.checkpoints, number, parts.state_dict())
+        done = first
+        try:
+            while done < config.steps:
+                stats = _step(done + 1, parts, config, recorder)
+                done += 1
+                if _due(done, config):
+                    checkpoint.save(run_dir.checkpoints, done, parts.state_dict())
+        except (KeyboardInterrupt, StrettoError):
+            if done > first:
+                recorder.note(f"stopped after step {done}; saving the model as it is")
+                save_model(parts.actor, parts.tokenizer, run_dir.model)
+            raise
         save_model(parts.actor, parts.tokenizer, run_dir.model)
         if parts.prompts.skipped:
             recorder.note(
@@ -69,6 +74,16 @@ def train(
                 f"{config.task.max_prompt_tokens} and left out"
             )
     return TrainResult(config.steps, stats, run_dir.model)
+
+
+def _step(number: int, parts: Parts, config: Config, recorder: Recorder) -> Stats:
+    """Take a step and record it."""
+    step = drive(parts.schedule.step())
+    stats = {**step.stats, **_timings(parts)}
+    recorder.step(number, stats, [_sample(r, config, parts) for r in step.batch])
+    for rollout in step.rejected:
+        recorder.note(f"step {number}: left out rollout {rollout.id}: {_reason(rollout)}")
+    return stats
 
 
 def _due(step: int, config: Config) -> bool:

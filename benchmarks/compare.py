@@ -1,0 +1,135 @@
+"""Stretto beside its peers on this machine: PPO steps against TRL, decoding against vLLM.
+
+Runs every program in a process of its own, peers and Stretto in turn, nothing else beside them, and
+prints a table in Markdown. The peers live in environments of their own (peers/setup.sh).
+
+    benchmarks/peers/setup.sh .peers
+    python benchmarks/compare.py --model DIR --data gsm8k_train.jsonl --out table.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+def run(command: list[str], **environment: str) -> dict[str, Any]:
+    """A program's result: the JSON object that it prints."""
+    print("running", " ".join(command), file=sys.stderr)
+    done = subprocess.run(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ppo(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """PPO steps, in turn."""
+    data = ["--model", args.model, "--data", str(args.data), "--steps", str(args.steps)]
+    results = defaultdict(list)
+    for _ in range(args.rounds):
+        results["Stretto"].append(run([sys.executable, str(HERE / "ppo_step.py"), *data]))
+        trl = str(args.peers / "trl/bin/python")
+        results["TRL 1.12 PPOTrainer"].append(run([trl, str(HERE / "peers/trl_ppo.py"), *data]))
+    return results
+
+
+def decode(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Decoding, in turn."""
+    model = ["--model", args.model]
+    vllm = [str(args.peers / "vllm/bin/python"), str(HERE / "peers/vllm_decode.py"), *model]
+    results = defaultdict(list)
+    for _ in range(args.rounds):
+        results["Stretto (with log-probs)"].append(
+            run([sys.executable, str(HERE / "decode.py"), *model])
+        )
+        results["vLLM, all cores"].append(run(vllm))
+        results["vLLM, all cores, with log-probs"].append(run([*vllm, "--logprobs"]))
+        results["vLLM, as it comes (one core kept free)"].append(
+            run(vllm, VLLM_CPU_NUM_OF_RESERVED_CPU="1")
+        )
+    peer = HERE / "peers/transformers_decode.py"
+    results["transformers generate"].append(run([sys.executable, str(peer), *model]))
+    return results
+
+
+def table(results: dict[str, list[dict[str, Any]]], figure: str, unit: str) -> list[str]:
+    """One row a program: median of its runs, spread, Stretto over it, peak memory."""
+    ours = statistics.median(r[figure] for r in next(iter(results.values())))
+    lines = [f"| | {unit} | runs | Stretto is | peak memory |", "|---|---|---|---|---|"]
+    for name, runs in results.items():
+        values = [r[figure] for r in runs]
+        middle = statistics.median(values)
+        each = ", ".join(f"{v:.3g}" for v in values)
+        memory = max(r["peak_rss_bytes"] for r in runs) / 1e9
+        lines.append(f"| {name} | {middle:.3g} | {each} | {ours / middle:.2f}x | {memory:.1f} GB |")
+    return lines
+
+
+def phases(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Where the time of a step goes, in seconds."""
+    lines = ["| | seconds of a step |", "|---|---|"]
+    for name, runs in results.items():
+        parts = {p: statistics.median(r["phase_s"][p] for r in runs) for p in runs[0]["phase_s"]}
+        lines.append(f"| {name} | " + ", ".join(f"{p} {s:.2f}" for p, s in parts.items()) + " |")
+    return lines
+
+
+def machine() -> str:
+    model = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", required=True, help="folder of SmolLM2-135M in HF format")
+    parser.add_argument("--data", type=Path, required=True, help="GSM8K's train file")
+    parser.add_argument("--peers", type=Path, default=Path(".peers"))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    steps, tokens = ppo(args), decode(args)
+    versions = {**tokens["vLLM, all cores"][0]["versions"], "trl": "1.12"}
+    text = "\n".join(
+        [
+            f"Machine: {machine()}. Peers: "
+            + ", ".join(f"{name} {version}" for name, version in versions.items())
+            + ".",
+            "",
+            "PPO, SmolLM2-135M, bfloat16, 16 GSM8K prompts a step, 64 response tokens, one update:",
+            "",
+            *table(steps, "samples_per_s", "samples/s"),
+            "",
+            *phases(steps),
+            "",
+            "Decoding, SmolLM2-135M, bfloat16, 32 prompts of 26 tokens, 64 new tokens each:",
+            "",
+            *table(tokens, "tokens_per_s", "tokens/s"),
+            "",
+        ]
+    )
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
