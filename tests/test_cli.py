@@ -171,6 +171,15 @@ def test_what_cannot_be_done_is_said_with_status_2(
     assert not runtime.calls
 
 
+def test_a_schedule_keeps_its_steps_on_resume(
+    runtime: Runtime, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("train", "tiny", "--training.lr-schedule", "linear") == 0
+    assert run("train", "--resume", "runs/tiny-001", "--observe.samples", "1") == 0
+    assert run("train", "--resume", "runs/tiny-001", "--steps", "999") == 2
+    assert "linear learning-rate schedule depends on" in capsys.readouterr().err
+
+
 def test_errors_and_interrupts_of_a_run(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,12 @@ def _check_resumable(before: Config, after: Config) -> None:
                 f"{key} = {_get(new, key)!r}: the run to resume has {_get(old, key)!r}, and only "
                 f"{', '.join(RESUMABLE)} may change. Start a new run for other settings"
             )
+    schedule = after.training.lr_schedule
+    if schedule != "constant" and before.steps != after.steps:
+        raise ConfigError(
+            f"steps = {after.steps}: the run to resume has {before.steps}, which its "
+            f"{schedule} learning-rate schedule depends on. Keep it, or start a new run"
+        )
 
 
 def _get(data: dict[str, Any], key: str) -> Any:
