@@ -31,7 +31,7 @@ class Sample:
     """One response, as it is shown and kept.
 
     Attributes:
-        reward: the weighted sum of its scores.
+        reward: the weighted sum of its scores, after the missing-EOS rule.
         finish: why it ended, 'stop' or 'length'.
         tokens: the response's length.
     """

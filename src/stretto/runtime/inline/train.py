@@ -7,6 +7,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from stretto.algorithms.ppo import apply_missing_eos
 from stretto.config import Config
 from stretto.errors import StrettoError
 from stretto.models.load import save_model
@@ -16,7 +19,7 @@ from stretto.runtime.inline.roles import drive
 from stretto.scoring.text import response_text
 from stretto.training import checkpoint
 from stretto.training.collate import total_reward
-from stretto.types import Rollout, Stats
+from stretto.types import FinishReason, Rollout, Stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,20 @@ def _timings(parts: Parts) -> dict[str, float]:
 
 
 def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
-    weights = config.reward.weights or (1.0,) * len(config.reward.sources)
+    rule, sources = config.reward, config.reward.sources
+    weights = dict(zip(sources, rule.weights or (1.0,) * len(sources), strict=True))
+    reward = apply_missing_eos(
+        torch.tensor([total_reward(rollout, weights)]),
+        torch.tensor([rollout.finish is FinishReason.STOP]),
+        rule.missing_eos,
+        rule.missing_eos_penalty,
+    )
     return Sample(
         prompt=rollout.prompt.text,
         response=response_text(
             parts.tokenizer, rollout.tokens, rollout.finish, config.rollout.stop
         ),
-        reward=total_reward(rollout, dict(zip(config.reward.sources, weights, strict=True))),
+        reward=reward.item(),
         finish=str(rollout.finish),
         tokens=len(rollout),
     )
