@@ -99,6 +99,12 @@ class RewardConfig(Section):
     missing_eos_penalty: float = -1.0
     """replace: the score it gets. subtract: its absolute value is taken off."""
 
+    @property
+    def factors(self) -> dict[str, float]:
+        """The factor of each source, by name."""
+        weights = self.weights or (1.0,) * len(self.sources)
+        return dict(zip(self.sources, weights, strict=True))
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.sources:

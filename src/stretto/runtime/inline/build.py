@@ -254,23 +254,24 @@ def _make_critic(
         critic = critic_from_actor(actor)
     elif init == "reward":
         first = next(s for s in scorers if isinstance(s, RewardModelScorer))
-        if not first.same_tokenizer:
-            raise ConfigError(
-                f"critic.init = 'reward': '{first.name}' has another tokenizer than the actor, "
-                "whose tokens the critic must read; set critic.init = 'actor'"
-            )
+        _require_same_tokenizer(init, first.same_tokenizer)
         critic = copy.deepcopy(first.model).requires_grad_(True)
     else:
         device = pick_device(m.device)
         dtype = pick_dtype(m.dtype, device)
         path = resolve(init, say)
-        if not same_tokenizer(load_tokenizer(path, m.trust_remote_code), tokenizer):
-            raise ConfigError(
-                f"critic.init = '{init}' has another tokenizer than the actor, whose tokens the "
-                "critic must read; set critic.init = 'actor'"
-            )
+        own = load_tokenizer(path, m.trust_remote_code)
+        _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
         critic = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
     return add_lora(critic, m, "SEQ_CLS") if m.lora_rank else critic
+
+
+def _require_same_tokenizer(init: str, same: bool) -> None:
+    if not same:
+        raise ConfigError(
+            f"critic.init = '{init}' names a model with another tokenizer than the actor, whose "
+            "tokens the critic must read; set critic.init = 'actor'"
+        )
 
 
 def _set_checkpointing(model: nn.Module, config: Config) -> None:
@@ -285,10 +286,9 @@ def _make_learner(config: Config, actor: nn.Module, critic: nn.Module) -> PPOLea
     per_step = t.epochs * t.minibatches
     updates, warmup = config.steps * per_step, t.warmup_steps * per_step
     frozen = min(config.critic.freeze_steps, config.steps) * per_step
-    weights = config.reward.weights or (1.0,) * len(config.reward.sources)
     return PPOLearner(
         TrainedModel(actor, t.lr, t, updates=updates - frozen, warmup=warmup),
         TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup),
         config,
-        dict(zip(config.reward.sources, weights, strict=True)),
+        config.reward.factors,
     )

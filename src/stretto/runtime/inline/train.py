@@ -83,7 +83,8 @@ def _step(number: int, parts: Parts, config: Config, recorder: Recorder) -> Stat
     """Take a step and record it."""
     step = drive(parts.schedule.step())
     stats = {**step.stats, **_timings(parts)}
-    recorder.step(number, stats, [_sample(r, config, parts) for r in step.batch])
+    shown = step.batch[: config.observe.samples]
+    recorder.step(number, stats, [_sample(r, config, parts) for r in shown])
     for rollout in step.rejected:
         recorder.note(f"step {number}: left out rollout {rollout.id}: {_reason(rollout)}")
     return stats
@@ -102,10 +103,9 @@ def _timings(parts: Parts) -> dict[str, float]:
 
 
 def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
-    rule, sources = config.reward, config.reward.sources
-    weights = dict(zip(sources, rule.weights or (1.0,) * len(sources), strict=True))
+    rule = config.reward
     reward = apply_missing_eos(
-        torch.tensor([total_reward(rollout, weights)]),
+        torch.tensor([total_reward(rollout, rule.factors)]),
         torch.tensor([rollout.finish is FinishReason.STOP]),
         rule.missing_eos,
         rule.missing_eos_penalty,
