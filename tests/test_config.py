@@ -18,7 +18,7 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_the_packaged_recipes_are_these() -> None:
-    assert recipes.names() == ["arithmetic", "gsm8k", "tiny"]
+    assert recipes.names() == ["arithmetic", "gsm8k", "tiny", "tiny-tail"]
 
 
 @pytest.mark.parametrize("name", recipes.names())

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -19,18 +24,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import VOCABULARY, llama
-from stretto.config import ModelConfig, RolloutConfig
+from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
+from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
+from stretto.models.slots import SlotCache
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
-from stretto.rollout.cache import SlotCache
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.packed import PackedLinears
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
 from stretto.rollout.stop import StopStrings
+from stretto.training.trained import TrainedModel
 from stretto.types import Chunk, FinishReason, Prompt, Rollout, Weights
 
 SEED = 5
@@ -50,14 +57,17 @@ def engine(
     end: Sequence[int] = (),
     stop: Sequence[str] = (),
     tokenizer: Any = None,
+    own: dict[str, Any] | None = None,
     **options: Any,
 ) -> TorchEngine:
+    """An engine; ``options`` are of its config, ``own`` are the constructor's."""
     return TorchEngine(
         model,
         RolloutConfig(**{"batch": 7, "max_new_tokens": LIMIT, **options}),
         end_tokens=frozenset(end),
         seed=SEED,
         stop=StopStrings(stop, tokenizer or Letters()) if stop else None,
+        **own or {},
     )
 
 
@@ -443,6 +453,171 @@ def test_samples_of_one_prompt_prefill_it_once_and_within_the_budget() -> None:
     assert sum(n for n, q in passes if q == 1) <= 8 * LIMIT + 8
 
 
+# -- where a call ends ----------------------------------------------------------------------------
+
+
+def ends_by_step(slots: int, prefill_tokens: int) -> tuple[list[list[int]], dict[int, Rollout]]:
+    """Which rollouts end with each decode step, by calls of one step; and what they are."""
+    made = {r.id: r for r in rollouts(PROMPTS)}
+    e = engine(model(), end=[END], slots=slots, prefill_tokens=prefill_tokens)
+    e.admit(list(made.values()))
+    steps = []
+    while any(r.finish is None for r in made.values()):
+        chunks = e.decode(1)
+        take(chunks, made)
+        steps.append(sorted(c.rollout_id for c in chunks if c.finish))
+    return steps, made
+
+
+@cache
+def stepwise(slots: int, prefill_tokens: int) -> tuple[list[list[int]], dict[int, Rollout]]:
+    return ends_by_step(slots, prefill_tokens)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), max_size=12),
+    st.sampled_from([(2, 5), (3, 40), (7, 4096)]),
+)
+def test_where_calls_end_changes_nothing(
+    calls: list[tuple[int, int]], shape: tuple[int, int]
+) -> None:
+    """Bit for bit; and each call returns with the step in which enough have finished."""
+    steps, expected = stepwise(*shape)
+    made = {r.id: r for r in rollouts(PROMPTS)}
+    e = engine(model(), end=[END], slots=shape[0], prefill_tokens=shape[1])
+    e.admit(list(made.values()))
+    at = 0
+    for max_tokens, stop_after in [*calls, (1000, 0)]:
+        finished: list[int] = []
+        last = min(at + max_tokens, len(steps))
+        while at < last and not 0 < stop_after <= len(finished):
+            finished += steps[at]
+            at += 1
+        chunks = e.decode(max_tokens, stop_after)
+        assert [c.rollout_id for c in chunks if c.finish] == finished
+        others = [c.rollout_id for c in chunks[len(finished) :]]
+        assert others == sorted(others)
+        take(chunks, made)
+    for i, r in made.items():
+        assert (r.tokens, r.logprobs, r.finish) == (
+            expected[i].tokens,
+            expected[i].logprobs,
+            expected[i].finish,
+        )
+
+
+def test_some_end_together_and_some_apart() -> None:
+    steps, _ = stepwise(7, 4096)
+    assert len([s for s in steps if s]) > 1
+    assert max(map(len, steps)) > 1
+
+
+def test_slots_are_allocated_as_rollouts_come() -> None:
+    e = engine(model(), end=[END], own={"slots": 6})
+    made = rollouts(PROMPTS)
+    by_id = {r.id: r for r in made}
+    allocated = []
+    for r in made:
+        e.admit([r])
+        take(e.decode(1), by_id)
+        allocated.append(len(e._cache._keys[0]))
+    assert allocated == [1, 2, 3, 4, 6, 6, 6]
+    assert_answers(finish(e, made))
+
+
+@pytest.mark.parametrize("slots", [0, -1])
+def test_an_engine_without_slots_is_refused(slots: int) -> None:
+    with pytest.raises(EngineError, match=f"slots = {slots}"):
+        engine(model(), own={"slots": slots})
+
+
+# -- from one engine to another -------------------------------------------------------------------
+
+
+def test_moved_with_its_cache_a_rollout_goes_on_bit_for_bit() -> None:
+    alone = run(engine(model()), PROMPTS)
+    made = rollouts(PROMPTS)
+    by_id = {r.id: r for r in made}
+    a, b = engine(model()), engine(model())
+    a.admit(made)
+    take(a.decode(4), by_id)
+    parcels = a.export(range(7), with_cache=True)
+    assert [p.rollout_id for p in parcels] == list(range(7))
+    assert [p.cached_tokens for p in parcels] == [len(r.prompt.tokens) + 3 for r in made]
+    assert a.decode(3) == []
+    b.accept(made, parcels)
+    finish(b, made)
+    for r, expected in zip(made, alone, strict=True):
+        assert (r.tokens, r.logprobs) == (expected.tokens, expected.logprobs)
+
+
+MOVE = st.tuples(
+    st.sampled_from(["there", "back"]), st.booleans(), st.sets(st.integers(0, len(PROMPTS) - 1))
+)
+
+
+@settings(max_examples=40, deadline=None, database=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), MOVE), max_size=8),
+    st.sampled_from([(1, 7), (2, 3), (7, 2)]),
+    st.sampled_from([4, 4096]),
+)
+def test_tokens_do_not_depend_on_the_engine(
+    operations: list[tuple[int, int, tuple[str, bool, set[int]]]],
+    slots: tuple[int, int],
+    prefill_tokens: int,
+) -> None:
+    """Waiting, half prefilled or decoding; with keys and values and without; there and back."""
+    here, there = (
+        engine(model(), end=[END], prefill_tokens=prefill_tokens, own={"slots": n}) for n in slots
+    )
+    made = {r.id: r for r in rollouts(PROMPTS)}
+    at = dict.fromkeys(made, here)
+    here.admit(list(made.values()))
+    for steps_here, steps_there, (way, with_cache, ids) in operations:
+        take(here.decode(steps_here), made)
+        take(there.decode(steps_there), made)
+        source, target = (here, there) if way == "there" else (there, here)
+        moving = [i for i in sorted(ids) if at[i] is source and not made[i].finish]
+        parcels = source.export(moving, with_cache)
+        assert all(p.cache is None for p in parcels if not with_cache)
+        target.accept([made[i] for i in moving], parcels)
+        at.update(dict.fromkeys(moving, target))
+    for _ in range(50):
+        take(here.decode(5), made)
+        take(there.decode(5), made)
+    assert_answers(list(made.values()))
+
+
+@pytest.mark.parametrize("ids", [[0, 9], [1, 1]])
+def test_what_is_not_there_cannot_be_exported(ids: list[int]) -> None:
+    e = engine(model(), end=[END])
+    made = rollouts(PROMPTS)
+    e.admit(made)
+    with pytest.raises(EngineError, match=f"rollouts .{ids[1]}. are not"):
+        e.export(ids, with_cache=False)
+    assert_answers(finish(e, made))
+
+
+def test_parcels_must_be_the_rollouts_own() -> None:
+    a, b = engine(model()), engine(model())
+    made = rollouts(PROMPTS[2:4])
+    a.admit(made)
+    chunks = a.decode(3)
+    parcels = a.export([0, 1], with_cache=True)
+    with pytest.raises(EngineError, match=r"rollout 0 .* parcel of rollout 1"):
+        b.accept(made, parcels[::-1])
+    with pytest.raises(EngineError, match=r"rollout 0 with 9 tokens .* covers 11"):
+        b.accept(made, parcels)  # the chunks were not appended
+    take(chunks, dict(enumerate(made)))
+    other = engine(from_config(hf.LlamaConfig(**SMALL)))
+    run(other, [[1, 2]])
+    other.accept(made, parcels)
+    with pytest.raises(EngineError, match=r"one model.*\(2, 8\)\], .* for \[\(4, 8\)"):
+        other.decode(1)
+
+
 # -- how responses end ---------------------------------------------------------------------------
 
 
@@ -564,6 +739,83 @@ def test_new_weights_are_used_from_their_version_on(shared: bool) -> None:
         assert (after - before).abs()[n:].max() > 0.1
 
 
+@torch.no_grad()
+def continued_logprobs(before: Any, after: Any, r: Rollout, kept: int) -> Tensor:
+    """[T - kept] of the last tokens under ``after``, over keys that ``before`` made.
+
+    Those keys are of all tokens but the newest of the first ``kept``.
+    """
+    ids = torch.tensor([[*r.prompt.tokens, *r.tokens]])
+    first = len(r.prompt.tokens) + kept - 1
+    past = hf.DynamicCache()
+    before(input_ids=ids[:, :first], past_key_values=past, use_cache=True)
+    logits = after(input_ids=ids[:, first:-1], past_key_values=past, use_cache=True).logits[0]
+    return logits.log_softmax(-1).gather(1, ids[0, first + 1 :, None])[:, 0]
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_cache_that_is_reused_is_of_the_old_weights(moved: bool) -> None:
+    m, old, new = llama(), llama(), llama(seed=1)
+    made = rollouts(PROMPTS[2:4])
+    by_id = {r.id: r for r in made}
+    e = engine(m, own={"carry": "reuse"})
+    e.admit(made)
+    take(e.decode(4), by_id)
+    if moved:  # a parcel that is on its way while the weights change
+        parcels = e.export([0, 1], with_cache=True)
+        e = engine(m, own={"carry": "reuse"})
+    m.load_state_dict(new.state_dict())
+    e.load(weights_of(new, 1, copied=False))
+    if moved:
+        e.accept(made, parcels)
+    finish(e, made)
+    for r in made:
+        assert r.versions == [0] * 4 + [1] * (LIMIT - 4)
+        expected = continued_logprobs(old, new, r, 4)
+        assert torch.allclose(torch.tensor(r.logprobs[4:]), expected, rtol=0, atol=1e-4)
+        assert (expected - plain_logprobs(new, r)[4:]).abs().max() > 0.1
+
+
+def test_a_cache_on_its_way_while_the_weights_change_is_made_again() -> None:
+    m, new = llama(), llama(seed=1)
+    made = rollouts(PROMPTS[2:4])
+    a, b = engine(m), engine(m, own={"slots": 1})
+    a.admit(made)
+    take(a.decode(4), dict(enumerate(made)))
+    parcels = a.export([0, 1], with_cache=True)
+    b.accept(made[:1], parcels[:1])  # one waits in the queue, the other is accepted afterwards
+    m.load_state_dict(new.state_dict())
+    b.load(weights_of(new, 1, copied=False))
+    b.accept(made[1:], parcels[1:])
+    for r in finish(b, made):
+        got, expected = torch.tensor(r.logprobs), plain_logprobs(new, r)
+        assert torch.allclose(got[4:], expected[4:], rtol=0, atol=1e-4)
+
+
+def test_no_response_begins_on_a_reused_prompt() -> None:
+    """Neither one that was half prefilled at the hand-over, nor a new one of a carried prompt."""
+    m, new = llama(), llama(seed=1)
+    long = random_prompts([40])[0]
+    made = rollouts([PROMPTS[2], long, PROMPTS[2], long])
+    by_id = {r.id: r for r in made}
+    e = engine(m, prefill_tokens=8, own={"carry": "reuse"})
+    for r in made[:2]:
+        e.admit([r])
+        take(e.decode(2), by_id)
+    assert [len(r) for r in made] == [4, 0, 0, 0]
+    assert [row.cached for row in e._rows] == [len(PROMPTS[2]) + 3, 16]
+    m.load_state_dict(new.state_dict())
+    e.load(weights_of(new, 1, copied=False))
+    e.admit(made[2:])
+    while not made[0].finish:
+        take(e.decode(1), by_id)
+    assert all(len(r) for r in made[2:])  # they did not wait for the one with the old prompt
+    finish(e, made)
+    for r in made[1:]:
+        assert set(r.versions) == {1}
+        assert_logprobs(new, r, 1e-4)
+
+
 def test_weights_that_did_not_arrive_are_refused() -> None:
     m = llama()
     e = engine(m)
@@ -660,3 +912,137 @@ def test_packed_layers_give_the_same_bits_and_follow_the_weights() -> None:
             net[0].weight.mul_(1.5)
             net[1].weight.add_(0.25)
     assert "forward" not in vars(net[0])
+
+
+# -- several bodies, several threads ---------------------------------------------------------------
+
+
+def larger(dtype: torch.dtype) -> Any:
+    """Large enough that two threads are at work at the same time."""
+    config = {**GROUPED, "hidden_size": 128, "intermediate_size": 256, "initializer_range": 0.1}
+    return from_config(hf.LlamaConfig(**config)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_engines_in_two_threads_do_what_each_does_alone(dtype: torch.dtype) -> None:
+    shared = larger(dtype)
+    prompts = random_prompts([9, 3, 12, 5, 7, 20], 97)
+
+    def work(n: int, m: Any) -> list[tuple[list[int], list[float]]]:
+        made = run(engine(m, slots=2 + n), prompts[n:] * 3, chunk=1)
+        return [(r.tokens, r.logprobs) for r in made]
+
+    alone = [work(n, shared) for n in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        bodies = [with_own_structure(shared) for _ in range(2)]
+        assert list(threads.map(work, range(2), bodies)) == alone
+
+
+def adapted(dtype: torch.dtype = torch.float32) -> Any:
+    m = from_config(hf.LlamaConfig(**GROUPED, tie_word_embeddings=True)).to(dtype)
+    return add_lora(m, ModelConfig(lora_rank=4), "CAUSAL_LM")
+
+
+@pytest.mark.parametrize("make", [llama, adapted])
+def test_own_structure_shares_every_weight_and_no_module(make: Callable[[], Any]) -> None:
+    m = make()
+    body = with_own_structure(m)
+    assert {n: id(p) for n, p in body.named_parameters()} == {
+        n: id(p) for n, p in m.named_parameters()
+    }
+    assert {n: id(b) for n, b in body.named_buffers()} == {n: id(b) for n, b in m.named_buffers()}
+    assert not {id(x) for x in m.modules()} & {id(x) for x in body.modules()}
+    ids = torch.tensor([PROMPTS[2]])
+    body.get_input_embeddings().register_forward_hook(lambda *_: 0 * _[2])
+    m.train()
+    assert not body.training
+    with torch.no_grad():
+        assert not torch.equal(m(input_ids=ids).logits, body(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("make", [llama, adapted])
+def test_own_weights_follow_only_what_is_loaded(make: Callable[[], Any]) -> None:
+    m = make()
+    trained = TrainedModel(m, 0.1, TrainingConfig(), updates=5, warmup=0)
+    body = with_own_weights(m)
+    assert not any(p.requires_grad for p in body.parameters())
+    where = {n: p.data_ptr() for n, p in body.named_parameters()}
+    kept = {n for n, p in m.named_parameters() if p.data_ptr() == where[n]}
+    assert kept == {n for n, p in m.named_parameters() if not p.requires_grad}
+    assert body.get_output_embeddings().weight is body.get_input_embeddings().weight
+    before = run(engine(m), PROMPTS[:1])[0]
+    for p in m.parameters():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    trained.update()
+    e = engine(body)
+    r = run(e, PROMPTS[:1])[0]
+    assert (r.tokens, r.logprobs) == (before.tokens, before.logprobs)
+    assert (plain_logprobs(m, r) - torch.tensor(r.logprobs)).abs().max() > 0.1
+    e.load(Weights(1, fingerprint(m.named_parameters()), trained.snapshot()))
+    e.admit(made := rollouts(PROMPTS[:1]))
+    assert_logprobs(m, finish(e, made)[0], 1e-4)
+    assert {n: p.data_ptr() for n, p in body.named_parameters()} == where
+
+
+def test_a_copy_in_bfloat16_has_the_bits_of_the_model() -> None:
+    m = larger(torch.bfloat16)
+    TrainedModel(m, 0.1, TrainingConfig(), updates=5, warmup=0)  # its hooks stay behind
+    a, b = (run(engine(x), random_prompts([9, 3], 97)) for x in (m, with_own_weights(m)))
+    assert [(r.tokens, r.logprobs) for r in a] == [(r.tokens, r.logprobs) for r in b]
+
+
+# -- interruption ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def interrupted_at(count: int, *codes: CodeType) -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt before the ``count``-th line executed in these functions."""
+    seen: list[int] = []
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code not in codes:
+            return None
+        if event == "line":
+            seen.append(frame.f_lineno)
+            if len(seen) == count:
+                raise KeyboardInterrupt
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(outer)
+
+
+def test_layers_are_restored_wherever_decoding_is_interrupted() -> None:
+    m = larger(torch.bfloat16)
+    e = engine(m, max_new_tokens=3)
+    layers = len(e._packed._layers)
+    if not layers:
+        pytest.skip("this CPU packs no layers")
+    codes = [
+        f.__code__
+        for f in (
+            PackedLinears.__enter__,
+            PackedLinears.__exit__,
+            PackedLinears.restore,
+            TorchEngine.decode.__wrapped__,  # type: ignore[attr-defined]
+        )
+    ]
+    expected = run(e, PROMPTS[2:4])
+    for count in itertools.count(1):
+        made = rollouts(PROMPTS[2:4])
+        e.release([0, 1])
+        e.admit(made)
+        e._packed.invalidate()
+        try:
+            with interrupted_at(count, *codes):
+                finish(e, made, chunk=2)
+        except KeyboardInterrupt:
+            assert not [n for n, x in m.named_modules() if "forward" in vars(x)]
+        else:
+            break
+    assert count > 3 * 4 * layers  # packed and restored, twice to be sure, in three calls
+    assert [r.tokens for r in made] == [r.tokens for r in expected]

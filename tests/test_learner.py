@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,18 +25,19 @@ from helpers import (
 )
 from stretto.algorithms import ppo
 from stretto.config import Config, ModelConfig, RolloutConfig, TrainingConfig
-from stretto.errors import LearnerError
+from stretto.errors import EngineError, LearnerError
 from stretto.models import forward
+from stretto.models.clone import with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
-from stretto.models.weights import fingerprint
+from stretto.models.weights import fingerprint, load_weights
 from stretto.rollout.engine import TorchEngine
 from stretto.training import collate as collating
 from stretto.training.collate import collate, describe, total_reward
 from stretto.training.learner import PPOLearner
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
-from stretto.types import FinishReason, Prompt, Rollout, Score
+from stretto.types import FinishReason, Prompt, Rollout, Score, Weights
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4)]
 """Prompt and response lengths: 32 response tokens, so that 1 / 32 is exact."""
@@ -695,10 +696,195 @@ def test_publish_counts_and_proves_and_the_engine_checks() -> None:
     actor, critic = models()
     learner = make_learner(actor, critic, settings())
     one, two = learner.publish(), learner.publish()
-    assert (one.version, two.version) == (1, 2)
-    assert one.fingerprint == two.fingerprint == fingerprint(actor.named_parameters())
+    for name, model in (("actor", actor), ("critic", critic)):
+        assert (one[name].version, two[name].version) == (1, 2)
+        expected = fingerprint(model.named_parameters())
+        assert one[name].fingerprint == two[name].fingerprint == expected
+        assert two[name].tensors is None
     learner.train(make_rollouts(actor, critic, SHAPES))
-    assert learner.publish().fingerprint != two.fingerprint
+    three = learner.publish()
+    assert all(three[name].fingerprint != two[name].fingerprint for name in ("actor", "critic"))
+
+
+def test_only_the_first_update_after_a_hand_over_is_checked() -> None:
+    """The version stays the same while the actor moves away from what it published."""
+    actor, critic = models()
+    given = {
+        "rollout": {"batch": 8, "temperature": 0.7},
+        "training": {"lr": 0.1, "minibatches": 2},
+        "critic": {"freeze_steps": 1},
+    }
+    learner = make_learner(actor, critic, given)
+    rollouts = engine_rollouts(actor, critic, temperature=0.7)
+    learner.train(rollouts)  # the critic alone: what the actor published is still what it is
+    assert abs(learner.train(rollouts)["val/ratio_max"] - 1) > 0.01  # in its second mini-batch
+    state = learner.state_dict()
+    assert abs(learner.train(rollouts)["val/ratio_min"] - 1) > 0.01
+    other = make_learner(*models(), given)
+    other.load_state_dict(state)
+    other.train(rollouts)
+    learner.publish()
+    learner.train(rollouts)  # of version 0, and now the version is 1
+    learner.publish()
+    lying = engine_rollouts(actor, critic, temperature=1.0, version=2)
+    with pytest.raises(LearnerError, match="every ratio should be 1"):
+        learner.train(lying)
+
+
+def test_one_stale_token_among_the_batch_makes_it_off_policy() -> None:
+    actor, critic = models()
+    learner = make_learner(actor, critic, {"rollout": {"batch": 8, "temperature": 0.7}})
+    learner.publish()
+    learner.publish()
+    rollouts = engine_rollouts(actor, critic, temperature=1.0, version=2)
+    rollouts[3].versions[0], rollouts[5].versions[:2] = 1, [0, 1]
+    stats = learner.train(rollouts)
+    tokens = sum(map(len, rollouts))
+    assert stats["staleness/mean"] == pytest.approx((1 + 2) / 8)
+    assert stats["staleness/max"] == 2
+    assert stats["staleness/off_policy_tokens"] == pytest.approx(3 / tokens)
+
+
+def test_older_data_is_learned_from_by_the_ratio_to_the_policy_that_sampled_it() -> None:
+    """Worked by hand: no critic, no KL, gamma and lambda 1, so each advantage is the reward.
+
+    ==========  ======  =========  ==================  =================
+    response    reward  ratio      min(rho A, clip A)  d/d log pi
+    ==========  ======  =========  ==================  =================
+    0, token 0  2       1.5        1.2 * 2             0 (clipped)
+    0, token 1  2       0.5        0.5 * 2             0.5 * 2
+    1, token 0  -1      1.1        -1.1                -1.1
+    1, token 1  -1      0.5        -0.8                0 (clipped)
+    ==========  ======  =========  ==================  =================
+    """
+    actor, critic = models()
+    nn.init.zeros_(critic.score.weight)
+    algorithm = {"kl_coef": 0, "lam": 1.0, "whiten_advantages": False}
+    given = settings(algorithm=algorithm, reward={"missing_eos": "off"})
+    learner = make_learner(actor, critic, given)
+    for _ in range(2):
+        learner.publish()
+    batch = make_rollouts(actor, critic, [(4, 2), (3, 2)])
+    now = left_padded_logprobs(actor, batch)
+    for r, new, ratios, reward, versions in zip(
+        batch, now, [[1.5, 0.5], [1.1, 0.5]], [2.0, -1.0], [[0, 1], [1, 2]], strict=True
+    ):
+        r.logprobs = [x - math.log(rho) for x, rho in zip(new.tolist(), ratios, strict=True)]
+        r.versions = versions
+        r.scores = {
+            "task": Score(r.id, "task", "reward", torch.tensor([reward]).numpy()),
+            "critic": Score(r.id, "critic", "values", torch.zeros(2).numpy()),
+        }
+    got, stats = learned_gradients(learner, batch)
+    assert stats["loss/policy_avg"] == pytest.approx(-(2.4 + 1.0 - 1.1 - 0.8) / 4, rel=1e-4)
+    assert stats["policy/clipfrac_avg"] == pytest.approx(2 / 4)
+    assert stats["staleness/max"] == 2
+    assert stats["staleness/mean"] == pytest.approx(1.5)
+    assert stats["staleness/off_policy_tokens"] == pytest.approx(3 / 4)
+    (-(1.0 * now[0][1] - 1.1 * now[1][0]) / 4).backward()
+    expected = {f"actor.{n}": p.grad for n, p in actor.named_parameters()}
+    assert_close({n: g for n, g in got.items() if n in expected}, expected, 1e-4)
+
+
+# -- what is handed over -------------------------------------------------------------------------
+
+
+def publisher(
+    actor: Any, critic: Any, given: Mapping[str, Any], snapshots: Sequence[str]
+) -> PPOLearner:
+    plain = make_learner(actor, critic, given)
+    return PPOLearner(
+        plain._actor, plain._critic, plain._config, {"task": 1.0}, snapshots=snapshots
+    )
+
+
+def lora_models() -> tuple[Any, Any]:
+    actor = llama()
+    critic = add_lora(critic_of(actor), ModelConfig(lora_rank=2), "SEQ_CLS")
+    return add_lora(actor, ModelConfig(lora_rank=2), "CAUSAL_LM"), critic
+
+
+@pytest.mark.parametrize("make", [models, lora_models])
+def test_a_snapshot_stays_while_training_goes_on(make: Callable[[], tuple[Any, Any]]) -> None:
+    """It has the trained weights alone, and with it a copy becomes the model that was published."""
+    actor, critic = make()
+    copies = {"actor": with_own_weights(actor), "critic": with_own_weights(critic)}
+    given = settings(training={"lr": 0.1, "critic_lr": 0.1})
+    learner = publisher(actor, critic, given, ["critic", "actor"])
+    batch = make_rollouts(actor, critic, SHAPES)
+    learner.train(batch)
+    learner.train(batch)  # the B matrices of adapters begin at zero: now the A matrices move, too
+    published = learner.publish()
+    then = {n: copy.deepcopy(m.state_dict()) for n, m in (("actor", actor), ("critic", critic))}
+    learner.train(batch)
+    for name, model in (("actor", actor), ("critic", critic)):
+        weights = published[name]
+        assert weights.tensors is not None
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert set(weights.tensors) == trained
+        for n in trained:
+            assert torch.equal(weights.tensors[n], then[name][n])
+            assert not torch.equal(weights.tensors[n], model.get_parameter(n))
+        load_weights(copies[name], weights, "the test")
+        held = copies[name].state_dict()
+        assert held.keys() == then[name].keys()
+        assert all(torch.equal(held[n], then[name][n]) for n in held)
+        with pytest.raises(EngineError, match="fingerprint"):
+            load_weights(copies[name], Weights(9, "other"), "the test")
+
+
+def test_an_engine_generates_with_a_snapshot_while_the_learner_trains_on() -> None:
+    actor, critic = models()
+    generating = with_own_weights(actor)
+    given = {"rollout": {"batch": 8}, "training": {"lr": 0.1, "ratio_tolerance": 100.0}}
+    learner = publisher(actor, critic, given, ["actor"])
+    learner.train(engine_rollouts(generating, critic, temperature=1.0))
+    published = learner.publish()
+    assert published["critic"].tensors is None
+    first = copy.deepcopy(actor)
+    learner.train(engine_rollouts(generating, critic, temperature=1.0))
+    load_weights(generating, published["actor"], "the engine")
+    rollouts = engine_rollouts(generating, critic, temperature=1.0, version=1)
+    for r, expected in zip(rollouts, left_padded_logprobs(first, rollouts), strict=True):
+        torch.testing.assert_close(torch.tensor(r.logprobs), expected, rtol=0, atol=1e-4)
+
+
+def test_the_memory_of_a_snapshot_is_used_again_once_nobody_holds_it() -> None:
+    linear = nn.Linear(3, 2)
+    trained = TrainedModel(linear, 0.1, TrainingConfig(), updates=5, warmup=0)
+    first = trained.snapshot()
+    kept, where = first["weight"].clone(), first["weight"].data_ptr()
+    nn.init.ones_(linear.weight)
+    second = trained.snapshot()
+    assert torch.equal(first["weight"], kept)
+    assert torch.equal(second["weight"], torch.ones(2, 3))
+    del first
+    nn.init.zeros_(linear.weight)
+    third = trained.snapshot()
+    assert third["weight"].data_ptr() == where
+    assert torch.equal(third["weight"], torch.zeros(2, 3))
+    assert torch.equal(second["weight"], torch.ones(2, 3))
+
+
+def test_snapshots_are_of_trained_models() -> None:
+    with pytest.raises(LearnerError, match=r"'criti'. Did you mean 'critic'"):
+        publisher(*models(), {}, ["criti"])
+
+
+def test_an_interruption_leaves_the_model_in_evaluation_mode() -> None:
+    actor, critic = models()
+    learner = make_learner(actor, critic, settings())
+    batch = make_rollouts(actor, critic, SHAPES)
+    for model in (actor, critic):
+
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        handle = model.get_input_embeddings().register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            learner.train(batch)
+        handle.remove()
+        assert not any(m.training for m in model.modules())
 
 
 # -- collation -----------------------------------------------------------------------------------

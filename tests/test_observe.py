@@ -4,20 +4,28 @@ import contextlib
 import io
 import json
 import sys
+import threading
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stretto import recipes
 from stretto.clock import ManualClock
 from stretto.config import Config
 from stretto.errors import ConfigError, MissingExtraError, StateError
-from stretto.observe import Recorder, RunDirectory, Sample, Spans, make_progress
+from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress
+from stretto.observe.idle import TimeSheet, intersect, seconds, subtract, time_of_roles, union
 from stretto.observe.live import sparkline
 from stretto.observe.progress import History, NoProgress, PlainProgress, duration, headline
+from stretto.observe.run_directory import RolloutRecord
+from stretto.observe.spans import Span
+from stretto.observe.trace import TracedStep, TraceFile
 from stretto.observe.trackers import open_trackers
+from stretto.types import FinishReason, Prompt, Rollout, RolloutState
 
 SAMPLE = Sample(prompt="1 + 1 = [/]", response="2 \ud800", reward=1.0, finish="stop", tokens=2)
 STATS = {
@@ -279,3 +287,297 @@ def test_spans_measure_by_the_given_clock() -> None:
     assert generate.attributes == {"batch": 4, "tokens": 7}
     spans.reset()
     assert spans.totals() == {}
+
+
+def work(role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> Span:
+    return Span(role, name, start_s, end_s, attributes)
+
+
+def wait(role: str, cause: str, start_s: float, end_s: float) -> Span:
+    return Span(role, "wait", start_s, end_s, {"cause": cause})
+
+
+def test_waiting_is_no_work() -> None:
+    spans = Spans(ManualClock())
+    spans.add("generator", "gen", 0.0, 3.0)
+    spans.add("learner", "wait", 0.0, 2.0, cause="data")
+    spans.add("learner", "wait", 2.0, 3.0, cause="stragglers")
+    spans.add("learner", "wait", 5.0, 6.0, cause="data")
+    assert spans.totals() == {"gen": 3.0}
+    assert spans.waits() == {("learner", "data"): 3.0, ("learner", "stragglers"): 1.0}
+    with pytest.raises(ValueError, match=r"2.0 s to 1.0 s"):
+        spans.add("learner", "update", 2.0, 1.0)
+
+
+def test_an_open_span_is_reported_cut_and_later_whole() -> None:
+    clock = ManualClock(10.0)
+    spans = Spans(clock)
+    clock.advance(1.0)
+    with spans.span("generator", "gen") as attributes:
+        clock.advance(2.0)
+        first = spans.take()
+        attributes["tokens"] = 5
+        clock.advance(4.0)
+    second = spans.take()
+    assert first == Window(10.0, 13.0, (), (work("generator", "gen", 11.0, 13.0),))
+    assert second == Window(13.0, 17.0, (work("generator", "gen", 11.0, 17.0, tokens=5),))
+    assert spans.records == ()
+
+
+def test_no_span_is_lost_between_threads() -> None:
+    spans = Spans(ManualClock())
+    seen = 0
+
+    def record(role: str) -> None:
+        for i in range(2000):
+            with spans.span(role, "gen"):
+                spans.add(role, "score", i, i + 1)
+
+    threads = [threading.Thread(target=record, args=(f"generator {i}",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        seen += len(spans.take().ended)
+    assert seen + len(spans.take().ended) == 4 * 2 * 2000
+
+
+def test_intervals_against_sets_of_moments() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        a, b = (
+            [(float(s), float(s + n)) for s, n in rng.integers(1, 12, size=(4, 2))] for _ in "ab"
+        )
+        moments = [{t for s, e in parts for t in range(int(s), int(e))} for parts in (a, b)]
+        both, left = intersect(union(a), union(b)), subtract(union(a), union(b))
+        for parts, expected in (
+            (union(a), moments[0]),
+            (both, moments[0] & moments[1]),
+            (left, moments[0] - moments[1]),
+        ):
+            covered = [t for s, e in parts for t in range(int(s), int(e))]
+            assert sorted(covered) == sorted(expected)
+            assert seconds(parts) == len(expected)
+
+
+def test_idle_time_has_the_cause_that_the_others_give_it() -> None:
+    spans = [
+        work("generator", "gen", 0, 4),
+        work("critic", "prefill", 2, 3),
+        wait("learner", "stragglers", 3, 4),
+        work("critic", "score", 4, 6),
+        work("learner", "update", 6, 8),
+        work("generator", "load", 8, 9),
+    ]
+    times = time_of_roles(spans, 0, 10, ["reference"])
+    assert list(times) == ["generator", "critic", "reference", "learner"]
+    assert times["generator"].busy == [(0, 4), (8, 9)]
+    assert times["generator"].idle == {"scores": [(4, 6)], "weights": [(6, 8)], "other": [(9, 10)]}
+    assert times["critic"].idle == {
+        "data": [(0, 2)],
+        "stragglers": [(3, 4)],
+        "weights": [(6, 9)],
+        "other": [(9, 10)],
+    }
+    assert times["reference"].idle["scores"] == [(4, 6)]
+    assert times["learner"].idle == {
+        "stragglers": [(3, 4)],
+        "data": [(0, 3)],
+        "scores": [(4, 6)],
+        "weights": [(8, 9)],
+        "other": [(9, 10)],
+    }
+
+
+def test_a_wait_of_ones_own_comes_first_and_work_before_any_wait() -> None:
+    spans = [
+        wait("generator 1", "weights", 0, 6),
+        work("generator 1", "gen", 2, 3),
+        wait("learner", "data", 0, 8),
+        work("generator 0", "gen", 8, 9),
+    ]
+    times = time_of_roles(spans, 1, 9)
+    assert times["generator 1"].busy == [(2, 3)]
+    assert times["generator 1"].idle == {
+        "weights": [(1, 2), (3, 6)],
+        "data": [(6, 8)],
+        "stragglers": [(8, 9)],
+    }
+
+
+def test_the_time_sheet_adds_up() -> None:
+    sheet = TimeSheet()
+    assert sheet.table() == ""
+    first = sheet.add(
+        Window(0, 4, (work("generator", "gen", 0, 3),), (work("learner", "update", 3, 4),))
+    )
+    assert first == {
+        "utilisation/generator": 0.75,
+        "idle_s/generator/weights": 1.0,
+        "utilisation/learner": 0.25,
+        "idle_s/learner/data": 3.0,
+    }
+    second = sheet.add(Window(4, 8, (work("learner", "update", 3, 6), work("task", "score", 6, 8))))
+    assert second == {
+        "utilisation/generator": 0.0,
+        "idle_s/generator/scores": 2.0,
+        "idle_s/generator/weights": 2.0,
+        "utilisation/task": 0.5,
+        "idle_s/task/weights": 2.0,
+        "utilisation/learner": 0.5,
+        "idle_s/learner/scores": 2.0,
+    }
+    assert sheet.table().splitlines() == [
+        "where time went (8.0 s; a role was busy, or idle for want of ...)",
+        "               busy    data  scores  weights   other",
+        "  generator  37.5 %       -  25.0 %   37.5 %       -",
+        "  task       25.0 %       -       -   25.0 %  50.0 %",
+        "  learner    37.5 %  37.5 %  25.0 %        -       -",
+    ]
+
+
+def traced(file: Path, steps: Sequence[int] = (1, 2, 3)) -> TraceFile:
+    """Steps of 2 s on a clock that starts at 100 s."""
+    trace = TraceFile(file)
+    for step in steps:
+        start_s = 98.0 + 2 * step
+        spans = (
+            work("learner", "update", start_s + 1.0, start_s + 2.0, step=step, loss=float("nan")),
+            work("critic", "score", start_s, start_s + 0.5, rollouts=list(range(20))),
+            wait("generator", "weights", start_s - 0.25, start_s + 1.5),
+        )
+        assert trace.append(step, Window(start_s, start_s + 2, spans), 2.0 * (step - 1))
+    return trace
+
+
+def test_the_trace_is_whole_json_with_a_track_a_role(tmp_path: Path) -> None:
+    trace = traced(tmp_path / "trace.json", [1])
+    once = trace.path.read_bytes()
+    events = json.loads(once)
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    order = {e["args"]["sort_index"]: e["tid"] for e in events if e["name"] == "thread_sort_index"}
+    assert [names[order[i]] for i in sorted(order)] == ["steps", "generator", "critic", "learner"]
+    waits = [e for e in events if e.get("cat") == "wait"]
+    assert [(e["name"], e["ts"], e["dur"]) for e in waits] == [("wait: weights", -250e3, 1.75e6)]
+    score = next(e for e in events if e["name"] == "score")
+    assert score["args"] == {"rollouts": [0, 1, 2, 3, 4, 5, 6, 7], "rollouts_count": 20}
+    update = next(e for e in events if e["name"] == "update")
+    assert (update["cat"], update["ts"], update["dur"]) == ("work", 1e6, 1e6)
+    assert update["args"] == {"step": 1, "loss": None}
+    traced(tmp_path / "trace.json", [2])
+    assert json.loads(trace.path.read_bytes())[: len(events)] == events
+    assert trace.path.read_bytes().startswith(once[:-3])
+
+
+def test_the_trace_can_be_read_back(tmp_path: Path) -> None:
+    read = traced(tmp_path / "trace.json").read()
+    assert read.steps == (TracedStep(1, 0.0, 2.0), TracedStep(2, 2.0, 4.0), TracedStep(3, 4.0, 6.0))
+    assert len(read.spans) == 9
+    assert read.spans[3] == work("learner", "update", 3.0, 4.0, step=2, loss=None)
+    assert read.spans[5] == wait("generator", "weights", 1.75, 3.5)
+
+
+@pytest.mark.parametrize("cut", [1, 3, 5, 40, 200, 400])
+def test_a_trace_that_was_cut_short_is_read_and_goes_on(cut: int, tmp_path: Path) -> None:
+    trace = traced(tmp_path / "trace.json")
+    whole = trace.read()
+    trace.path.write_bytes(trace.path.read_bytes()[:-cut])
+    read = TraceFile(trace.path).read()
+    assert read.steps in (whole.steps, whole.steps[:2])
+    assert read.spans == whole.spans[: len(read.spans)]
+    resumed = TraceFile(trace.path)
+    resumed.rewind(2)
+    json.loads(trace.path.read_bytes())
+    assert resumed.read().spans == whole.spans[:6]
+    traced(trace.path, [3])
+    assert resumed.read() == whole
+
+
+def test_rewinding_to_the_start_leaves_no_trace(tmp_path: Path) -> None:
+    trace = traced(tmp_path / "trace.json")
+    trace.rewind(0)
+    assert not trace.path.exists()
+    trace.path.write_text('[\n{"ph": broken}},\n{}}\n]\n')
+    with pytest.raises(StateError, match="broken"):
+        trace.read()
+
+
+def test_a_trace_too_long_for_viewers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.observe.trace.LIMIT_BYTES", 1000)
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    stream = io.StringIO()
+    with Recorder(Config(), run, PlainProgress(stream)) as recorder:
+        for step in (1, 2, 3):
+            spans = tuple(work("generator", "gen", i, i + 1) for i in range(10))
+            recorder.step(step, STATS, window=Window(0, 10, spans))
+    assert [s.step for s in run.trace.read().steps] == [1]
+    assert stream.getvalue().count("as long as viewers can open") == 1
+    assert [m["time_s"] for m in run.read_metrics()] == [10, 20, 30]
+
+
+def rollout(number: int, tokens: int, state: RolloutState, because: str = "") -> Rollout:
+    made = Rollout(number, Prompt(number + 50, (1, 2, 3), ""), number // 2 * 2)
+    made.tokens, made.versions = [0] * tokens, [3, *[4] * (tokens - 1)][:tokens]
+    made.state, made.rejected_because, made.carries = state, because, min(tokens, 1)
+    made.finish = FinishReason.STOP if state is RolloutState.TRAINED else None
+    return made
+
+
+def test_rollouts_are_kept_and_read_back(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    assert run.read_rollouts() == []
+    trained = rollout(3, 9, RolloutState.TRAINED)
+    rejected = rollout(4, 0, RolloutState.REJECTED, "judge failed")
+    run.append_rollouts(1, [trained, rejected], {3: 0.5})
+    run.append_rollouts(2, [rollout(5, 1, RolloutState.TRAINED)], {5: float("inf")})
+    first = RolloutRecord(1, 3, 53, 2, 3, 9, "stop", "trained", "", 1, 3, 4, 0.5)
+    second = RolloutRecord(1, 4, 54, 4, 3, 0, None, "rejected", "judge failed", 0, None, None, None)
+    third = RolloutRecord(2, 5, 55, 4, 3, 1, "stop", "trained", "", 1, 3, 3, None)
+    assert run.read_rollouts() == [first, second, third]
+    with run.rollouts_file.open("a") as file:
+        file.write('{"step": 2, "id"')
+    assert run.read_rollouts() == [first, second, third]
+    run.rewind(1)
+    assert run.read_rollouts() == [first, second]
+    run.rollouts_file.write_text('{"step": 1, "colour": 3}\n')
+    with pytest.raises(StateError, match="colour"):
+        run.read_rollouts()
+
+
+def test_the_recorder_writes_all_records_and_time_goes_on_after_a_resume(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+
+    def session(clock: ManualClock, steps: Sequence[int], resumed_step: int) -> str:
+        spans = Spans(clock)
+        with Recorder(Config(), run, NoProgress(), resumed_step=resumed_step) as recorder:
+            for step in steps:
+                with spans.span("generator", "gen"):
+                    clock.advance(3.0)
+                with spans.span("learner", "update"):
+                    clock.advance(1.0)
+                ended = [rollout(step, 4, RolloutState.TRAINED)]
+                recorder.step(
+                    step, {"a": 1.0}, window=spans.take(), rollouts=ended, rewards={step: 0.5}
+                )
+            return recorder.where_time_went()
+
+    session(ManualClock(), [1, 2, 3], 0)
+    table = session(ManualClock(1000.0), [3, 4], 2)
+    figures: Mapping[str, float] = {
+        "a": 1.0,
+        "utilisation/generator": 0.75,
+        "utilisation/learner": 0.25,
+        "idle_s/generator/weights": 1.0,
+        "idle_s/learner/data": 3.0,
+    }
+    assert run.read_metrics() == [
+        {"step": step, "time_s": 4.0 * step, **figures} for step in (1, 2, 3, 4)
+    ]
+    assert [(r.step, r.id, r.reward) for r in run.read_rollouts()] == [
+        (step, step, 0.5) for step in (1, 2, 3, 4)
+    ]
+    trace = run.trace.read()
+    assert [(s.step, s.start_s, s.end_s) for s in trace.steps] == [
+        (step, 4.0 * step - 4, 4.0 * step) for step in (1, 2, 3, 4)
+    ]
+    assert [s.start_s for s in trace.spans if s.role == "learner"] == [3.0, 7.0, 11.0, 15.0]
+    assert "8.0 s" in table

@@ -26,9 +26,9 @@ from stretto.runtime.inline.infer import HELD_OUT_SEED
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training import checkpoint
-from stretto.types import Score
+from stretto.types import Score, short_name
 
-UNTIMED = ("timing_s/", "perf/")
+UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
 
 
 def settings(folder: Path, **sections: Any) -> Config:
@@ -133,7 +133,15 @@ METRICS = [
     "response/length_mean",
     "reward/task",
     "rejected",
+    "staleness/max",
+    "staleness/mean",
+    "staleness/off_policy_tokens",
+    "schedule/carried",
+    "schedule/chunk_tokens",
+    "schedule/overcommit",
+    "time_s",
     "timing_s/gen",
+    "timing_s/load",
     "timing_s/publish",
     "timing_s/score/critic",
     "timing_s/score/reference",
@@ -144,6 +152,7 @@ METRICS = [
     "perf/throughput",
     "critic/explained_variance",
 ]
+ROLES = ("generator", "task", "reference", "critic", "learner")
 
 
 def test_a_run_leaves_its_records_and_a_model_behind(tiny_folder: Path, tmp_path: Path) -> None:
@@ -152,14 +161,17 @@ def test_a_run_leaves_its_records_and_a_model_behind(tiny_folder: Path, tmp_path
     config = settings(tiny_folder, steps=3, reward={"missing_eos": "off"})
     run_dir, result = run(config, tmp_path)
     names = {p.name for p in run_dir.path.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "samples.jsonl", "checkpoints", "model"}
+    records = {"metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "trace.json"}
+    assert names == records | {"config.toml", "checkpoints", "model"}
     assert recipes.load(run_dir.path) == config
 
     metrics, samples = lines(run_dir.metrics_file), lines(run_dir.samples_file)
     assert [m["step"] for m in metrics] == [1, 2, 3]
-    assert set(metrics[-1]) == set(METRICS)
+    where = ("utilisation/", "idle_s/")
+    assert {k for k in metrics[-1] if not k.startswith(where)} == set(METRICS)
     assert result.steps == 3
-    assert {k: v for k, v in metrics[-1].items() if k != "step"} == dict(result.stats)
+    assert {k: metrics[-1][k] for k in result.stats} == dict(result.stats)
+    assert 0.5 < sum(metrics[-1][f"utilisation/{r}"] for r in ROLES) <= 1.0 + 1e-6  # in turn
     for m in metrics:
         own = [s for s in samples if s["step"] == m["step"]]
         assert len(own) == 4
@@ -408,7 +420,7 @@ def test_a_reward_model_and_a_function_are_summed_with_weights(
         by_function, by_model = (m[f"reward/{source.rpartition('/')[2]}"] for source in sources)
         assert m["objective/scores"] == pytest.approx(2 * by_function - 0.5 * by_model, rel=1e-5)
         assert by_model != 0
-    assert "timing_s/score/" + sources[1] in m
+    assert f"timing_s/score/{short_name(sources[1])}" in m
 
 
 def test_a_failed_verdict_stops_the_run_or_is_left_out(

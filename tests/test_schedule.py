@@ -1,153 +1,241 @@
-"""The plain schedule with scripted roles: who is called when, and the books. No torch."""
+"""The schedule with scripted roles in virtual time: who is called when, and the books. No torch."""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stretto.clock import ManualClock
-from stretto.errors import JudgeError, LifecycleError
-from stretto.runtime.inline.roles import drive
+from stretto.errors import JudgeError, LifecycleError, StalledError
+from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.schedules.buffer import Buffer
+from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.ledger import Ledger
-from stretto.schedules.sync import Settings, SyncSchedule
+from stretto.schedules.overcommit import FixedOvercommit
+from stretto.schedules.schedule import Schedule
+from stretto.schedules.scoring import Seat
+from stretto.schedules.settings import Controls, Settings, Step
 from stretto.types import (
     Batch,
     Chunk,
     FinishReason,
+    Parcel,
     Prompt,
     Rollout,
     RolloutState,
     Score,
+    ScoreKind,
     Weights,
 )
 
-STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+T = TypeVar("T")
+STOP = FinishReason.STOP
 
 
 class World:
-    """All roles of a run, scripted: each takes a set time and writes down that it was called."""
+    """What all scripted roles of a run share: the script, and a log with times."""
 
-    def __init__(self, *, lengths: Sequence[int] = (3, 5, 2, 4), fails: Sequence[int] = ()) -> None:
-        self.log: list[str] = []
-        self.clock = ManualClock()
+    def __init__(self, lengths: Sequence[int], fails: Sequence[int] = ()) -> None:
         self.lengths, self.fails = lengths, set(fails)
-        self.version, self.loaded = 0, 0
-        self.rollouts: dict[int, Rollout] = {}
-        self.done: dict[int, int] = {}
-        self.batches: list[list[int]] = []
+        self.log: list[str] = []
+        self.spans: list[tuple[str, str, float, float]] = []
         self.places = 0
-        self.idle = False
+        self.loaded: dict[str, int] = {}
+        self.clock = VirtualClock()
+
+    def length(self, rollout_id: int) -> int:
+        return self.lengths[rollout_id % len(self.lengths)]
+
+    def write(self, text: str) -> None:
+        self.log.append(f"{self.clock.now():g} {text}")
+
+    def prompt(self, place: int) -> Prompt:
+        return Prompt(place, tuple(range(place + 1)), f"p{place}")
 
     def next_prompt(self) -> Prompt:
-        place, self.places = self.places, self.places + 1
-        return Prompt(place, tuple(range(place + 1)), f"p{place}")
+        self.places += 1
+        return self.prompt(self.places - 1)
 
     @contextmanager
     def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
         yield attributes
-        self.log.append(f"span {name}" + (f" {attributes['tokens']}" if attributes else ""))
+
+    def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
+        self.spans.append((role, attributes.get("cause", name), start_s, end_s))
 
 
 class FakeGenerator:
-    """Gives each rollout two tokens a call, until it has as many as the script says."""
+    """A token a second for everyone; token t of rollout i is 100 i + t."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, name: str = "gen") -> None:
+        self.world, self.name = world, name
+        self.done: dict[int, int] = {}
+        self.idle = False
+        world.loaded[name] = 0
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        w = self.world
-        w.log.append(f"admit {[r.id for r in rollouts]}")
-        w.rollouts |= {r.id: r for r in rollouts}
-        w.done |= {r.id: 0 for r in rollouts}
+        self.world.write(f"{self.name} admit {[r.id for r in rollouts]}")
+        self.done |= {r.id: len(r) for r in rollouts}
 
-    async def decode(self, max_tokens: int) -> list[Chunk]:
-        w = self.world
-        w.clock.advance(1.0)
-        w.log.append(f"decode {max_tokens}")
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
+        length = self.world.length
+        ends = sorted(length(i) - n for i, n in self.done.items())
+        steps = min(max_tokens, ends[-1]) if ends else 0
+        if stop_after and len(ends) >= stop_after:
+            steps = min(steps, ends[stop_after - 1])
+        version = self.world.loaded[self.name]
+        await asyncio.sleep(steps)
         chunks = []
-        for id_, start in [] if w.idle else list(w.done.items()):
-            length = w.lengths[id_ % len(w.lengths)]
-            n = min(2, length - start)
-            finish = (STOP if id_ % 2 else LENGTH) if start + n == length else None
-            tokens = tuple(range(start, start + n))
-            chunks.append(Chunk(id_, start, tokens, (-0.5,) * n, w.loaded, finish))
-            if finish:
-                del w.done[id_]
-            else:
-                w.done[id_] = start + n
+        for id_, start in [] if self.idle else self.done.items():
+            n = min(steps, length(id_) - start)
+            tokens = tuple(100 * id_ + t for t in range(start, start + n))
+            finish = STOP if start + n == length(id_) else None
+            chunks.append(Chunk(id_, start, tokens, (-0.5,) * n, version, finish))
+        chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
+        for c in chunks:
+            self.done[c.rollout_id] += len(c.tokens)
+            if c.finish:
+                del self.done[c.rollout_id]
         return chunks
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        self.world.log.append(f"release {list(rollout_ids)}")
+        for id_ in rollout_ids:
+            self.done.pop(id_, None)
+
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[Parcel]:
+        self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
+        return [Parcel(i, self.done.pop(i)) for i in rollout_ids]
+
+    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+        await asyncio.sleep(1)
+        self.world.write(f"{self.name} accept {[r.id for r in rollouts]}")
+        self.done |= {p.rollout_id: p.cache for p in parcels}
 
     async def load(self, weights: Weights) -> None:
-        self.world.log.append(f"load {weights.version}")
-        self.world.loaded = weights.version
+        self.world.loaded[self.name] = weights.version
+        self.world.write(f"{self.name} load {weights.version}")
 
 
 class FakeScorer:
-    kind: Any = "reward"
+    """Half a second a call, and a tenth of one a token that is new to it."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.name = world, name
+    def __init__(
+        self, world: World, name: str, kind: ScoreKind = "reward", follows: str = ""
+    ) -> None:
+        self.world, self.name, self.kind, self.follows = world, name, kind, follows
+        self.tokens: dict[int, list[int]] = {}
+        self.new: dict[int, int] = {}
+        self.hangs = False
+        world.loaded[name] = 0
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        assert all(r.state is RolloutState.FINISHED for r in rollouts)
-        self.world.log.append(f"{self.name} admit")
+        for r in rollouts:
+            self.tokens[r.id] = list(r.tokens)
+            self.new[r.id] = len(r)
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
-        raise AssertionError("nothing is streamed")
+        await asyncio.sleep(0.5 + 0.1 * sum(len(c.tokens) for c in chunks))
+        for c in chunks:
+            assert c.start == len(self.tokens[c.rollout_id])
+            self.tokens[c.rollout_id] += c.tokens
 
     async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
-        w = self.world
-        w.clock.advance(0.5)
-        w.log.append(f"{self.name} finish {list(rollout_ids)}")
+        version = self.world.loaded[self.name]
+        await asyncio.sleep(
+            1e9 if self.hangs else 0.5 + 0.1 * sum(self.new[i] for i in rollout_ids)
+        )
+        assert version == self.world.loaded[self.name]
+        self.world.write(f"{self.name} finish {list(rollout_ids)}")
         scores = []
-        for id_ in rollout_ids:
-            bad = self.name == "judge" and id_ in w.fails
-            values = np.full(0 if bad else 1, id_ + 0.5, np.float32)
-            failure = f"no verdict on {id_}" if bad else None
-            scores.append(Score(id_, self.name, "reward", values, failure))
+        for i in rollout_ids:
+            assert self.tokens.pop(i) == [100 * i + t for t in range(self.world.length(i))]
+            bad = self.name == "judge" and i in self.world.fails
+            values = np.full(0 if bad else 1, i + 0.5, np.float32)
+            if self.follows:
+                values = np.full(self.world.length(i), version, np.float32)
+            failure = f"no verdict on {i}" if bad else None
+            scores.append(Score(i, self.name, self.kind, values, failure))
         return scores
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        raise AssertionError("nothing is left to release")
+        for i in rollout_ids:
+            self.tokens.pop(i, None)
+
+    async def load(self, weights: Weights) -> None:
+        self.world.loaded[self.name] = weights.version
 
 
 class FakeLearner:
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, seconds: float = 2.0) -> None:
+        self.world, self.seconds, self.version = world, seconds, 0
 
     async def train(self, batch: Batch) -> dict[str, float]:
-        w = self.world
+        self.world.write(f"train {[r.id for r in batch]}")
         assert all(r.state is RolloutState.SCORED for r in batch)
-        w.clock.advance(2.0)
-        w.log.append(f"train {[r.id for r in batch]}")
-        w.batches.append([r.id for r in batch])
+        await asyncio.sleep(self.seconds)
         return {"objective/scores": 1.25}
 
-    async def publish(self) -> Weights:
-        self.world.version += 1
-        self.world.log.append(f"publish {self.world.version}")
-        return Weights(self.world.version, "x")
+    async def publish(self) -> Mapping[str, Weights]:
+        self.version += 1
+        self.world.write(f"publish {self.version}")
+        weights = Weights(self.version, "x")
+        return {"actor": weights, "critic": weights}
 
 
-def schedule(world: World, *, batch: int = 4, samples: int = 1, drop: bool = False) -> SyncSchedule:
-    return SyncSchedule(
+def make(
+    world: World,
+    *,
+    batch: int = 4,
+    samples: int = 1,
+    steps: int = 1,
+    delta: int = 0,
+    chunk: int = 4,
+    generators: Sequence[FakeGenerator] = (),
+    seats: Sequence[Seat] = (),
+    seconds: float = 2.0,
+    migration: Any = None,
+    **settings: Any,
+) -> Schedule:
+    return Schedule(
         world.next_prompt,
-        FakeGenerator(world),
-        [FakeScorer(world, "judge"), FakeScorer(world, "critic")],
-        FakeLearner(world),
-        Settings(batch, samples, 5, drop),
+        generators or [FakeGenerator(world)],
+        seats
+        or [
+            Seat(FakeScorer(world, "judge")),
+            Seat(FakeScorer(world, "critic", "values", follows="critic")),
+        ],
+        FakeLearner(world, seconds),
+        Controls(
+            Settings(batch, samples, 100, steps, **settings),
+            FixedChunk(chunk),
+            FixedOvercommit(delta),
+            migration,
+        ),
         world.clock,
         world,
     )
+
+
+def take(
+    world: World, steps: int = 1, seed: int | None = None, **options: Any
+) -> tuple[list[Step], Ledger]:
+    """So many steps in virtual time, and the ledger after them."""
+
+    async def main() -> tuple[list[Step], Ledger]:
+        schedule = make(world, steps=steps, **options)
+        async with schedule:
+            taken = [await schedule.step() for _ in range(steps)]
+        return taken, schedule.ledger
+
+    return run(main(), seed=seed or 0, shuffle=seed is not None)
 
 
 def assert_balanced(ledger: Ledger) -> None:
@@ -155,178 +243,397 @@ def assert_balanced(ledger: Ledger) -> None:
     assert ledger.dispatched == ledger.in_flight + ended
 
 
-def test_a_step_calls_everyone_in_turn() -> None:
-    world = World()
-    step = drive(schedule(world).step())
+def ids(step: Step) -> list[int]:
+    return [r.id for r in step.batch]
+
+
+# -- all knobs at zero ---------------------------------------------------------------------------
+
+
+def test_plain_steps_run_one_stage_after_the_other() -> None:
+    """5 s of decoding, 0.5 + 1.4 s for each scorer (side by side), 2 s of training."""
+    world = World([3, 5, 2, 4])
+    steps, ledger = take(world, 2)
     assert world.log == [
-        "admit [0, 1, 2, 3]",
-        "decode 5",
-        "decode 5",
-        "decode 5",
-        "span gen 14",
-        "judge admit",
-        "judge finish [0, 1, 2, 3]",
-        "span score/judge",
-        "critic admit",
-        "critic finish [0, 1, 2, 3]",
-        "span score/critic",
-        "train [0, 1, 2, 3]",
-        "span update",
-        "publish 1",
-        "load 1",
-        "span publish",
+        "0 gen admit [0, 1, 2, 3]",
+        "6.9 judge finish [0, 1, 2, 3]",
+        "6.9 critic finish [0, 1, 2, 3]",
+        "6.9 train [0, 1, 2, 3]",
+        "8.9 publish 1",
+        "8.9 gen load 1",
+        "8.9 gen admit [4, 5, 6, 7]",
+        "15.8 judge finish [4, 5, 6, 7]",
+        "15.8 critic finish [4, 5, 6, 7]",
+        "15.8 train [4, 5, 6, 7]",
+        "17.8 publish 2",
     ]
-    assert [len(r) for r in step.batch] == [3, 5, 2, 4]
-    assert [r.tokens for r in step.batch] == [list(range(n)) for n in (3, 5, 2, 4)]
-    assert [r.finish for r in step.batch] == [LENGTH, STOP, LENGTH, STOP]
-    assert [r.scores["judge"].scalar for r in step.batch] == [0.5, 1.5, 2.5, 3.5]
-    assert all(r.state is RolloutState.TRAINED for r in step.batch)
-    assert step.rejected == []
-
-
-def test_figures_of_a_step() -> None:
-    """3 decode calls of 1 s, two scorers of 0.5 s, 2 s of training; prompts of 1 to 4 tokens."""
-    stats = drive(schedule(World()).step()).stats
-    assert stats == {
+    first = steps[0].batch
+    assert [r.tokens for r in first] == [
+        [0, 1, 2], [100, 101, 102, 103, 104], [200, 201], [300, 301, 302, 303]
+    ]  # fmt: skip
+    assert [r.scores["judge"].scalar for r in first] == [0.5, 1.5, 2.5, 3.5]
+    assert [{v for r in s.batch for v in r.versions} for s in steps] == [{0}, {1}]
+    assert [{float(r.scores["critic"].values[0]) for r in s.batch} for s in steps] == [{0.0}, {1.0}]
+    assert steps[0].stats == {
         "objective/scores": 1.25,
-        "timing_s/step": 6.0,
-        "perf/throughput": (14 + 10) / 6,
-        "perf/samples_per_s": 4 / 6,
+        "timing_s/step": pytest.approx(8.9),
+        "perf/throughput": pytest.approx((14 + 10) / 8.9),
+        "perf/samples_per_s": pytest.approx(4 / 8.9),
         "rejected": 0.0,
+        "schedule/overcommit": 0.0,
+        "schedule/chunk_tokens": 100.0,
+        "schedule/carried": 0.0,
     }
+    assert (ledger.dispatched, ledger.trained, ledger.in_flight) == (8, 8, 0)
 
 
-def test_versions_follow_the_hand_overs() -> None:
-    world = World()
-    run = schedule(world)
-    for version in (0, 1, 2):
-        assert {v for r in drive(run.step()).batch for v in r.versions} == {version}
-    assert world.loaded == 3
+def test_idle_roles_say_what_they_wait_for() -> None:
+    """Responses end at 1, 2, 3, 4 and 9 s; with five in a batch the last is the straggler."""
+    world = World([1, 2, 3, 4, 9])
+    take(world, batch=5, chunk=1, score_on="rollout", seats=[Seat(FakeScorer(world, "judge"))])
+    waits = [(role, cause, a, b) for role, cause, a, b in world.spans if role == "learner"]
+    assert waits == [
+        ("learner", "data", 0.0, 4.0),
+        ("learner", "stragglers", 4.0, 9.0),
+        ("learner", "scores", 9.0, pytest.approx(10.4)),
+    ]
+    judge = [(cause, a, b) for role, cause, a, b in world.spans if role == "judge"]
+    assert judge[0] == ("data", 0.0, 1.0)
+    assert judge[-1] == ("stragglers", pytest.approx(4.9), 9.0)
 
 
-def test_ids_groups_and_prompts_go_on_from_step_to_step() -> None:
-    world = World()
-    run = schedule(world, batch=6, samples=3)
-    steps = [drive(run.step()) for _ in range(2)]
-    rollouts = [r for step in steps for r in step.batch]
-    assert [r.id for r in rollouts] == list(range(12))
-    assert [r.prompt.id for r in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert [r.group for r in rollouts] == [0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9, 9]
-    assert (run.ledger.dispatched, run.ledger.trained, run.ledger.in_flight) == (12, 12, 0)
+# -- scoring while decoding ----------------------------------------------------------------------
 
 
-def test_state_put_back_goes_on_with_the_next_ids() -> None:
-    world = World(fails=[1])
-    run = schedule(world, drop=True)
-    drive(run.step())
-    other = schedule(world, drop=True)
-    other.load_state_dict(run.state_dict())
-    assert other.state_dict() == run.state_dict()
-    assert [r.id for r in drive(other.step()).batch] == [4, 5, 6, 7]
-    ledger = other.ledger
-    assert (ledger.dispatched, ledger.trained, dict(ledger.rejected)) == (8, 7, {"judge failed": 1})
+def test_scores_on_each_rollout_as_it_ends() -> None:
+    world = World([2, 5, 9, 9])
+    seats = [Seat(FakeScorer(world, "judge"))]
+    take(world, score_on="rollout", chunk=1, seats=seats)
+    assert world.log[1:4] == [
+        "2.7 judge finish [0]",  # 0.5 + 0.1 for each of 2 tokens
+        "6 judge finish [1]",
+        "11.3 judge finish [2, 3]",
+    ]
+
+
+def test_streaming_leaves_only_the_last_chunk_to_score() -> None:
+    """The scorer takes what has arrived: not in lock-step with the chunks."""
+    world = World([8, 8, 8, 8])
+    seats = [Seat(FakeScorer(world, "judge"))]
+    take(world, score_on="chunk", chunk=2, seats=seats)
+    # 4 x 2 tokens every 2 s take 1.3 s each; after the last 1.3 s and then 0.5 s for the score.
+    assert world.log[1:3] == ["9.8 judge finish [0, 1, 2, 3]", "9.8 train [0, 1, 2, 3]"]
+
+
+@pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("delta", [0, 3])
+def test_when_scorers_look_changes_nothing_of_what_is_trained(
+    score_on: str, chunk: int, delta: int
+) -> None:
+    lengths = [3, 17, 2, 9, 5, 1, 30]
+    plain, _ = take(World(lengths), 5, delta=delta)
+    other, _ = take(World(lengths), 5, delta=delta, score_on=score_on, chunk=chunk)
+    assert [[r.state_dict() for r in s.batch] for s in plain] == [
+        [r.state_dict() for r in s.batch] for s in other
+    ]
+
+
+# -- over-commitment -----------------------------------------------------------------------------
+
+
+def test_the_first_to_end_make_the_batch_and_the_rest_is_carried() -> None:
+    world = World([3, 20, 2, 4, 6, 1])
+    steps, ledger = take(world, 3, delta=2)
+    # 0..5 in flight; 5, 2, 0, 3 end first, at 4 s. Then 6 (3), 7 (20), 8 (2), 9 (4) join 1 and 4.
+    assert [ids(s) for s in steps] == [[0, 2, 3, 5], [4, 6, 8, 9], [1, 10, 11, 12]]
+    four = next(r for r in steps[1].batch if r.id == 4)
+    assert four.tokens == [400, 401, 402, 403, 404, 405]
+    assert four.versions == [0, 0, 0, 0, 1, 1]
+    assert four.carries == 1
+    assert (ledger.dispatched, ledger.trained, ledger.in_flight) == (14, 12, 2)
+    assert steps[0].stats["schedule/carried"] == 2
+
+
+def test_a_rollout_is_not_carried_too_often() -> None:
+    world = World([1, 50, 1, 1, 1, 1])
+    steps, _ = take(world, 3, batch=2, delta=1, max_carries=2)
+    assert [ids(s) for s in steps] == [[0, 2], [3, 4], [1, 5]]
+    assert steps[2].batch[0].carries == 2
+
+
+def test_groups_stay_together() -> None:
+    """Two rollouts a prompt: 0 and 1, 2 and 3, ...; a group has ended when both have."""
+    world = World([1, 30, 2, 3, 4, 1, 2, 2])
+    steps, _ = take(world, 2, batch=4, samples=2, delta=2)
+    assert [ids(s) for s in steps] == [[2, 3, 4, 5], [0, 1, 6, 7]]
+    assert {r.group for s in steps for r in s.batch} == {0, 2, 4, 6}
+
+
+def test_the_data_order_is_the_same_whatever_the_knobs() -> None:
+    """Rollout i answers the same prompt, whichever batch it ends up in."""
+    for options in ({}, {"delta": 3}, {"lag": 1}, {"delta": 2, "lag": 2, "score_on": "chunk"}):
+        steps, _ = take(World([3, 9, 2, 14, 5]), 4, **options)
+        assert all(r.prompt.id == r.id for s in steps for r in s.batch)
+
+
+# -- lag -----------------------------------------------------------------------------------------
+
+
+def test_generation_runs_one_version_behind_training() -> None:
+    """Decoding takes 4 s and scoring 2.1 s (0.5 + 0.1 x 16), training 7 s, side by side."""
+    world = World([4])
+    steps, _ = take(
+        world, 4, lag=1, seconds=7.0, score_on="rollout", chunk=100,
+        seats=[Seat(FakeScorer(world, "judge"))],
+    )  # fmt: skip
+    assert [{v for r in s.batch for v in r.versions} for s in steps] == [{0}, {0}, {1}, {2}]
+    assert [line for line in world.log if "train" in line or "load" in line] == [
+        "6.1 train [0, 1, 2, 3]",
+        "13.1 train [4, 5, 6, 7]",
+        "13.1 gen load 1",
+        "20.1 train [8, 9, 10, 11]",
+        "20.1 gen load 2",
+        "27.1 train [12, 13, 14, 15]",
+    ]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 3])
+@pytest.mark.parametrize("seconds", [1.0, 10.0])
+def test_no_token_is_older_than_the_lag(lag: int, seconds: float) -> None:
+    steps, _ = take(World([4, 2, 3, 1]), 8, lag=lag, seconds=seconds)
+    for i, step in enumerate(steps):
+        assert all(i - lag <= v <= i for r in step.batch for v in r.versions)
+    if seconds == 10.0:  # a slow learner: the generator is held back, as far as it may go
+        assert {max(4 - lag, 0)} == {v for r in steps[4].batch for v in r.versions}
+
+
+def test_several_batches_on_one_version() -> None:
+    """The dial N of asynchronous RLHF: 3 batches generated together, 3 steps, one hand-over."""
+    world = World([4, 2, 3, 1])
+    steps, _ = take(world, 6, batch=2, batches_per_handover=3)
+    assert [ids(s) for s in steps] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert [{v for r in s.batch for v in r.versions} for s in steps] == [{0}] * 3 + [{1}] * 3
+    assert [line.split()[1] for line in world.log if "publish" in line] == ["publish"] * 2
+    assert world.log[0] == "0 gen admit [0, 1, 2, 3, 4, 5]"
+
+
+# -- several generators --------------------------------------------------------------------------
+
+
+def test_rollouts_are_spread_by_load() -> None:
+    world = World([1, 9, 1, 9])
+    generators = [FakeGenerator(world, "a"), FakeGenerator(world, "b")]
+    take(world, 2, batch=4, delta=2, generators=generators)
+    # 1 and 3 stay on b; 4 and 5 went to a and b; the next four even the loads out.
+    assert world.log[:2] == ["0 a admit [0, 2, 4]", "0 b admit [1, 3, 5]"]
+
+
+# -- the buffer ----------------------------------------------------------------------------------
+
+
+def rollout(id_: int, group: int | None = None) -> Rollout:
+    return Rollout(id_, Prompt(0, (1,), ""), id_ if group is None else group)
+
+
+@given(st.data())
+def test_the_buffer_asks_for_no_more_and_no_less_than_it_needs(data: st.DataObject) -> None:
+    """``missing`` is 0 exactly when the round is complete, and never promises too little work."""
+    n = data.draw(st.integers(1, 3))
+    groups = data.draw(st.integers(1, 4))
+    buffer = Buffer(max_carries=data.draw(st.integers(1, 3)))
+    next_id = 0
+    for _ in range(data.draw(st.integers(1, 6))):
+        while len(buffer) < (groups + 2) * n:
+            buffer.add([rollout(next_id + k, next_id) for k in range(n)])
+            next_id += n
+        buffer.begin_round(groups)
+        while not buffer.complete:
+            missing, open_ = buffer.missing(), buffer.open
+            assert 1 <= missing <= len(open_)
+            for k in range(missing):
+                if buffer.complete:
+                    raise AssertionError(f"complete after {k} of {missing}")
+                r = data.draw(st.sampled_from(buffer.open))
+                r.finish = STOP
+                buffer.ended(r)
+        batch, carried = buffer.take()
+        assert len(batch) == groups * n
+        assert [r.id for r in batch] == sorted(r.id for r in batch)
+        assert all(r.finish is None for r in carried)
+        assert max((r.carries for r in buffer), default=0) <= buffer._max_carries + groups
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"delta": 3},
+        {"delta": 3, "score_on": "chunk", "samples": 2},
+        {"lag": 1},
+        {"lag": 2, "delta": 2, "score_on": "chunk"},
+        {"lag": 1, "batches_per_handover": 2, "score_on": "rollout"},
+    ],
+)
+@pytest.mark.parametrize("seconds", [1.0, 30.0])
+def test_a_run_taken_up_again_goes_on_as_if_nothing_had_happened(
+    options: dict[str, Any], seconds: float
+) -> None:
+    lengths = [3, 17, 2, 9, 5, 1, 30]
+    whole, _ = take(World(lengths), 7, seconds=seconds, **options)
+
+    async def interrupted() -> tuple[list[Step], Ledger]:
+        world = World(lengths)
+        first = make(world, steps=7, seconds=seconds, **options)
+        async with first:
+            taken = [await first.step() for _ in range(3)]
+            state, places, loaded = first.state_dict(), world.places, dict(world.loaded)
+        again = World(lengths)
+        again.places = places
+        second = make(again, steps=7, seconds=seconds, **options)
+        again.loaded = loaded
+        second._learner.version = first._learner.version  # type: ignore[attr-defined]
+        second.load_state_dict(state, again.prompt)
+        assert second.state_dict() == state
+        async with second:
+            taken += [await second.step() for _ in range(4)]
+        return taken, second.ledger
+
+    taken, ledger = run(interrupted())
+    assert [[r.state_dict() for r in s.batch] for s in whole] == [
+        [r.state_dict() for r in s.batch] for s in taken
+    ]
+    assert ledger.trained == 28
     assert_balanced(ledger)
 
 
+# -- bad days ------------------------------------------------------------------------------------
+
+
+def failing(work: Callable[[Schedule], Awaitable[T]], world: World, **options: Any) -> Ledger:
+    """Run something that raises; the ledger afterwards, which must be closed."""
+    ledgers: list[Ledger] = []
+
+    async def main() -> None:
+        schedule = make(world, **options)
+        ledgers.append(schedule.ledger)
+        async with schedule:
+            await work(schedule)
+
+    try:
+        run(main())
+    finally:
+        assert_balanced(ledgers[0])
+        assert ledgers[0].in_flight == 0
+    return ledgers[0]
+
+
 def test_a_failed_judge_stops_the_run_before_training() -> None:
-    world = World(fails=[1, 2])
-    run = schedule(world)
+    world = World([3, 5, 2, 4], fails=[1, 2])
     with pytest.raises(JudgeError, match="2 of 4 responses could not be judged") as caught:
-        drive(run.step())
+        failing(Schedule.step, world)
     assert caught.value.rollout_ids == (1, 2)
     assert "no verdict on 1" in str(caught.value)
     assert "reward.on_failure = 'drop'" in str(caught.value)
-    assert world.batches == []
-    assert run.ledger.in_flight == 4
-    assert_balanced(run.ledger)
+    assert not [line for line in world.log if "train" in line]
 
 
 def test_failures_can_be_dropped_and_are_reported() -> None:
-    world = World(fails=[1, 2])
-    run = schedule(world, drop=True)
-    step = drive(run.step())
-    assert world.batches == [[0, 3]]
+    world = World([3, 5, 2, 4], fails=[1, 2])
+    (step,), ledger = take(world, drop_failures=True)
+    assert ids(step) == [0, 3]
     assert [r.id for r in step.rejected] == [1, 2]
     assert {r.rejected_because for r in step.rejected} == {"judge failed"}
     assert step.rejected[0].scores["judge"].failure == "no verdict on 1"
     assert step.stats["rejected"] == 2
-    assert run.ledger.rejected == {"judge failed": 2}
-    assert (run.ledger.trained, run.ledger.in_flight) == (2, 0)
-    assert_balanced(run.ledger)
+    assert ledger.rejected == {"judge failed": 2}
+    assert_balanced(ledger)
 
 
 def test_a_batch_without_any_verdict_stops_even_so() -> None:
-    world = World(fails=range(4))
+    world = World([3], fails=range(4))
     with pytest.raises(JudgeError, match="4 of 4"):
-        drive(schedule(world, drop=True).step())
-    assert world.batches == []
+        failing(Schedule.step, world, drop_failures=True)
 
 
 def test_a_generator_that_gives_nothing_is_an_error_that_names_who_waits() -> None:
-    world = World()
-    world.idle = True
+    world = World([3])
+    generator = FakeGenerator(world)
+    generator.idle = True
     with pytest.raises(LifecycleError, match=r"idle, but rollouts \[0, 1, 2, 3\] never ended"):
-        drive(schedule(world).step())
+        failing(Schedule.step, world, generators=[generator])
 
 
-def test_an_inline_role_must_not_wait() -> None:
-    class Never:
-        def __await__(self) -> Iterator[None]:
-            yield None
+@pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])
+def test_a_scorer_that_never_answers_is_named_with_what_it_holds_up(score_on: str) -> None:
+    world = World([3, 5])
+    scorer = FakeScorer(world, "judge")
+    scorer.hangs = True
+    with pytest.raises(StalledError, match="judge has not answered for 60 s; waited for") as caught:
+        failing(Schedule.step, world, seats=[Seat(scorer)], score_on=score_on, deadline_s=60.0)
+    assert set(caught.value.rollout_ids) <= {0, 1, 2, 3}
+    assert caught.value.rollout_ids
 
-    async def waits() -> None:
-        await Never()
 
-    with pytest.raises(RuntimeError, match="waited for something outside"):
-        drive(waits())
+def test_a_role_that_raises_ends_the_run_with_its_error() -> None:
+    class Broken(FakeGenerator):
+        async def load(self, weights: Weights) -> None:
+            raise ValueError("no room")
+
+    async def two(schedule: Schedule) -> None:
+        await schedule.step()
+        await schedule.step()
+
+    world = World([3])
+    with pytest.raises(ValueError, match="no room"):
+        failing(two, world, steps=2, generators=[Broken(world)])
+
+
+def test_a_cancelled_run_closes_its_books() -> None:
+    async def cancelled(schedule: Schedule) -> None:
+        async with asyncio.timeout(2.0):
+            await schedule.step()
+
+    with pytest.raises(TimeoutError):
+        failing(cancelled, World([3]))
 
 
 # -- the ledger ----------------------------------------------------------------------------------
 
 
-def ended(id_: int, state: RolloutState, because: str = "") -> Rollout:
-    rollout = Rollout(id_, Prompt(0, (1,), ""), id_, state=state)
-    rollout.rejected_because = because
-    return rollout
-
-
 def test_ledger_counts() -> None:
     ledger = Ledger()
-    rollouts = [
-        ended(0, RolloutState.TRAINED),
-        ended(1, RolloutState.REJECTED, "a"),
-        ended(2, RolloutState.REJECTED, "b"),
-        ended(3, RolloutState.REJECTED, "a"),
-        ended(4, RolloutState.TRAINED),
-    ]
+    rollouts = [rollout(i) for i in range(5)]
     ledger.dispatch(rollouts)
     assert (ledger.dispatched, ledger.in_flight) == (5, 5)
-    ledger.close(rollouts[:4])
+    for r, because in zip(rollouts[1:4], "aba", strict=True):
+        ledger.move(r, RolloutState.REJECTED, because)
+    for state in (RolloutState.DECODING, RolloutState.FINISHED, RolloutState.SCORED):
+        ledger.move(rollouts[0], state)
+    ledger.move(rollouts[0], RolloutState.TRAINED)
     assert (ledger.trained, ledger.in_flight, ledger.rejected) == (1, 1, {"a": 2, "b": 1})
     again = Ledger()
     again.load_state_dict(ledger.state_dict())
-    again.close(rollouts[4:])
-    assert (again.trained, again.in_flight) == (2, 0)
+    again.move(rollouts[4], RolloutState.REJECTED, "a")
+    assert (again.dispatched, again.in_flight, again.rejected) == (5, 0, {"a": 3, "b": 1})
 
 
 def test_ledger_refuses_what_does_not_add_up() -> None:
-    ledger = Ledger()
-    trained = ended(0, RolloutState.TRAINED)
-    with pytest.raises(LifecycleError, match="rollout 0 ends but was not in flight"):
-        ledger.close([trained])
-    ledger.dispatch([trained])
+    ledger, r = Ledger(), rollout(0)
+    with pytest.raises(LifecycleError, match="the books have it as not in flight"):
+        ledger.move(r, RolloutState.DECODING)
+    ledger.dispatch([r])
     with pytest.raises(LifecycleError, match="rollout 0 was dispatched twice"):
-        ledger.dispatch([trained])
-    ledger.close([trained])
-    with pytest.raises(LifecycleError, match="not in flight"):
-        ledger.close([trained])  # trained twice
-    ledger.dispatch([ended(1, RolloutState.SCORED)])
-    with pytest.raises(LifecycleError, match="rollout 1 ends in state scored"):
-        ledger.close([ended(1, RolloutState.SCORED)])
-    lost = Ledger()
-    lost.load_state_dict({"dispatched": 3, "trained": 0, "rejected": {"a": 1}, "in_flight": [0]})
-    with pytest.raises(LifecycleError, match="3 dispatched, but 0 in flight \\+ 1 trained \\+ 1"):
-        lost.close([trained])
+        ledger.dispatch([r])
+    r.move(RolloutState.DECODING)
+    with pytest.raises(LifecycleError, match="is decoding, but the books have it as queued"):
+        ledger.move(r, RolloutState.FINISHED)
+    lost = {"dispatched": 3, "trained": 0, "rejected": {"a": 1}, "in_flight": {0: "queued"}}
+    with pytest.raises(LifecycleError, match="3 dispatched, but 1 in flight \\+ 0 trained \\+ 1"):
+        Ledger().load_state_dict(lost)
 
 
 # -- the life of a rollout -----------------------------------------------------------------------
@@ -356,5 +663,5 @@ def test_a_rollout_moves_along_its_edges_only(start: RolloutState, end: RolloutS
 
 
 def test_schedules_need_no_torch() -> None:
-    code = "import sys, stretto.schedules.sync; sys.exit('torch' in sys.modules)"
+    code = "import sys, stretto.schedules.schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -303,10 +303,12 @@ def test_a_critic_from_the_reward_model_starts_with_its_values(
             reward={"sources": (f"model:{reward_folder}",)},
         )
     model = reward_model()
-    assert parts.critic is not model
-    assert all(p.requires_grad for p in parts.critic.parameters())
+    assert parts.placement.critics[0] is not model
+    assert all(p.requires_grad for p in parts.placement.critics[0].parameters())
     for score, r in zip(
-        scores_of(critic_scorer(parts.critic, 1000), BYTE_ROLLOUTS), BYTE_ROLLOUTS, strict=True
+        scores_of(critic_scorer(parts.placement.critics[0], 1000), BYTE_ROLLOUTS),
+        BYTE_ROLLOUTS,
+        strict=True,
     ):
         row = [*r.prompt.tokens, *r.tokens]
         first = len(r.prompt.tokens)
@@ -318,7 +320,7 @@ def test_a_critic_by_name_starts_from_that_model(tiny_folder: Path, reward_folde
     with ExitStack() as stack:
         parts = assemble(stack, tiny_folder, critic={"init": str(reward_folder)})
     expected = reward_model().state_dict()
-    got = parts.critic.state_dict()
+    got = parts.placement.critics[0].state_dict()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
@@ -327,10 +329,12 @@ def test_a_critic_from_the_actor_starts_at_zero(tiny_folder: Path) -> None:
     with ExitStack() as stack:
         parts = assemble(stack, tiny_folder)
     for score, r in zip(
-        scores_of(critic_scorer(parts.critic, 1000), BYTE_ROLLOUTS), BYTE_ROLLOUTS, strict=True
+        scores_of(critic_scorer(parts.placement.critics[0], 1000), BYTE_ROLLOUTS),
+        BYTE_ROLLOUTS,
+        strict=True,
     ):
         assert score.values.tolist() == [0.0] * len(r)
-    own, copied = parts.actor.state_dict(), parts.critic.state_dict()
+    own, copied = parts.actor.state_dict(), parts.placement.critics[0].state_dict()
     assert torch.equal(own["model.norm.weight"], copied["model.norm.weight"])
     assert own["model.norm.weight"].data_ptr() != copied["model.norm.weight"].data_ptr()
 

@@ -11,6 +11,7 @@
     ├── EngineError            the generation engine was asked for what it cannot do
     ├── LearnerError           training found its own numbers wrong
     ├── StateError             saved state does not fit what it is put back into
+    ├── StalledError           a role did not answer in time, or everyone waits for everyone
     └── LifecycleError         a rollout was moved along an edge that does not exist
 
 Each message says the rule, the value that broke it, and the remedy. The command line prints the
@@ -71,6 +72,18 @@ class LearnerError(StrettoError):
 
 class StateError(StrettoError):
     """Saved state does not fit the component it is put back into."""
+
+
+class StalledError(StrettoError):
+    """A role did not answer within its deadline, or everyone waits for everyone.
+
+    Attributes:
+        rollout_ids: the rollouts that were waited for.
+    """
+
+    def __init__(self, message: str, rollout_ids: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.rollout_ids = tuple(rollout_ids)
 
 
 class LifecycleError(StrettoError):

@@ -11,7 +11,7 @@ import ctypes
 import os
 import sys
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 """glibc's mallopt(3) knows these by number."""
 
 
@@ -27,5 +27,6 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_MAX, 0)
+        mallopt(_ARENA_MAX, 1)  # what one thread frees, another may reuse
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
         mallopt(_TOP_PAD, 64 << 20)

@@ -6,11 +6,11 @@ alike. A role answers its calls in the order they were made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from stretto.types import Batch, Chunk, Rollout, Score, ScoreKind, Stats, Weights
+from stretto.types import Batch, Chunk, Parcel, Rollout, Score, ScoreKind, Stats, Weights
 
 
 class Generator(Protocol):
@@ -20,15 +20,31 @@ class Generator(Protocol):
         """Queue rollouts for decoding. One that already has tokens goes on after them."""
         ...
 
-    async def decode(self, max_tokens: int) -> Sequence[Chunk]:
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
         """Give every admitted rollout up to ``max_tokens`` more tokens.
 
-        Returns one chunk for each rollout that advanced. A finished rollout leaves by itself.
+        Returns one chunk for each rollout that advanced, the finished ones first and in the order
+        in which they ended. A finished rollout leaves by itself.
+
+        Args:
+            max_tokens: tokens that a rollout gets, at most.
+            stop_after: return as soon as this many rollouts have finished; 0 does not look.
         """
         ...
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts, finished or not; unknown ids are ignored."""
+        ...
+
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]:
+        """Let go of rollouts that go on elsewhere, in the order asked.
+
+        Their tokens are in the rollouts themselves: every chunk has been returned by ``decode``.
+        """
+        ...
+
+    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+        """Go on with rollouts that another generator exported, one parcel each."""
         ...
 
     async def load(self, weights: Weights) -> None:
@@ -53,6 +69,11 @@ class Scorer(Protocol):
         """What its scores are."""
         ...
 
+    @property
+    def follows(self) -> str:
+        """The trained model whose weights it loads at each hand-over; empty when it is frozen."""
+        ...
+
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Learn of rollouts whose chunks will follow; their prompts may be worked on already."""
         ...
@@ -69,16 +90,29 @@ class Scorer(Protocol):
         """Forget rollouts without a score; unknown ids are ignored."""
         ...
 
+    async def load(self, weights: Weights) -> None:
+        """Score with these weights from now on; what was computed with older ones is void.
+
+        Never called on a frozen scorer.
+
+        Raises:
+            EngineError: the fingerprint after loading is not the one handed over.
+        """
+        ...
+
 
 class Learner(Protocol):
     """Owns the trained weights."""
 
     async def train(self, batch: Batch) -> Stats:
-        """Take one step on scored rollouts."""
+        """Take one step on scored rollouts.
+
+        Among the figures must be ``objective/scores``, the mean reward, which controllers follow.
+        """
         ...
 
-    async def publish(self) -> Weights:
-        """The next version of the actor's weights."""
+    async def publish(self) -> Mapping[str, Weights]:
+        """The next version of the weights, by trained model: ``actor``, and ``critic`` if any."""
         ...
 
 
@@ -89,4 +123,8 @@ class Tracer(Protocol):
         self, role: str, name: str, **attributes: Any
     ) -> AbstractContextManager[dict[str, Any]]:
         """Record the body of a ``with`` statement; it may add attributes to what is yielded."""
+        ...
+
+    def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
+        """Record what has happened, in seconds of the run's clock."""
         ...

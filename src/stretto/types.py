@@ -8,14 +8,14 @@ A rollout's *staleness* is the learner's version minus the oldest version among 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import LifecycleError, StateError
+from stretto.errors import LifecycleError
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -104,6 +104,11 @@ class Chunk:
 ScoreKind = Literal["reward", "logprobs", "values"]
 
 
+def short_name(scorer: str) -> str:
+    """A scorer's name without the folder of the file it may come from, for people to read."""
+    return scorer.rpartition("/")[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """What one scorer says of one finished rollout.
@@ -127,6 +132,15 @@ class Score:
         """The value of a scalar score."""
         return float(self.values[0])
 
+    def state_dict(self) -> dict[str, Any]:
+        """All of it, as plain data."""
+        return {**asdict(self), "values": self.values.tolist()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Score:
+        """The inverse of :meth:`state_dict`."""
+        return cls(**{**state, "values": np.array(state["values"], np.float32)})
+
 
 @dataclass(slots=True)
 class Rollout:
@@ -139,6 +153,7 @@ class Rollout:
         group: shared by the rollouts of one prompt in one draw.
         tokens, logprobs, versions: one entry a response token. The log-probability is the
             behaviour policy's: of the distribution the token was sampled from.
+        carries: steps that went by without it while it was being decoded.
         rejected_because: set when the state is ``REJECTED``.
     """
 
@@ -151,6 +166,7 @@ class Rollout:
     finish: FinishReason | None = None
     state: RolloutState = RolloutState.QUEUED
     scores: dict[str, Score] = field(default_factory=dict)
+    carries: int = 0
     rejected_because: str = ""
 
     def __len__(self) -> int:
@@ -184,10 +200,13 @@ class Rollout:
         self.versions.extend([chunk.version] * len(chunk.tokens))
         self.finish = chunk.finish
 
+    @property
+    def oldest_version(self) -> int | None:
+        """The lowest policy version among the tokens; ``None`` while there are none."""
+        return min(self.versions, default=None)
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the prompt (known by its id) and the scores, as plain data."""
-        if self.scores:
-            raise StateError(f"rollout {self.id} is scored; only unscored rollouts are saved")
+        """Everything but the prompt (known by its id), as plain data."""
         return {
             "id": self.id,
             "prompt": self.prompt.id,
@@ -197,6 +216,8 @@ class Rollout:
             "versions": list(self.versions),
             "finish": self.finish and str(self.finish),
             "state": str(self.state),
+            "carries": self.carries,
+            "scores": [score.state_dict() for score in self.scores.values()],
         }
 
     @classmethod
@@ -211,23 +232,41 @@ class Rollout:
             versions=list(state["versions"]),
             finish=FinishReason(state["finish"]) if state["finish"] else None,
             state=RolloutState(state["state"]),
+            carries=state["carries"],
+            scores={s["source"]: Score.from_state(s) for s in state["scores"]},
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """One hand-over of weights from the learner to a generator.
+    """One hand-over of one model's weights from the learner to a generator or a scorer.
 
     Attributes:
         version: how many hand-overs came before.
-        fingerprint: of the tensors, as the learner sees them; the generator computes its own
-            after loading and refuses to go on if they differ.
-        tensors: by parameter name; ``None`` when generator and learner share memory.
+        fingerprint: of the tensors, as the learner sees them; who loads them computes its own
+            afterwards and refuses to go on if they differ.
+        tensors: by parameter name; ``None`` when both share memory.
     """
 
     version: int
     fingerprint: str
     tensors: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A rollout on its way from one generator to another.
+
+    Attributes:
+        rollout_id: whose it is.
+        cache: its keys and values, in a form that generators of one kind understand; ``None`` when
+            the receiver is to prefill the tokens again.
+        cached_tokens: prompt and response tokens that ``cache`` covers.
+    """
+
+    rollout_id: int
+    cache: Any = None
+    cached_tokens: int = 0
 
 
 Stats = Mapping[str, float]

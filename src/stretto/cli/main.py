@@ -1,7 +1,7 @@
 """``stretto COMMAND ...``: finds the command, and turns errors into a line and an exit status.
 
-Exit status: 0 done, 1 ``doctor`` found something broken, 2 the user asked for what cannot be done,
-130 Ctrl-C. A command's module is imported only when the command is used.
+Exit status: 0 done, 1 ``doctor`` found something broken or a run of ``compare`` failed, 2 the user
+asked for what cannot be done, 130 Ctrl-C. A command's module is imported only when it is used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ COMMANDS = {
     "generate": "let a model answer prompts",
     "eval": "measure a model on a task (pass@1, greedy)",
     "recipes": "list the recipes that 'train' and 'eval' take",
+    "compare": "run the same training under several schedules, side by side",
+    "report": "show runs: timelines, rewards, utilisation, lengths",
     "doctor": "say what this machine has, and what would not work on it",
     "memory": "plan the memory of the four models of PPO",
 }

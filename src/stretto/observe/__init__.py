@@ -1,8 +1,18 @@
-"""What a run shows and keeps: run directory, metrics, progress, trackers, spans."""
+"""What a run shows and keeps: run directory, metrics, trace, progress, trackers, spans, report."""
 
 from stretto.observe.progress import Progress, make_progress
 from stretto.observe.recorder import Recorder
-from stretto.observe.run_directory import RunDirectory, Sample
-from stretto.observe.spans import Span, Spans
+from stretto.observe.run_directory import RolloutRecord, RunDirectory, Sample
+from stretto.observe.spans import Span, Spans, Window
 
-__all__ = ["Progress", "Recorder", "RunDirectory", "Sample", "Span", "Spans", "make_progress"]
+__all__ = [
+    "Progress",
+    "Recorder",
+    "RolloutRecord",
+    "RunDirectory",
+    "Sample",
+    "Span",
+    "Spans",
+    "Window",
+    "make_progress",
+]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from stretto.config import Config
+from stretto.observe.idle import TimeSheet
 from stretto.observe.progress import Progress
 from stretto.observe.run_directory import RunDirectory, Sample
+from stretto.observe.spans import Window
 from stretto.observe.trackers import open_trackers
-from stretto.types import Stats
+from stretto.types import Rollout, Stats
 
 
 class Recorder:
@@ -38,16 +40,36 @@ class Recorder:
         self._run = run
         self._progress = progress
         run.rewind(resumed_step)
+        records = run.read_metrics()
+        self._time_s = float(records[-1].get("time_s") or 0.0) if records else 0.0
+        self._tracing = True
+        self._time_sheet = TimeSheet()
         self._trackers = open_trackers(config, run, resumed_step)
 
-    def step(self, step: int, stats: Stats, samples: Sequence[Sample] = ()) -> None:
+    def step(
+        self,
+        step: int,
+        stats: Stats,
+        samples: Sequence[Sample] = (),
+        *,
+        window: Window | None = None,
+        rollouts: Sequence[Rollout] = (),
+        rewards: Mapping[int, float] | None = None,
+    ) -> None:
         """Record step number ``step`` (the first is 1).
 
         Args:
             step: counts from 1 to the run's steps.
             stats: figures by metric name.
             samples: responses of the step; the first ``observe.samples`` of them are kept.
+            window: who did what since the step before. It adds to the figures: ``time_s``, seconds
+                since the run's start, and the share of work and waiting of each role.
+            rollouts: those that ended with the step, trained and rejected ones.
+            rewards: of the trained ones, by rollout id.
         """
+        if window is not None:
+            stats = {**stats, **self._take_in(step, window)}
+        self._run.append_rollouts(step, rollouts, rewards or {})
         kept = samples[: self._config.observe.samples]
         self._run.append_samples(step, kept)
         # Last of the files: a step with metrics has all its records.
@@ -55,6 +77,18 @@ class Recorder:
         for tracker in self._trackers:
             tracker.log(step, stats)
         self._progress.step(step, self._config.steps, stats, kept)
+
+    def where_time_went(self) -> str:
+        """A small table of work and waiting by role, since the run's start or its resumption."""
+        return self._time_sheet.table()
+
+    def _take_in(self, step: int, window: Window) -> dict[str, float]:
+        """Write the trace; the figures that follow from the spans."""
+        if self._tracing and not self._run.trace.append(step, window, self._time_s):
+            self._tracing = False
+            self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
+        self._time_s += window.end_s - window.start_s
+        return {"time_s": self._time_s, **self._time_sheet.add(window)}
 
     def note(self, text: str) -> None:
         """Show a message."""

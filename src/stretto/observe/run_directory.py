@@ -6,6 +6,8 @@
     ├── config.toml      every setting, resolved; load it to repeat or resume the run
     ├── metrics.jsonl    one JSON object a step
     ├── samples.jsonl    some responses of each step, with their rewards
+    ├── rollouts.jsonl   one JSON object a rollout that ended, trained on or rejected
+    ├── trace.json       who did what, and when; open it in Perfetto
     ├── checkpoints/     what a run is resumed from
     └── model/           the trained model in Hugging Face format
 """
@@ -24,6 +26,8 @@ import tomli_w
 
 from stretto.config import Config
 from stretto.errors import ConfigError, StateError
+from stretto.observe.trace import TraceFile
+from stretto.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,57 @@ class Sample:
     tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """The life of one rollout, as it is kept.
+
+    Attributes:
+        step: that it ended with.
+        prompt: the prompt's id.
+        prompt_tokens, tokens: lengths of prompt and response.
+        finish: why the response ended, 'stop' or 'length'; ``None`` for one that never did.
+        state: 'trained' or 'rejected'.
+        because: why it was rejected.
+        carries: steps that went by without it while it was being decoded.
+        oldest_version, newest_version: of the policies that sampled its tokens; ``None`` for a
+            response without tokens.
+        reward: as trained on; ``None`` for one that got none.
+    """
+
+    step: int
+    id: int
+    prompt: int
+    group: int
+    prompt_tokens: int
+    tokens: int
+    finish: str | None
+    state: str
+    because: str
+    carries: int
+    oldest_version: int | None
+    newest_version: int | None
+    reward: float | None
+
+    @classmethod
+    def of(cls, step: int, rollout: Rollout, reward: float | None) -> Self:
+        """What is kept of a rollout that ended with ``step``."""
+        return cls(
+            step=step,
+            id=rollout.id,
+            prompt=rollout.prompt.id,
+            group=rollout.group,
+            prompt_tokens=len(rollout.prompt.tokens),
+            tokens=len(rollout),
+            finish=str(rollout.finish) if rollout.finish else None,
+            state=str(rollout.state),
+            because=rollout.rejected_because,
+            carries=rollout.carries,
+            oldest_version=min(rollout.versions, default=None),
+            newest_version=max(rollout.versions, default=None),
+            reward=reward if reward is not None and math.isfinite(reward) else None,
+        )
+
+
 class RunDirectory:
     """The files of one run; a record is on disk, whole, when the call that writes it returns."""
 
@@ -51,6 +106,8 @@ class RunDirectory:
         self.config_file = path / "config.toml"
         self.metrics_file = path / "metrics.jsonl"
         self.samples_file = path / "samples.jsonl"
+        self.rollouts_file = path / "rollouts.jsonl"
+        self.trace = TraceFile(path / "trace.json")
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
 
@@ -107,19 +164,52 @@ class RunDirectory:
         """Add a step's responses."""
         _append(self.samples_file, [{"step": step, **asdict(sample)} for sample in samples])
 
+    def append_rollouts(
+        self, step: int, rollouts: Sequence[Rollout], rewards: Mapping[int, float]
+    ) -> None:
+        """Add the rollouts that ended with a step.
+
+        Args:
+            step: its number.
+            rollouts: trained and rejected ones.
+            rewards: by rollout id, as trained on; a rejected rollout has none.
+        """
+        records = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
+        _append(self.rollouts_file, [asdict(record) for record in records])
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The figures of each step, under ``step`` its number; ``None`` for what was not finite.
+
+        Raises:
+            StateError: the file is damaged.
+        """
+        return _read(self.metrics_file)
+
+    def read_rollouts(self) -> list[RolloutRecord]:
+        """The rollouts that ended, in the order in which they did: what a simulator replays.
+
+        Raises:
+            StateError: the file is damaged, or was written by another version.
+        """
+        try:
+            return [RolloutRecord(**record) for record in _read(self.rollouts_file)]
+        except TypeError as error:
+            raise StateError(
+                f"'{self.rollouts_file}' has other fields than this version writes: {error}"
+            ) from error
+
     def rewind(self, step: int) -> None:
         """Drop the records of steps after ``step``, and a last line that a crash left unfinished.
 
         Raises:
             StateError: a line before the last is not JSON.
         """
-        for file in (self.metrics_file, self.samples_file):
+        for file in (self.metrics_file, self.samples_file, self.rollouts_file):
             if file.exists():
-                lines = file.read_bytes().splitlines(keepends=True)
-                if lines and not lines[-1].endswith(b"\n"):
-                    lines.pop()
-                kept = [line for line in lines if _step_of(line, file) <= step]
+                lines = _whole_lines(file)
+                kept = [line for line in lines if _record(line, file)["step"] <= step]
                 _replace(file, b"".join(kept))
+        self.trace.rewind(step)
 
 
 def _claim(root: Path, name: str) -> Path:
@@ -148,11 +238,22 @@ def _replace(file: Path, content: bytes) -> None:
     temporary.replace(file)
 
 
-def _step_of(line: bytes, file: Path) -> int:
+def _read(file: Path) -> list[dict[str, Any]]:
+    return [_record(line, file) for line in _whole_lines(file)] if file.exists() else []
+
+
+def _whole_lines(file: Path) -> list[bytes]:
+    """All lines but a last one that a crash left unfinished."""
+    lines = file.read_bytes().splitlines(keepends=True)
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def _record(line: bytes, file: Path) -> dict[str, Any]:
     try:
-        return int(json.loads(line)["step"])
+        record: dict[str, Any] = json.loads(line)
+        return {**record, "step": int(record["step"])}
     except (ValueError, KeyError, TypeError) as error:
         raise StateError(
             f"'{file}' has a line that is not a step's record: {line[:60]!r}; "
-            "repair or remove the file to resume the run"
+            "repair or remove the file"
         ) from error

@@ -1,7 +1,8 @@
-"""Who did what, and when: the raw material of timing figures and timelines."""
+"""Who did what, and when: the raw material of timing figures, traces and timelines."""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,21 @@ from typing import Any
 
 from stretto.clock import Clock
 
+WAIT = "wait"
+"""Name of the spans in which a role has nothing to do; their attribute ``cause`` says why."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One stretch of work by one role.
+    """One stretch of work by one role, or of waiting.
 
     Attributes:
+        role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
+            'learner'. One track of a timeline each.
+        name: gen, prefill, score, update, publish, load, migrate; or :data:`WAIT`.
         start_s, end_s: by the clock that the recorder was given.
-        attributes: whatever tells more about it, such as the number of tokens.
+        attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
+            the ``cause``: data, stragglers, scores, weights.
     """
 
     role: str
@@ -26,13 +34,43 @@ class Span:
     end_s: float
     attributes: dict[str, Any]
 
+    @property
+    def waits(self) -> bool:
+        """Whether this is waiting, not work."""
+        return self.name == WAIT
+
+    @property
+    def cause(self) -> str:
+        """What a wait is for; 'other' where that was not recorded."""
+        return str(self.attributes.get("cause", "other"))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was recorded between two moments.
+
+    Attributes:
+        start_s, end_s: the moments, by the recorder's clock.
+        ended: spans that ended in between, in that order; one may have begun before ``start_s``.
+        open: spans that still go on, cut at ``end_s``.
+    """
+
+    start_s: float
+    end_s: float
+    ended: tuple[Span, ...]
+    open: tuple[Span, ...] = ()
+
 
 class Spans:
     """Records spans, also from several threads and coroutines at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         self._records: list[Span] = []
+        self._open: dict[int, Span] = {}
+        self._begun = 0
+        self._since_s = clock.now()
 
     @contextmanager
     def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
@@ -41,24 +79,69 @@ class Spans:
         Yields:
             The attributes, to which the body may add what it learns.
         """
-        start_s = self._clock.now()
+        with self._lock:
+            start_s, key = self._clock.now(), self._begun
+            self._begun += 1
+            self._open[key] = Span(role, name, start_s, start_s, attributes)
         try:
             yield attributes
         finally:
-            self._records.append(Span(role, name, start_s, self._clock.now(), attributes))
+            with self._lock:
+                del self._open[key]
+                self._records.append(Span(role, name, start_s, self._clock.now(), attributes))
+
+    def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
+        """Record a span whose times are known, by the recorder's clock.
+
+        Raises:
+            ValueError: it ends before it starts.
+        """
+        if end_s < start_s:
+            raise ValueError(f"a span ends after it starts; got {start_s} s to {end_s} s")
+        with self._lock:
+            self._records.append(Span(role, name, start_s, end_s, attributes))
 
     @property
     def records(self) -> tuple[Span, ...]:
-        """The spans since the last :meth:`reset`, in the order they ended."""
-        return tuple(self._records)
+        """The spans since the last :meth:`reset` or :meth:`take`, in the order they ended."""
+        with self._lock:
+            return tuple(self._records)
 
     def totals(self) -> dict[str, float]:
-        """Seconds by name since the last :meth:`reset`; overlapping spans each count in full."""
+        """Seconds of work by name, of :attr:`records`; overlapping spans each count in full."""
         totals: defaultdict[str, float] = defaultdict(float)
-        for record in self._records:
-            totals[record.name] += record.end_s - record.start_s
+        for record in self.records:
+            if not record.waits:
+                totals[record.name] += record.end_s - record.start_s
         return dict(totals)
 
+    def waits(self) -> dict[tuple[str, str], float]:
+        """Seconds waited by role and cause, of :attr:`records`."""
+        totals: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for record in self.records:
+            if record.waits:
+                totals[record.role, record.cause] += record.end_s - record.start_s
+        return dict(totals)
+
+    def take(self) -> Window:
+        """What was recorded since the last call (or :meth:`reset`); it is then forgotten here.
+
+        A span that is still open is reported cut, now; and whole, once it has ended.
+        """
+        with self._lock:
+            now_s = self._clock.now()
+            # A copy of the attributes: whoever works on an open span may yet add to them.
+            cut = tuple(
+                Span(s.role, s.name, s.start_s, now_s, dict(s.attributes))
+                for s in self._open.values()
+            )
+            window = Window(self._since_s, now_s, tuple(self._records), cut)
+            self._records.clear()
+            self._since_s = now_s
+        return window
+
     def reset(self) -> None:
-        """Forget the spans recorded so far."""
-        self._records.clear()
+        """Forget the spans recorded so far; time counts from now on."""
+        with self._lock:
+            self._records.clear()
+            self._since_s = self._clock.now()

@@ -50,7 +50,7 @@ def load(name_or_path: str | Path) -> Config:
         ConfigError: no such recipe or file, no valid TOML, an unknown key, or a value out of rule.
     """
     if str(name_or_path) in names():
-        return _parse(_packaged(str(name_or_path)), f"recipe '{name_or_path}'")
+        return _with_own_files(_parse(_packaged(str(name_or_path)), f"recipe '{name_or_path}'"))
     path = Path(name_or_path)
     if path.is_dir():
         path = path / "config.toml"
@@ -109,6 +109,20 @@ def _packaged(name: str) -> str:
     if name not in names():
         raise _unknown_recipe(name)
     return resources.files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8")
+
+
+def _with_own_files(config: Config) -> Config:
+    """Files that come with the packaged recipes, by their full paths."""
+    folder = Path(str(resources.files(__name__)))
+
+    def located(name: str) -> str:
+        file, colon, function = name.partition(":")
+        return f"{folder / file}{colon}{function}" if file and (folder / file).is_file() else name
+
+    task = config.task.model_copy(update={"name": located(config.task.name)})
+    sources = tuple(located(source) for source in config.reward.sources)
+    reward = config.reward.model_copy(update={"sources": sources})
+    return config.model_copy(update={"task": task, "reward": reward})
 
 
 def _unknown_recipe(name: str) -> ConfigError:

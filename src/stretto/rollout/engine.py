@@ -8,56 +8,52 @@ needs no logits, and a prompt, a carried response and a fresh set of weights are
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.forward import backbone, unwrapped
-from stretto.models.weights import fingerprint
-from stretto.rollout.cache import SlotCache
+from stretto.models.weights import load_weights
 from stretto.rollout.packed import PackedLinears
+from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs, check_cached_pass
 from stretto.rollout.stop import StopStrings
-from stretto.types import Chunk, FinishReason, Rollout, Weights
-
-
-@dataclass(slots=True)
-class _Row:
-    """A rollout in the engine: prompt and response tokens, of which ``cached`` have keys."""
-
-    id: int
-    prompt: tuple[int, ...]
-    tokens: list[int]
-    seed: int
-    cached: int = 0
-    reported: int = 0
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def ready(self) -> bool:
-        return self.cached == len(self.tokens) - 1
-
-    @property
-    def generated(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+from stretto.types import Chunk, FinishReason, Parcel, Rollout, Weights
 
 
 class TorchEngine:
     """Generates with a transformers model in this process.
 
     The model is used as it is, without a copy: a learner that trains the very same module hands
-    over its weights by a version number and a fingerprint alone. Stored log-probabilities are of
-    the distribution that was sampled (temperature and truncation applied).
+    over its weights by a version number and a fingerprint alone. While the engine decodes on a CPU
+    in bfloat16, the module's linear layers are changed for that time; an engine that decodes in one
+    thread while another thread uses the module needs a copy out of ``models/clone.py``. Stored
+    log-probabilities are of the distribution that was sampled (temperature and truncation applied).
 
     State: the version. Rollouts in flight are the schedule's to save: admitted again with the
     tokens they have, they go on as if nothing had happened. The KV cache is derived.
+
+    Args:
+        model: a causal language model.
+        config: how to sample.
+        end_tokens: ids that end a response.
+        seed: of the run.
+        stop: strings that end a response.
+        slots: rollouts decoded together; ``None`` takes the config's number. Memory is allocated
+            for as many as there have been at one time.
+        carry: what becomes of the keys and values of unfinished rollouts when new weights arrive.
+            ``recompute`` makes them again, so that every token is sampled from the present policy.
+            ``reuse`` keeps them, which costs nothing, but then the later tokens of these rollouts
+            are sampled from a mixture of policies, and a resumed run does not repeat them exactly.
+
+    Raises:
+        EngineError: the model cannot be driven over slots, or ``slots`` is below 1.
     """
 
     def __init__(
@@ -68,26 +64,31 @@ class TorchEngine:
         end_tokens: frozenset[int],
         seed: int,
         stop: StopStrings | None = None,
+        slots: int | None = None,
+        carry: Literal["recompute", "reuse"] = "recompute",
     ) -> None:
         self._model, self._config, self._seed = model, config, seed
-        self._end_tokens, self._stop = end_tokens, stop
-        self._slots = config.slots or config.batch
-        self._cache = SlotCache(self._slots)
+        self._end_tokens, self._stop, self._carry = end_tokens, stop, carry
+        self._slots = (config.slots or config.batch) if slots is None else slots
+        if self._slots < 1:
+            raise EngineError(f"an engine needs at least one slot; got slots = {slots}")
         check_cached_pass(model, config)
+        device = next(model.parameters()).device
+        self._cache = RowSlots(self._slots, device)
         self._pass = ModelPass(model, self._cache, config)
         self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
-        graphs = config.cuda_graphs and self._pass.device.type == "cuda"
-        self._decode = GraphedDecode(self._pass) if graphs else self._pass.decode
-        self._waiting: deque[_Row] = deque()
-        self._rows: list[_Row] = []  # a row's index is its slot
+        self._graphs = config.cuda_graphs and device.type == "cuda"
+        self._decode: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
+        self._waiting: deque[Row] = deque()
+        self._rows: list[Row] = []  # a row's index is its slot
+        self._ids: set[int] = set()  # of all rows, waiting or not
         self._done: list[Chunk] = []
         self.version = 0
-        limit = getattr(self._pass.config_of_model, "max_position_embeddings", None)
-        self._longest = int(limit) if limit else 1 << 62
-        rope = getattr(self._pass.config_of_model, "rope_parameters", None) or {}
-        if rope.get("rope_type") in ("longrope", "dynamic"):
-            # Beyond these positions the frequencies follow the longest sequence in the batch.
-            self._longest = int(rope.get("original_max_position_embeddings") or self._longest)
+        self.prefilled_tokens = 0
+        """Tokens put into the cache without sampling, in all."""
+        self.context_tokens = 0
+        """Cache positions read by decode steps, in all; padding up to the longest row counted."""
+        self._longest = _positions(self._pass.config_of_model)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Queue rollouts; each goes on after the tokens it already has.
@@ -96,62 +97,109 @@ class TorchEngine:
             EngineError: a rollout is here already, has ended, has an empty prompt, or does not fit
                 the model's positions.
         """
-        known = {row.id for row in (*self._waiting, *self._rows)}
         for r in rollouts:
-            self._check(r, known)
-            known.add(r.id)
-            tokens = [*r.prompt.tokens, *r.tokens]
-            seed = stream_seed(self._seed, r.id)
-            self._waiting.append(_Row(r.id, r.prompt.tokens, tokens, seed, reported=len(r)))
+            self._admit(r)
 
     @torch.inference_mode()
-    def decode(self, max_tokens: int) -> list[Chunk]:
-        """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
+    def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
+        """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free.
+
+        Where a call ends changes nothing of what is sampled: many short calls and one long one make
+        the same tokens, in the same forward passes.
+
+        Args:
+            max_tokens: decode steps of this call, at most.
+            stop_after: return after the step in which this many rollouts have finished; 0 goes on.
+
+        Returns:
+            A chunk for each rollout that advanced: first the finished ones in the order in which
+            they ended (those of one step by id), then the others by id.
+
+        If it is interrupted, the model is left as it was, and the rollouts in doubt: release them,
+        and admit them again with the tokens that earlier calls have returned.
+        """
         steps = 0
-        with self._packed:
-            while steps < max_tokens:
-                self._fill_slots()
-                if not self._rows:
-                    break
-                self._prefill()
-                steps += self._step()
+        try:
+            with self._packed:
+                while steps < max_tokens and not 0 < stop_after <= len(self._done):
+                    self._fill_slots()
+                    if not self._rows:
+                        break
+                    self._prefill()
+                    steps += self._step()
+        finally:
+            self._packed.restore()  # an interruption may strike on the way into or out of it
         done, self._done = self._done, []
-        return done + [self._chunk(row, None) for row in self._rows if row.logprobs]
+        going_on = sorted((row for row in self._rows if row.logprobs), key=lambda row: row.id)
+        return done + [self._chunk(row, None) for row in going_on]
 
     @torch.inference_mode()
-    def release(self, rollout_ids: Sequence[int]) -> None:
+    def release(self, rollout_ids: Iterable[int]) -> None:
         """Forget rollouts; unknown ids are ignored."""
         gone = set(rollout_ids)
+        self._done = [c for c in self._done if c.rollout_id not in gone]  # of an interrupted call
+        if gone.isdisjoint(self._ids):
+            return
+        self._ids -= gone
         self._waiting = deque(row for row in self._waiting if row.id not in gone)
-        for row in [row for row in self._rows if row.id in gone]:
-            self._vacate(self._rows.index(row))
+        for slot in reversed(range(len(self._rows))):
+            if self._rows[slot].id in gone:
+                self._vacate(slot)
 
-    def load(self, weights: Weights) -> None:
-        """Decode with these weights from now on. Rows in flight are prefilled anew under them.
+    @torch.inference_mode()
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[Parcel]:
+        """Let go of unfinished rollouts that go on in another engine, in the order asked.
+
+        Args:
+            rollout_ids: which; all must be here.
+            with_cache: copy their keys and values out of the slots. Without them the other engine
+                prefills prompt and response again.
 
         Raises:
-            EngineError: the model's fingerprint is not the one handed over.
+            EngineError: a rollout is not here, or is named twice; nothing has been let go.
         """
-        parameters = dict(self._model.named_parameters())
-        if unknown := set(weights.tensors or ()) - set(parameters):
+        at = {row.id: slot for slot, row in enumerate(self._rows)}
+        rows = {row.id: row for row in (*self._rows, *self._waiting)}
+        if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in rows]:
             raise EngineError(
-                f"version {weights.version} brings '{min(unknown)}', which the engine's model does "
-                "not have; learner and engine must hold the same model"
+                f"rollouts {wrong} are not in this engine, or were named twice; export only those "
+                "that were admitted and have not finished, each once"
             )
-        with torch.no_grad():
-            for name, tensor in (weights.tensors or {}).items():
-                parameters[name].copy_(tensor)
-        found = fingerprint(parameters.items())
-        if found != weights.fingerprint:
-            raise EngineError(
-                f"version {weights.version} was handed over with fingerprint "
-                f"{weights.fingerprint}, but the engine holds {found}: it did not get the new "
-                "weights. Nothing generated from here on could be trusted"
-            )
+        parcels = [self._parcel(rows[i], at.get(i), with_cache) for i in rollout_ids]
+        self.release(rollout_ids)
+        return parcels
+
+    def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+        """Go on with rollouts that another engine of the same model has exported.
+
+        They join the queue; one that brought its keys and values is decoded as soon as it has a
+        slot. What was computed with older weights than this engine's is treated as at a hand-over.
+
+        Raises:
+            EngineError: a parcel is not its rollout's, or one cannot be admitted.
+        """
+        for r, parcel in zip(rollouts, parcels, strict=True):
+            if parcel.rollout_id != r.id or parcel.cached_tokens >= len(r.prompt.tokens) + len(r):
+                raise EngineError(
+                    f"rollout {r.id} with {len(r.prompt.tokens) + len(r)} tokens came with the "
+                    f"parcel of rollout {parcel.rollout_id}, whose cache covers "
+                    f"{parcel.cached_tokens}; give each rollout its own parcel, and append every "
+                    "chunk before it moves"
+                )
+            self._admit(r, parcel)
+
+    def load(self, weights: Weights) -> None:
+        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight.
+
+        Raises:
+            EngineError: a tensor has no parameter to go to, or the model's fingerprint is then not
+                the one handed over.
+        """
+        load_weights(self._model, weights, "the engine")
         self.version = weights.version
         self._packed.invalidate()
-        for row in self._rows:
-            row.cached = 0
+        for row in (*self._waiting, *self._rows):
+            self._renew(row)
 
     def state_dict(self) -> dict[str, Any]:
         """See the class: only the version."""
@@ -161,8 +209,40 @@ class TorchEngine:
         """The inverse of :meth:`state_dict`."""
         self.version = state["version"]
 
-    def _check(self, r: Rollout, known: Set[int]) -> None:
-        if r.id in known:
+    def _admit(self, r: Rollout, parcel: Parcel | None = None) -> None:
+        self._check(r)
+        tokens = [*r.prompt.tokens, *r.tokens]
+        row = Row(
+            r.id, r.prompt.tokens, tokens, stream_seed(self._seed, r.id), len(r), self.version
+        )
+        if parcel and parcel.cache is not None:
+            luggage: RowCache = parcel.cache
+            row.cached, row.luggage = parcel.cached_tokens, luggage
+            row.cache_version = luggage.version
+            if luggage.version != self.version:
+                self._renew(row)
+        self._ids.add(r.id)
+        self._waiting.append(row)
+
+    def _renew(self, row: Row) -> None:
+        """What becomes of a row's cache now that the weights are others.
+
+        A prompt is never carried: a response whose tokens are all of one version is then wholly
+        that policy's, and a learner may call it on-policy.
+        """
+        if self._carry == "recompute" or not row.generated or not row.cached:
+            row.void(self.version)
+
+    def _parcel(self, row: Row, slot: int | None, with_cache: bool) -> Parcel:
+        if not with_cache or not row.cached:
+            return Parcel(row.id)
+        cache = row.luggage
+        if slot is not None:
+            cache = self._cache.take(slot, row.cached, row.cache_version)
+        return Parcel(row.id, cache, row.cached)
+
+    def _check(self, r: Rollout) -> None:
+        if r.id in self._ids:
             raise EngineError(f"rollout {r.id} is in the engine already; release it first")
         if not r.prompt.tokens:
             raise EngineError(f"prompt {r.prompt.id} has no tokens; put a start token before it")
@@ -178,9 +258,15 @@ class TorchEngine:
             )
 
     def _fill_slots(self) -> None:
-        while self._waiting and len(self._rows) < self._slots:
+        coming = min(len(self._waiting), self._slots - len(self._rows))
+        if coming and self._cache.hold(len(self._rows) + coming) and self._graphs:
+            self._decode = GraphedDecode(self._pass)  # the graphs so far write to freed memory
+        for _ in range(coming):
             row = self._waiting.popleft()
             self._cache.reserve(len(row.prompt) + self._config.max_new_tokens)
+            if row.luggage:
+                self._cache.put(len(self._rows), row.luggage)
+                row.luggage = None
             self._rows.append(row)
 
     def _prefill(self) -> None:
@@ -188,49 +274,28 @@ class TorchEngine:
         pending = [slot for slot, row in enumerate(self._rows) if not row.ready]
         if not pending:
             return
-        if picked := self._pick_prefill(pending):
+        budget = self._config.prefill_tokens
+        if picked := pick_prefill(self._rows, pending, budget, self.version):
             rows = [self._rows[slot] for slot in picked]
-            width = self._config.prefill_tokens
-            parts = [row.tokens[row.cached : -1][:width] for row in rows]
+            parts = [row.tokens[row.cached : -1][:budget] for row in rows]
             self._pass.prefill(picked, [row.cached for row in rows], parts)
             for row, part in zip(rows, parts, strict=True):
                 row.cached += len(part)
+                self.prefilled_tokens += len(part)
         self._copy_shared_prompts(pending)
 
     def _copy_shared_prompts(self, pending: Sequence[int]) -> None:
         """Rollouts of one prompt prefill it once: the others copy its keys and values."""
-        have = {r.prompt: s for s, r in enumerate(self._rows) if r.cached >= len(r.prompt) - 1}
+        have = {
+            row.prompt: slot
+            for slot, row in enumerate(self._rows)
+            if row.cached >= len(row.prompt) - 1 and row.cache_version == self.version
+        }
         for slot in pending:
             row = self._rows[slot]
             if row.cached == 0 and row.prompt in have:
                 row.cached = len(row.prompt) - 1
                 self._cache.copy_row(have[row.prompt], slot, row.cached)
-
-    def _pick_prefill(self, pending: Sequence[int]) -> list[int]:
-        """Slots for one pass: the longest first, padded width times rows within the budget.
-
-        Fresh rows and rows that go on do not mix, as fresh ones need no mask; of several rows with
-        one prompt the others wait until the first has it.
-        """
-        picked: list[int] = []
-        taken = {row.prompt for row in self._rows if row.cached and len(row.prompt) > 1}
-        width = 0
-        left = {
-            slot: len(self._rows[slot].tokens) - 1 - self._rows[slot].cached for slot in pending
-        }
-        for slot in sorted(pending, key=lambda s: -left[s]):
-            row = self._rows[slot]
-            if row.cached == 0 and row.prompt in taken:
-                continue
-            width = width or min(left[slot], self._config.prefill_tokens)
-            if picked and (len(picked) + 1) * width > self._config.prefill_tokens:
-                break
-            if picked and (row.cached == 0) != (self._rows[picked[0]].cached == 0):
-                continue
-            if row.cached == 0 and len(row.prompt) > 1:
-                taken.add(row.prompt)
-            picked.append(slot)
-        return picked
 
     def _step(self) -> bool:
         """One token for every ready row; whether there was one."""
@@ -248,22 +313,29 @@ class TorchEngine:
             index=torch.tensor([row.generated for row in rows], device=device),
         )
         read = max(row.cached for row in rows if row.ready) + 1
+        self.context_tokens += read * len(rows)
         tokens, logprobs = (x.tolist() for x in self._decode(inputs, read))
+        ended = []
         for slot in reversed(range(len(rows))):  # from the end: a vacated slot takes the last row
-            if ready[slot]:
-                self._append(slot, tokens[slot], logprobs[slot])
+            if ready[slot] and (chunk := self._append(slot, tokens[slot], logprobs[slot])):
+                ended.append(chunk)
+        self._done += sorted(ended, key=lambda chunk: chunk.rollout_id)
         return True
 
-    def _append(self, slot: int, token: int, logprob: float) -> None:
+    def _append(self, slot: int, token: int, logprob: float) -> Chunk | None:
+        """Add a token to a row; its last chunk, and its slot to another, if it ends with that."""
         row = self._rows[slot]
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.cached += 1
-        if finish := self._finish(row):
-            self._done.append(self._chunk(row, finish))
-            self._vacate(slot)
+        finish = self._finish(row)
+        if finish is None:
+            return None
+        self._ids.remove(row.id)
+        self._vacate(slot)
+        return self._chunk(row, finish)
 
-    def _finish(self, row: _Row) -> FinishReason | None:
+    def _finish(self, row: Row) -> FinishReason | None:
         if row.tokens[-1] in self._end_tokens:
             return FinishReason.STOP
         if self._stop and self._stop.ends(row.tokens, len(row.prompt)):
@@ -276,8 +348,19 @@ class TorchEngine:
             self._rows[slot] = last
             self._cache.copy_row(len(self._rows), slot, last.cached)
 
-    def _chunk(self, row: _Row, finish: FinishReason | None) -> Chunk:
+    def _chunk(self, row: Row, finish: FinishReason | None) -> Chunk:
         start, row.reported = row.reported, row.generated
         logprobs, row.logprobs = tuple(row.logprobs), []
         tokens = tuple(row.tokens[len(row.prompt) + start :])
         return Chunk(row.id, start, tokens, logprobs, self.version, finish)
+
+
+def _positions(config: Any) -> int:
+    """How many tokens a sequence of this model may have."""
+    limit = getattr(config, "max_position_embeddings", None)
+    longest = int(limit) if limit else 1 << 62
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        # Beyond these positions the frequencies follow the longest sequence in the batch.
+        longest = int(rope.get("original_max_position_embeddings") or longest)
+    return longest

@@ -49,18 +49,26 @@ class PackedLinears:
         for layer, forward in zip(self._layers, self._packed, strict=True):
             layer.forward = forward  # type: ignore[method-assign, assignment]
 
-    def invalidate(self) -> None:
-        """Pack everything again on the next entry: there are new weights."""
-        self._versions = []
-
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the layers their own forward passes back, those that do not have them already.
+
+        Who may be interrupted calls this once more after leaving the context: an interruption can
+        strike within ``__enter__`` or ``__exit__`` themselves.
+        """
         for layer in self._layers:
-            del layer.forward
+            vars(layer).pop("forward", None)
+
+    def invalidate(self) -> None:
+        """Pack everything again on the next entry: there are new weights."""
+        self._versions = []
 
 
 def _supported() -> bool:

@@ -11,16 +11,17 @@ from stretto.types import Rollout, RolloutState
 
 
 class Ledger:
-    """Counts rollouts so that, at every moment, dispatched = in flight + trained + rejected.
+    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected.
 
-    State: the counts, and the ids in flight.
+    State: the counts, and the state of each rollout in flight.
     """
 
     def __init__(self) -> None:
         self.dispatched = 0
         self.trained = 0
         self.rejected: Counter[str] = Counter()
-        self._in_flight: set[int] = set()
+        self._rejections = 0
+        self._in_flight: dict[int, RolloutState] = {}
 
     @property
     def in_flight(self) -> int:
@@ -31,36 +32,45 @@ class Ledger:
         """Rollouts leave the queue.
 
         Raises:
-            LifecycleError: one of them is in flight already.
+            LifecycleError: one of them is in flight already, or not fresh.
         """
         for rollout in rollouts:
-            if rollout.id in self._in_flight:
+            if rollout.id in self._in_flight or rollout.state is not RolloutState.QUEUED:
                 raise LifecycleError(f"rollout {rollout.id} was dispatched twice")
-            self._in_flight.add(rollout.id)
-        self.dispatched += len(rollouts)
+            self._in_flight[rollout.id] = rollout.state
+            self.dispatched += 1
+        self._check()
 
-    def close(self, rollouts: Sequence[Rollout]) -> None:
-        """Rollouts reached the end of their lives: trained, or rejected for a reason.
+    def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
+        """Take a rollout to its next state.
 
         Raises:
-            LifecycleError: one of them is not in flight or not at an end, or the books do not
-                balance.
+            LifecycleError: it is not in flight, was moved behind the books' back, cannot go there,
+                or the books do not balance.
         """
-        for rollout in rollouts:
-            if rollout.id not in self._in_flight:
-                raise LifecycleError(f"rollout {rollout.id} ends but was not in flight")
-            if rollout.state is RolloutState.TRAINED:
+        known = self._in_flight.get(rollout.id)
+        if known is not rollout.state:
+            raise LifecycleError(
+                f"rollout {rollout.id} is {rollout.state}, but the books have it as "
+                f"{known or 'not in flight'}"
+            )
+        rollout.move(state, because)
+        if state is RolloutState.TRAINED or state is RolloutState.REJECTED:
+            del self._in_flight[rollout.id]
+            if state is RolloutState.TRAINED:
                 self.trained += 1
-            elif rollout.state is RolloutState.REJECTED:
-                self.rejected[rollout.rejected_because] += 1
             else:
-                raise LifecycleError(f"rollout {rollout.id} ends in state {rollout.state}")
-            self._in_flight.remove(rollout.id)
-        ended = self.trained + self.rejected.total()
-        if self.dispatched != self.in_flight + ended:
+                self.rejected[because] += 1
+                self._rejections += 1
+        else:
+            self._in_flight[rollout.id] = state
+        self._check()
+
+    def _check(self) -> None:
+        if self.dispatched != len(self._in_flight) + self.trained + self._rejections:
             raise LifecycleError(
                 f"the books do not balance: {self.dispatched} dispatched, but {self.in_flight} in "
-                f"flight + {self.trained} trained + {self.rejected.total()} rejected"
+                f"flight + {self.trained} trained + {self._rejections} rejected"
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,11 +79,13 @@ class Ledger:
             "dispatched": self.dispatched,
             "trained": self.trained,
             "rejected": dict(self.rejected),
-            "in_flight": sorted(self._in_flight),
+            "in_flight": {id_: str(state) for id_, state in self._in_flight.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.dispatched, self.trained = state["dispatched"], state["trained"]
         self.rejected = Counter(state["rejected"])
-        self._in_flight = set(state["in_flight"])
+        self._rejections = self.rejected.total()
+        self._in_flight = {id_: RolloutState(s) for id_, s in state["in_flight"].items()}
+        self._check()

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.config import TaskConfig
-from stretto.errors import ConfigError, JudgeError
+from stretto.errors import ConfigError, EngineError, JudgeError
 from stretto.scoring.pending import Pending
 from stretto.scoring.process import JudgeProcess
 from stretto.scoring.text import response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
-from stretto.types import Chunk, Prompt, Rollout, Score, ScoreKind
+from stretto.types import Chunk, Prompt, Rollout, Score, ScoreKind, Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +75,7 @@ class FunctionScorer:
     """
 
     kind: ScoreKind = "reward"
+    follows = ""
 
     def __init__(
         self,
@@ -141,6 +142,14 @@ class FunctionScorer:
     def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
         self._pending.release(rollout_ids)
+
+    def load(self, weights: Weights) -> None:
+        """Never called, as a function follows no trained model.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(f"scorer '{self.name}' is a function and takes no weights")
 
     def close(self) -> None:
         """End the judge's process; what it is doing is lost."""

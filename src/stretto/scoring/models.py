@@ -1,18 +1,19 @@
-"""Scores from models: the reference, the critic, and reward models, over whole rollouts.
+"""Scores from models: the reference, the critic, and reward models.
 
-Shapes: N response tokens of one micro-batch, flattened; H hidden size.
+Shapes: N response tokens of one forward pass, flattened; b sequences of a micro-batch; n rows and q
+tokens a row of one streamed pass; H hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
+from stretto.models.clone import with_own_structure
 from stretto.models.forward import (
     by_token_budget,
     hidden_states,
@@ -25,58 +26,21 @@ from stretto.models.forward import (
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
 from stretto.models.logits import token_logprobs
-from stretto.scoring.pending import Pending
-from stretto.scoring.text import response_text
-from stretto.types import Chunk, Rollout, Score, ScoreKind
+from stretto.scoring.base import ModelScorer, Say, warn
+from stretto.scoring.retokenise import Reading, StablePrefix
+from stretto.scoring.streamed import Piece, Stream, Streams
+from stretto.types import Rollout, ScoreKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class ModelScorer:
-    """The part that all model scorers share; methods as in :class:`~stretto.protocols.Scorer`.
+class TokenScorer(ModelScorer):
+    """A number for each response token, from the hidden state that predicts it.
 
     Args:
-        name: unique in a run.
-        kind: what :meth:`_score` gives.
+        read: hidden states [N, H] and the tokens [N] that they predict, to numbers [N].
     """
-
-    def __init__(self, name: str, kind: ScoreKind) -> None:
-        self.name, self.kind = name, kind
-        self._pending = Pending(name)
-
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Learn of rollouts whose chunks will follow."""
-        self._pending.admit(rollouts)
-
-    def extend(self, chunks: Sequence[Chunk]) -> None:
-        """Take more tokens of admitted rollouts, in order for each rollout."""
-        self._pending.extend(chunks)
-
-    def release(self, rollout_ids: Sequence[int]) -> None:
-        """Forget rollouts without a score."""
-        self._pending.release(rollout_ids)
-
-    @torch.no_grad()
-    def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
-        """Score finished rollouts, in the order asked, and forget them."""
-        rollouts = self._pending.take(rollout_ids)
-        values: dict[int, Tensor] = {}
-        for part, scores in self._score(rollouts):
-            values |= {r.id: s for r, s in zip(part, scores, strict=True)}
-        return [
-            Score(r.id, self.name, self.kind, values[r.id].float().cpu().numpy()) for r in rollouts
-        ]
-
-    def _score(
-        self, rollouts: Sequence[Rollout]
-    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
-        """Micro-batches of rollouts with one tensor each: [1] for a reward, else [T]."""
-        raise NotImplementedError
-
-
-class TokenScorer(ModelScorer):
-    """A number for each response token, from the hidden state that predicts it."""
 
     def __init__(
         self,
@@ -85,37 +49,66 @@ class TokenScorer(ModelScorer):
         model: nn.Module,
         read: Callable[[Tensor, Tensor], Tensor],
         token_budget: int,
-        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        **options: Any,
     ) -> None:
-        super().__init__(name, kind)
-        self._model, self._read, self._budget = model, read, token_budget
-        self._context = context
+        super().__init__(name, kind, model, token_budget, **options)
+        self._read = read
+
+    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
+        # The state at the prompt's last token, the first beyond ``stream.prompt``, predicts the
+        # response's first.
+        first = [max(p.start, len(p.stream.prompt)) for p in pieces]
+        states = [
+            h[f - p.start : p.stop - p.start] for h, f, p in zip(hidden, first, pieces, strict=True)
+        ]
+        tokens = [
+            t
+            for f, p in zip(first, pieces, strict=True)
+            for t in p.stream.tokens[f + 1 : p.stop + 1]
+        ]
+        if not tokens:
+            return
+        numbers = self._read(torch.cat(states), torch.tensor(tokens, device=hidden.device))
+        for piece, part in zip(pieces, numbers.split([len(s) for s in states]), strict=True):
+            piece.stream.numbers.append(part)
 
     def _score(
         self, rollouts: Sequence[Rollout]
     ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
         for chosen in microbatches(rollouts, self._budget):
             part = [rollouts[i] for i in chosen]
-            with self._context():
-                hidden = response_hidden(self._model, part)
-                numbers = self._read(hidden, response_tokens(part, hidden.device))
+            self.read_tokens += sum(len(r.prompt.tokens) + len(r) - 1 for r in part)
+            hidden = response_hidden(self.model, part)
+            numbers = self._read(hidden, response_tokens(part, hidden.device))
             yield part, numbers.split([len(r) for r in part])
 
 
-def reference_scorer(model: nn.Module, temperature: float, token_budget: int) -> TokenScorer:
+def reference_scorer(
+    model: nn.Module,
+    temperature: float,
+    token_budget: int,
+    *,
+    slots: int = 0,
+    say: Say = warn,
+) -> TokenScorer:
     """Log-probabilities of the reference policy, at the sampling temperature.
 
-    A PEFT model serves as its own reference, with its adapters off.
+    A PEFT model serves as its own reference: the scorer runs its frozen weights, in modules of its
+    own that have no adapters. Switching the adapters off instead would switch off their gradients
+    too, under a learner that may be at work in another thread.
     """
+    if hasattr(model, "peft_config"):
+        adapted: Any = with_own_structure(model)
+        model = cast(nn.Module, adapted.unload())
     head = output_head(model)
-    adapters_off: Any = getattr(model, "disable_adapter", nullcontext)
     return TokenScorer(
         "reference",
         "logprobs",
         model,
         lambda hidden, tokens: token_logprobs(head, hidden, tokens, temperature)[0],
         token_budget,
-        adapters_off,
+        slots=slots,
+        say=say,
     )
 
 
@@ -140,8 +133,10 @@ def reads_last_token(model: nn.Module) -> bool:
     return bool(worst <= 0.02 * theirs.abs().max().item() + 1e-4)
 
 
-def critic_scorer(model: nn.Module, token_budget: int) -> TokenScorer:
-    """V(s_t), the value of the state before response token t.
+def critic_scorer(
+    model: nn.Module, token_budget: int, *, slots: int = 0, say: Say = warn
+) -> TokenScorer:
+    """V(s_t), the value of the state before response token t. It follows the trained critic.
 
     Raises:
         ModelError: the model gives no values of single tokens.
@@ -153,7 +148,14 @@ def critic_scorer(model: nn.Module, token_budget: int) -> TokenScorer:
             "another model in critic.init, or 'actor'"
         )
     return TokenScorer(
-        "critic", "values", model, lambda hidden, _: apply_scalar_head(model, hidden), token_budget
+        "critic",
+        "values",
+        model,
+        lambda hidden, _: apply_scalar_head(model, hidden),
+        token_budget,
+        slots=slots,
+        say=say,
+        follows="critic",
     )
 
 
@@ -163,12 +165,13 @@ class RewardModelScorer(ModelScorer):
     A causal model is read at the last token, whatever token that is; any other runs whole.
 
     A reward model with the actor's tokenizer reads the very tokens that were sampled. One with a
-    tokenizer of its own reads the same conversation: through its chat template where it has one,
-    else as the turns' text with empty lines between; a plain prompt and its response as text.
+    tokenizer of its own reads the same conversation as text (``retokenise.py``); what it has read
+    of a response in slots is taken back where the whole response turns out to have other tokens.
 
     Attributes:
         same_tokenizer: whether it reads the actor's tokens as they are.
         model: the classifier; a critic may start from it.
+        rolled_back_tokens: tokens read so far that were taken back.
     """
 
     def __init__(
@@ -179,17 +182,71 @@ class RewardModelScorer(ModelScorer):
         actor_tokenizer: PreTrainedTokenizerBase,
         token_budget: int,
         stop: Sequence[str] = (),
+        *,
+        slots: int = 0,
+        say: Say = warn,
     ) -> None:
-        super().__init__(name, "reward")
-        self.model, self._tokenizer, self._budget = model, tokenizer, token_budget
-        self._actor_tokenizer, self._stop = actor_tokenizer, stop
         self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
+        self.rolled_back_tokens = 0
+        self._reading = Reading(name, tokenizer, actor_tokenizer, stop)
         self._causal = reads_last_token(model)
+        self._has_offsets = self.same_tokenizer or tokenizer.is_fast
+        super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
+
+    def _open_streams(self, slots: int) -> Streams | None:
+        if self._causal and self._has_offsets:
+            return super()._open_streams(slots)
+        why = (
+            "its tokenizer does not say where in the text its tokens are"
+            if self._causal
+            else "the model is no causal decoder with a linear head on the last token"
+        )
+        self._say(f"'{self.name}' scores rollouts whole, at their end: {why}")
+        return None
+
+    def _open(self, streams: Streams, rollout: Rollout) -> Stream:
+        if self.same_tokenizer:
+            return super()._open(streams, rollout)
+        text = self._reading.prefix(rollout.prompt)
+        text.grow(self._reading.begun(rollout))
+        return streams.open(rollout.id, text.tokens[:-1], text.tokens, text)
+
+    def _update(self, stream: Stream, rollout: Rollout) -> None:
+        if stream.numbers:
+            return  # it has its score
+        if stream.text is None:
+            super()._update(stream, rollout)
+        else:
+            self._retokenise(stream, stream.text, rollout)
+        if rollout.finish:
+            stream.goal = len(stream.tokens)
+
+    def _retokenise(self, stream: Stream, text: StablePrefix, rollout: Rollout) -> None:
+        if rollout.finish:
+            kept = text.close(self._reading.tokens(rollout))
+        else:
+            kept = text.grow(self._reading.begun(rollout))
+        if kept < stream.cached:
+            self.rolled_back_tokens += stream.cached - kept
+            stream.cached = kept
+        if kept < len(stream.prompt):
+            stream.prompt = ()
+        stream.tokens[kept:] = text.tokens[kept:]
+        stream.goal = len(stream.tokens) - 1
+        stream.cached = min(stream.cached, stream.goal)  # the last token's state will be needed
+
+    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
+        last = [(h, p) for h, p in zip(hidden, pieces, strict=True) if _complete(p)]
+        if last:
+            states = torch.stack([h[p.stop - p.start - 1] for h, p in last])
+            for (_, piece), score in zip(last, apply_scalar_head(self.model, states), strict=True):
+                piece.stream.numbers.append(score[None])
 
     def _score(
         self, rollouts: Sequence[Rollout]
     ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
         rows = [self._tokens(r) for r in rollouts]
+        self.read_tokens += sum(map(len, rows))
         for chosen in by_token_budget([len(row) for row in rows], self._budget):
             part = [rows[i] for i in chosen]
             yield [rollouts[i] for i in chosen], list(self._read(part)[:, None])
@@ -208,26 +265,12 @@ class RewardModelScorer(ModelScorer):
     def _tokens(self, rollout: Rollout) -> list[int]:
         if self.same_tokenizer:
             return [*rollout.prompt.tokens, *rollout.tokens]
-        text = response_text(self._actor_tokenizer, rollout.tokens, rollout.finish, self._stop)
-        prompt = rollout.prompt
-        if not prompt.messages:
-            return list(self._tokenizer(prompt.text + text)["input_ids"])
-        turns: list[Any] = [*prompt.messages, {"role": "assistant", "content": text}]
-        if not self._tokenizer.chat_template:
-            return list(self._tokenizer("\n\n".join(t["content"] for t in turns))["input_ids"])
-        return self._apply_template(turns)
+        return self._reading.tokens(rollout)
 
-    def _apply_template(self, turns: Sequence[Any]) -> list[int]:
-        from jinja2 import TemplateError
 
-        try:
-            rendered = self._tokenizer.apply_chat_template(list(turns), tokenize=False)
-        except TemplateError as error:
-            raise ModelError(
-                f"the chat template of reward model '{self.name}' refuses the conversation "
-                f"{list(turns)}: {error}. Leave task.system empty, or choose another reward model"
-            ) from error
-        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
+def _complete(piece: Piece) -> bool:
+    """Whether a piece ends with the last token of all; only an ended rollout is read up to it."""
+    return piece.stop == len(piece.stream.tokens)
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:

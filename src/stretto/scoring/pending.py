@@ -43,6 +43,10 @@ class Pending:
                 )
             rollout.append(chunk)
 
+    def __getitem__(self, rollout_id: int) -> Rollout:
+        """A rollout as it is now; not to be changed."""
+        return self._rollouts[rollout_id]
+
     def take(self, rollout_ids: Sequence[int]) -> list[Rollout]:
         """Hand out finished rollouts and forget them.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import LearnerError
-from stretto.types import Batch, FinishReason, Rollout, Score, ScoreKind
+from stretto.types import Batch, FinishReason, Rollout, Score, ScoreKind, short_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,20 @@ def _pad(rows: Sequence[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
 
+def staleness(batch: Batch, version: int) -> dict[str, float]:
+    """How far the policies that sampled a batch are behind the learner's ``version``.
+
+    A rollout's staleness is the version less the oldest one among its tokens.
+    """
+    behind = [version - min(r.versions) for r in batch]
+    other = [v != version for r in batch for v in r.versions]
+    return {
+        "staleness/mean": fmean(behind),
+        "staleness/max": float(max(behind)),
+        "staleness/off_policy_tokens": fmean(other),
+    }
+
+
 def describe(batch: Batch) -> dict[str, float]:
     """Figures of a batch that need no model: lengths, endings, and each reward source."""
     lengths = [len(r) for r in batch]
@@ -93,6 +107,5 @@ def describe(batch: Batch) -> dict[str, float]:
         "response/ended": fmean(r.finish is FinishReason.STOP for r in batch),
     }
     for name in sorted({s.source for r in batch for s in of_kind(r, "reward")}):
-        short = name.rpartition("/")[2]  # a file's folder has no place in a metric's name
-        stats[f"reward/{short}"] = fmean(r.scores[name].scalar for r in batch)
+        stats[f"reward/{short_name(name)}"] = fmean(r.scores[name].scalar for r in batch)
     return stats

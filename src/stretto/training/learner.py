@@ -6,7 +6,7 @@ Shapes: B responses, T tokens; N response tokens of one micro-batch, flattened.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from stretto.algorithms import ppo
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.reductions import Tally, token_weights
 from stretto.config import Config
-from stretto.errors import LearnerError
+from stretto.errors import LearnerError, nearest
 from stretto.models.forward import (
     microbatches,
     output_head,
@@ -28,7 +28,7 @@ from stretto.models.forward import (
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import fingerprint
-from stretto.training.collate import Collated, collate, describe
+from stretto.training.collate import Collated, collate, describe, staleness
 from stretto.training.trained import TrainedModel
 from stretto.types import Batch, Rollout, Weights
 
@@ -49,13 +49,26 @@ class MicroBatch:
 
 
 class PPOLearner:
-    """Trains actor and critic; publishes the actor.
+    """Trains actor and critic, and publishes both.
 
     The old log-probabilities are the engine's own, of the distribution it sampled from: no forward
     pass is spent on making them again, and the ratio tells the truth about the behaviour policy.
-    That engine and learner agree is checked on the first mini-batch of on-policy data.
+    That engine and learner agree is checked on the first mini-batch after a hand-over, if all its
+    batch is of the version that was handed over.
 
-    State: both models, beta, the version, and the count of steps (which orders the mini-batches).
+    State: both models, beta, the version, whether the actor has moved since it was published, and
+    the count of steps (which orders the mini-batches).
+
+    Args:
+        actor: the policy.
+        critic: the value model.
+        config: of the run.
+        reward_weights: factor of each reward source, by name.
+        snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
+            published. Needed for one that is generated or scored with while training goes on.
+
+    Raises:
+        LearnerError: ``snapshots`` names another model.
     """
 
     def __init__(
@@ -64,14 +77,24 @@ class PPOLearner:
         critic: TrainedModel,
         config: Config,
         reward_weights: Mapping[str, float],
+        *,
+        snapshots: Collection[str] = (),
     ) -> None:
         self._actor, self._critic, self._config = actor, critic, config
+        self._trained = {"actor": actor, "critic": critic}
+        for name in snapshots:
+            if name not in self._trained:
+                raise LearnerError(
+                    f"snapshots are taken of trained models; got '{name}'. "
+                    f"{nearest(name, self._trained)}"
+                )
+        self._snapshots = frozenset(snapshots)
         self._reward_weights = reward_weights
         self._head = output_head(actor.model)
         self._budget = token_budget(config.training.microbatch_tokens, actor.device)
         a = config.algorithm
         self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
-        self._version, self._steps = 0, 0
+        self._version, self._steps, self._moved = 0, 0, False
 
     def train(self, batch: Batch) -> dict[str, float]:
         """Take one step.
@@ -82,28 +105,41 @@ class PPOLearner:
         """
         data = collate(batch, self._reward_weights)
         experience = self._prepare(data)
-        on_policy = all(v == self._version for r in batch for v in r.versions)
+        age = staleness(batch, self._version)
+        on_policy = age["staleness/off_policy_tokens"] == 0
         tally, norms = Tally(), {"policy": 0.0, "critic": 0.0}
         lr = {"lr": self._actor.lr, "critic/lr": self._critic.lr}
         parts = list(self._minibatches(len(batch)))
-        for i, rows in enumerate(parts):
-            tally += self._train_minibatch(batch, rows, experience, norms, on_policy and i == 0)
+        for rows in parts:
+            check_ratio = on_policy and not self._moved
+            tally += self._train_minibatch(batch, rows, experience, norms, check_ratio)
         self._steps += 1
         thawed = self._steps > self._config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
         return {
             **describe(batch),
+            **age,
             **experience.stats,
             **_averages(tally, len(parts)),
             **{f"{name}/grad_norm": norm / len(parts) for name, norm in norms.items()},
             **lr,
         }
 
-    def publish(self) -> Weights:
-        """The next version. Learner and engine share the module, so only the proof travels."""
-        self._version += 1
-        return Weights(self._version, fingerprint(self._actor.model.named_parameters()))
+    def publish(self) -> dict[str, Weights]:
+        """The next version of ``actor`` and ``critic``.
+
+        The fingerprint is of all parameters of a model, frozen ones too: so under LoRA it proves
+        that the adapters have come to lie on the same weights. Tensors travel for ``snapshots``
+        alone, and of these only what is trained; otherwise both sides share the module.
+        """
+        self._version, self._moved = self._version + 1, False
+        return {name: self._publish(name, trained) for name, trained in self._trained.items()}
+
+    def _publish(self, name: str, trained: TrainedModel) -> Weights:
+        # The fingerprint comes last, as it waits for the device: then the copies are there too.
+        tensors = trained.snapshot() if name in self._snapshots else None
+        return Weights(self._version, fingerprint(trained.model.named_parameters()), tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """See the class."""
@@ -113,6 +149,7 @@ class PPOLearner:
             "kl": self._kl.state_dict(),
             "version": self._version,
             "steps": self._steps,
+            "moved": self._moved,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -121,6 +158,7 @@ class PPOLearner:
         self._critic.load_state_dict(state["critic"])
         self._kl.load_state_dict(state["kl"])
         self._version, self._steps = state["version"], state["steps"]
+        self._moved = state["moved"]
 
     def _prepare(self, data: Collated) -> ppo.Experience:
         return ppo.prepare(
@@ -167,6 +205,7 @@ class PPOLearner:
             if check_ratio:
                 self._check_ratio(actor_tally)
             norms["policy"] += self._actor.update()
+            self._moved = True
             tally += actor_tally
         return tally
 

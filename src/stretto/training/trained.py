@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +24,10 @@ def _add_into(total: Tensor, part: Tensor) -> None:
     blocks = zip(total.view(-1).split(BLOCK), part.reshape(-1).split(BLOCK), strict=True)
     for a, b in blocks:
         a.add_(b)
+
+
+class _Snapshot(dict[str, Tensor]):
+    """Copies of weights by name; a class of its own, as a plain dict takes no weak references."""
 
 
 class TrainedModel:
@@ -45,6 +50,7 @@ class TrainedModel:
         self._names = [n for n, _ in named]
         self._weights = [p for _, p in named]
         self._hooks: list[RemovableHandle] = []
+        self._snapshots: list[tuple[list[Tensor], weakref.ref[_Snapshot]]] = []
         self._masters = [self._make_master(p) for p in self._weights]
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
@@ -86,11 +92,15 @@ class TrainedModel:
         It switches gradient checkpointing on, where asked for, and nothing else: dropout is zero
         everywhere. Outside of it the same module generates, with a cache.
         """
-        self.model.train()
         try:
-            yield
-        finally:
-            self.model.eval()
+            try:
+                self.model.train()
+                yield
+            finally:
+                self.model.eval()
+        except BaseException:
+            self.model.eval()  # an interruption may have struck on the way there
+            raise
 
     def update(self) -> float:
         """One optimizer step on the gradients collected since the last; returns their norm.
@@ -109,6 +119,22 @@ class TrainedModel:
         self._optimizer.zero_grad(set_to_none=False)
         self._copy_back()
         return norm
+
+    @torch.no_grad()
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Copies of the trained weights as they are now, by the model's parameter names.
+
+        The memory of an earlier snapshot is written over once nobody holds its mapping any more,
+        so hold the mapping for as long as its tensors are read.
+        """
+        free = next((s for s in self._snapshots if s[1]() is None), None)
+        if free:
+            self._snapshots.remove(free)
+        tensors = free[0] if free else [torch.empty_like(w) for w in self._weights]
+        torch._foreach_copy_(tensors, [*self._weights])
+        taken = _Snapshot(zip(self._names, tensors, strict=True))
+        self._snapshots.append((tensors, weakref.ref(taken)))
+        return taken
 
     def close(self) -> None:
         """Leave the model to another trainer: no hooks of this one, and no gradients."""

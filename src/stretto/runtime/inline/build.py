@@ -20,7 +20,6 @@ from stretto.errors import ConfigError, TaskError
 from stretto.models.forward import token_budget, unwrapped
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import (
-    end_token_ids,
     load_causal_lm,
     load_sequence_classifier,
     load_tokenizer,
@@ -31,10 +30,10 @@ from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
 from stretto.process import keep_freed_memory
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.stop import StopStrings
-from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer, PlainScorer
-from stretto.schedules.sync import Settings, SyncSchedule
+from stretto.runtime.controls import controls, model_seats
+from stretto.runtime.inline.placement import Placement, scorer_slots
+from stretto.runtime.inline.roles import PlainScorer
+from stretto.schedules.schedule import Schedule
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import (
     RewardModelScorer,
@@ -56,29 +55,29 @@ class Parts:
     """A run, put together."""
 
     actor: nn.Module
-    critic: nn.Module
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
-    engine: TorchEngine
+    scorers: Sequence[PlainScorer]
     learner: PPOLearner
-    schedule: SyncSchedule
+    placement: Placement
+    schedule: Schedule
     spans: Spans
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that changes during a run."""
+        """Everything that changes during a run; to be taken between two steps."""
         return {
             "prompts": self.prompts.state_dict(),
-            "engine": self.engine.state_dict(),
             "learner": self.learner.state_dict(),
+            "placement": self.placement.state_dict(),
             "schedule": self.schedule.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.prompts.load_state_dict(state["prompts"])
-        self.engine.load_state_dict(state["engine"])
         self.learner.load_state_dict(state["learner"])
-        self.schedule.load_state_dict(state["schedule"])
+        self.placement.load_state_dict(state["placement"])
+        self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
 
 
 def build(config: Config, stack: ExitStack, say: Say) -> Parts:
@@ -96,42 +95,38 @@ def build(config: Config, stack: ExitStack, say: Say) -> Parts:
     tokenizer = load_tokenizer(resolve(config.model.name, say), config.model.trust_remote_code)
     task = tasks.load(config.task, config.seed)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
-    scorers: list[PlainScorer] = [
-        *open_judges(config, task, tokenizer, stack),
-        *_reward_models(config, tokenizer, say),
-    ]
+    judges = open_judges(config, task, tokenizer, stack)
+    rewards = _reward_models(config, tokenizer, say)
     actor = load_actor(config, say)
     if config.warmup_examples:
         loss = warm_up(actor, _examples(config, task, prompts), config)
         say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
-    critic = _make_critic(config, actor, tokenizer, scorers, say)
+    critic = _make_critic(config, actor, tokenizer, rewards[0], say)
+    reference = None
     if config.model.lora_rank:
         actor = add_lora(actor, config.model, "CAUSAL_LM")
-    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
-    if config.algorithm.kl_coef:
+    if config.algorithm.kl_coef:  # under LoRA it is the actor with its adapters off
         reference = actor if config.model.lora_rank else frozen_copy(actor)
-        scorers.append(reference_scorer(reference, config.rollout.temperature, budget))
-    scorers.append(critic_scorer(critic, budget))
     for model in (actor, critic):
         _set_checkpointing(model, config)
-    engine = make_engine(config, actor, tokenizer)
-    learner = _make_learner(config, actor, critic)
+    place = Placement(config, actor, critic, tokenizer, stack)
+    models = [
+        [*own, *_model_scorers(config, reference, values, say)]
+        for own, values in zip(rewards, place.critics, strict=True)
+    ]
+    learner = _make_learner(config, actor, critic, place.snapshots)
     spans = Spans(RealClock())
-    schedule = SyncSchedule(
+    schedule = Schedule(
         prompts.next,
-        InlineGenerator(engine),
-        [InlineScorer(s) for s in scorers],
-        InlineLearner(learner),
-        Settings(
-            batch=config.rollout.batch,
-            samples_per_prompt=config.rollout.samples_per_prompt,
-            max_new_tokens=config.rollout.max_new_tokens,
-            drop_failures=config.reward.on_failure == "drop",
-        ),
+        place.generators(spans),
+        place.seats(judges, models, spans),
+        place.learner(learner, spans),
+        controls(config, place.migrating(config)),
         RealClock(),
         spans,
     )
-    return Parts(actor, critic, tokenizer, prompts, engine, learner, schedule, spans)
+    scorers = [*judges, *(scorer for seat in models for scorer in seat)]
+    return Parts(actor, tokenizer, prompts, scorers, learner, place, schedule, spans)
 
 
 def prepare_torch(config: Config) -> None:
@@ -156,7 +151,7 @@ def open_judges(
 ) -> list[FunctionScorer]:
     """The reward sources that are code, each in a process of its own."""
     columns = task.row(0).data.keys()
-    judges = []
+    judges: list[FunctionScorer] = []
     for source in config.reward.sources:
         if source.startswith("model:"):
             continue
@@ -172,20 +167,6 @@ def open_judges(
         stack.callback(judge.close)
         judges.append(judge)
     return judges
-
-
-def make_engine(
-    config: Config, actor: nn.Module, tokenizer: PreTrainedTokenizerBase
-) -> TorchEngine:
-    """The generation engine over the actor's own weights."""
-    stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
-    return TorchEngine(
-        actor,
-        config.rollout,
-        end_tokens=end_token_ids(unwrapped(actor), tokenizer),
-        seed=config.seed,
-        stop=stop,
-    )
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
@@ -216,10 +197,11 @@ def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[R
 
 def _reward_models(
     config: Config, tokenizer: PreTrainedTokenizerBase, say: Say
-) -> list[RewardModelScorer]:
+) -> list[list[RewardModelScorer]]:
+    """For each seat of the model scorers, one for each reward model; seats share the models."""
     m = config.model
     device = pick_device(m.device)
-    scorers = []
+    seats: list[list[RewardModelScorer]] = [[] for _ in range(model_seats(config))]
     for source in config.reward.sources:
         kind, _, name = source.partition(":")
         if kind != "model":
@@ -227,25 +209,28 @@ def _reward_models(
         path = resolve(name, say)
         model = load_sequence_classifier(
             path, pick_dtype(m.dtype, device), device, m.trust_remote_code
-        )
-        scorers.append(
-            RewardModelScorer(
-                source,
-                model.requires_grad_(False),
-                load_tokenizer(path, m.trust_remote_code),
-                tokenizer,
-                token_budget(config.training.microbatch_tokens, device),
-                config.rollout.stop,
+        ).requires_grad_(False)
+        for seat in seats:
+            seat.append(
+                RewardModelScorer(
+                    source,
+                    model,
+                    load_tokenizer(path, m.trust_remote_code),
+                    tokenizer,
+                    token_budget(config.training.microbatch_tokens, device),
+                    config.rollout.stop,
+                    slots=scorer_slots(config, model),
+                    say=say,
+                )
             )
-        )
-    return scorers
+    return seats
 
 
 def _make_critic(
     config: Config,
     actor: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    scorers: Sequence[PlainScorer],
+    rewards: Sequence[RewardModelScorer],
     say: Say,
 ) -> nn.Module:
     """The value model; see ``critic.init``."""
@@ -253,7 +238,7 @@ def _make_critic(
     if init == "actor":
         critic = critic_from_actor(actor)
     elif init == "reward":
-        first = next(s for s in scorers if isinstance(s, RewardModelScorer))
+        first = rewards[0]
         _require_same_tokenizer(init, first.same_tokenizer)
         critic = copy.deepcopy(first.model).requires_grad_(True)
     else:
@@ -264,6 +249,21 @@ def _make_critic(
         _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
         critic = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
     return add_lora(critic, m, "SEQ_CLS") if m.lora_rank else critic
+
+
+def _model_scorers(
+    config: Config, reference: nn.Module | None, critic: nn.Module, say: Say
+) -> list[PlainScorer]:
+    """Reference, where there is a KL penalty, and critic."""
+    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
+    scorers: list[PlainScorer] = []
+    if reference is not None:
+        slots = scorer_slots(config, reference)
+        temperature = config.rollout.temperature
+        scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
+    slots = scorer_slots(config, critic)
+    scorers.append(critic_scorer(critic, budget, slots=slots, say=say))
+    return scorers
 
 
 def _require_same_tokenizer(init: str, same: bool) -> None:
@@ -281,7 +281,9 @@ def _set_checkpointing(model: nn.Module, config: Config) -> None:
             unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _make_learner(config: Config, actor: nn.Module, critic: nn.Module) -> PPOLearner:
+def _make_learner(
+    config: Config, actor: nn.Module, critic: nn.Module, snapshots: Sequence[str]
+) -> PPOLearner:
     t = config.training
     per_step = t.epochs * t.minibatches
     updates, warmup = config.steps * per_step, t.warmup_steps * per_step
@@ -291,4 +293,5 @@ def _make_learner(config: Config, actor: nn.Module, critic: nn.Module) -> PPOLea
         TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup),
         config,
         config.reward.factors,
+        snapshots=snapshots,
     )

@@ -15,7 +15,8 @@ from stretto.errors import JudgeError, TaskError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.rollout.engine import TorchEngine
-from stretto.runtime.inline.build import load_actor, make_engine, open_judges, prepare_torch
+from stretto.runtime.inline.build import load_actor, open_judges, prepare_torch
+from stretto.runtime.inline.placement import make_engine
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.text import response_text
 from stretto.tasks.base import TaskRow
@@ -73,7 +74,7 @@ def evaluate(config: Config, *, model: str, samples: int) -> EvalResult:
         task = tasks.load(config.task, config.seed)
         judge = open_judges(config, task, tokenizer, stack)[0]
         prompts = PromptSource(task, config.task, tokenizer, config.seed)
-        engine = make_engine(config, load_actor(config, _say), tokenizer)
+        engine = make_engine(config, load_actor(config, _say), tokenizer, config.rollout.batch)
         rollouts, skipped = _each_row_once(prompts, config, len(task), samples)
         for _ in _decode_all(engine, rollouts):
             pass
@@ -105,7 +106,7 @@ def generate(
         Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i), i)
         for i, text in enumerate(prompts)
     ]
-    engine = make_engine(settings, load_actor(settings, _say), tokenizer)
+    engine = make_engine(settings, load_actor(settings, _say), tokenizer, options.batch)
     for r in _decode_all(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
 

@@ -1,11 +1,23 @@
-"""The roles of this process behind the protocols, and what drives a coroutine that never waits."""
+"""The roles of this process behind the protocols: plain objects that work on lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from stretto.types import Batch, Chunk, Rollout, Score, ScoreKind, Stats, Weights
+from stretto.protocols import Tracer
+from stretto.runtime.inline.lanes import Lane
+from stretto.types import (
+    Batch,
+    Chunk,
+    Parcel,
+    Rollout,
+    Score,
+    ScoreKind,
+    Stats,
+    Weights,
+    short_name,
+)
 
 T = TypeVar("T")
 
@@ -15,19 +27,27 @@ class PlainScorer(Protocol):
 
     name: str
     kind: ScoreKind
+    follows: str
 
     def admit(self, rollouts: Sequence[Rollout]) -> None: ...
     def extend(self, chunks: Sequence[Chunk]) -> None: ...
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]: ...
     def release(self, rollout_ids: Sequence[int]) -> None: ...
+    def load(self, weights: Weights) -> None: ...
 
 
 class PlainGenerator(Protocol):
     """A generator whose methods are plain functions."""
 
+    version: int
+    context_tokens: int
+    prefilled_tokens: int
+
     def admit(self, rollouts: Sequence[Rollout]) -> None: ...
-    def decode(self, max_tokens: int) -> Sequence[Chunk]: ...
+    def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]: ...
     def release(self, rollout_ids: Sequence[int]) -> None: ...
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]: ...
+    def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None: ...
     def load(self, weights: Weights) -> None: ...
 
 
@@ -35,93 +55,143 @@ class PlainLearner(Protocol):
     """A learner whose methods are plain functions."""
 
     def train(self, batch: Batch) -> Stats: ...
-    def publish(self) -> Weights: ...
+    def publish(self) -> Mapping[str, Weights]: ...
 
 
-class InlineScorer:
-    """A scorer that works while it is called."""
+class _Role:
+    """Something that works on a lane and leaves spans."""
 
-    def __init__(self, scorer: PlainScorer) -> None:
+    def __init__(self, role: str, lane: Lane, tracer: Tracer) -> None:
+        self._role, self._lane, self._tracer = role, lane, tracer
+
+    async def _work(
+        self,
+        name: str,
+        call: Callable[[], T],
+        describe: Callable[[T], Mapping[str, Any]] | None = None,
+    ) -> T:
+        """Make a call on the lane; the span's attributes come from its result."""
+
+        def traced() -> T:
+            with self._tracer.span(self._role, name) as span:
+                result = call()
+                if describe is not None:
+                    span.update(describe(result))
+                return result
+
+        return await self._lane.run(traced)
+
+
+class InlineScorer(_Role):
+    """A scorer of this process; see :class:`~stretto.protocols.Scorer`."""
+
+    def __init__(self, scorer: PlainScorer, lane: Lane, tracer: Tracer) -> None:
+        super().__init__(short_name(scorer.name), lane, tracer)
         self._scorer = scorer
 
     @property
     def name(self) -> str:
-        """See :class:`~stretto.protocols.Scorer`; so for all methods."""
         return self._scorer.name
 
     @property
     def kind(self) -> ScoreKind:
-        """What its scores are."""
         return self._scorer.kind
 
+    @property
+    def follows(self) -> str:
+        return self._scorer.follows
+
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Learn of rollouts."""
-        self._scorer.admit(rollouts)
+        await self._lane.run(lambda: self._scorer.admit(rollouts))
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
-        """Take more tokens."""
-        self._scorer.extend(chunks)
+        ids = [c.rollout_id for c in chunks]
+        await self._read("prefill", lambda: self._scorer.extend(chunks), ids)
 
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Score finished rollouts."""
-        return self._scorer.finish(rollout_ids)
+        return await self._read("score", lambda: self._scorer.finish(rollout_ids), rollout_ids)
+
+    async def _read(self, name: str, call: Callable[[], T], rollout_ids: Sequence[int]) -> T:
+        """Work that reads tokens, which the span tells of where the scorer counts them."""
+
+        def read() -> tuple[T, Mapping[str, Any]]:
+            before = getattr(self._scorer, "read_tokens", None)
+            result = call()
+            about: dict[str, Any] = {"rollouts": list(rollout_ids)}
+            if before is not None:
+                about["tokens"] = getattr(self._scorer, "read_tokens", 0) - before
+            return result, about
+
+        result, _ = await self._work(f"{name}/{self._role}", read, lambda both: both[1])
+        return result
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Forget rollouts."""
-        self._scorer.release(rollout_ids)
+        await self._lane.run(lambda: self._scorer.release(rollout_ids))
+
+    async def load(self, weights: Weights) -> None:
+        about = {"version": weights.version}
+        await self._work("load", lambda: self._scorer.load(weights), lambda _: about)
 
 
-class InlineGenerator:
-    """A generator that works while it is called."""
+class InlineGenerator(_Role):
+    """An engine of this process; see :class:`~stretto.protocols.Generator`."""
 
-    def __init__(self, engine: PlainGenerator) -> None:
+    def __init__(self, role: str, engine: PlainGenerator, lane: Lane, tracer: Tracer) -> None:
+        super().__init__(role, lane, tracer)
         self._engine = engine
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Queue rollouts."""
-        self._engine.admit(rollouts)
+        await self._lane.run(lambda: self._engine.admit(rollouts))
 
-    async def decode(self, max_tokens: int) -> Sequence[Chunk]:
-        """Decode further."""
-        return self._engine.decode(max_tokens)
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
+        engine = self._engine
+
+        def decode() -> tuple[Sequence[Chunk], Mapping[str, Any]]:
+            before = engine.context_tokens, engine.prefilled_tokens
+            chunks = engine.decode(max_tokens, stop_after)
+            return chunks, {
+                "rollouts": [c.rollout_id for c in chunks],
+                "tokens": sum(len(c.tokens) for c in chunks),
+                "steps": max((len(c.tokens) for c in chunks), default=0),
+                "context": engine.context_tokens - before[0],
+                "prefilled": engine.prefilled_tokens - before[1],
+                "version": engine.version,
+            }
+
+        chunks, _ = await self._work("gen", decode, lambda result: result[1])
+        return chunks
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Forget rollouts."""
-        self._engine.release(rollout_ids)
+        await self._lane.run(lambda: self._engine.release(rollout_ids))
+
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]:
+        about = {"rollouts": list(rollout_ids)}
+        return await self._work(
+            "migrate", lambda: self._engine.export(rollout_ids, with_cache), lambda _: about
+        )
+
+    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+        about = {"rollouts": [r.id for r in rollouts]}
+        await self._work("migrate", lambda: self._engine.accept(rollouts, parcels), lambda _: about)
 
     async def load(self, weights: Weights) -> None:
-        """Take new weights."""
-        self._engine.load(weights)
+        about = {"version": weights.version}
+        await self._work("load", lambda: self._engine.load(weights), lambda _: about)
 
 
-class InlineLearner:
-    """A learner that works while it is called."""
+class InlineLearner(_Role):
+    """A learner of this process; see :class:`~stretto.protocols.Learner`."""
 
-    def __init__(self, learner: PlainLearner) -> None:
+    def __init__(self, learner: PlainLearner, lane: Lane, tracer: Tracer) -> None:
+        super().__init__("learner", lane, tracer)
         self._learner = learner
 
     async def train(self, batch: Batch) -> Stats:
-        """Take a step."""
-        return self._learner.train(batch)
+        about = {
+            "rollouts": [r.id for r in batch],
+            "tokens": sum(len(r.prompt.tokens) + len(r) for r in batch),
+        }
+        return await self._work("update", lambda: self._learner.train(batch), lambda _: about)
 
-    async def publish(self) -> Weights:
-        """The next version."""
-        return self._learner.publish()
-
-
-def drive(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits to its end, on the caller's stack.
-
-    Every role here answers before its call returns, so there is nothing for an event loop to do;
-    and Ctrl-C reaches the work itself, not a loop around it.
-
-    Raises:
-        RuntimeError: it waited for something.
-    """
-    try:
-        work.send(None)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-    work.close()
-    raise RuntimeError("an inline role waited for something outside this process")
+    async def publish(self) -> Mapping[str, Weights]:
+        return await self._work("publish", self._learner.publish)

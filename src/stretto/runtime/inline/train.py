@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ from stretto.errors import StrettoError
 from stretto.models.load import save_model
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.runtime.inline.build import Parts, build
-from stretto.runtime.inline.roles import drive
+from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
 from stretto.training import checkpoint
 from stretto.training.collate import total_reward
@@ -57,37 +59,70 @@ def train(
         parts = build(config, stack, progress.note)
         if state is not None:
             parts.load_state_dict(state)
-        stats: Stats = {}
-        done = first
+        gc.collect()
+        gc.freeze()  # models and libraries are here to stay: no collection need look at them
+        stack.callback(gc.unfreeze)
+        parts.spans.reset()
+        run = _Run(config, parts, recorder, run_dir, done=first)
         try:
-            while done < config.steps:
-                stats = _step(done + 1, parts, config, recorder)
-                done += 1
-                if _due(done, config):
-                    checkpoint.save(run_dir.checkpoints, done, parts.state_dict())
+            with asyncio.Runner() as runner:
+                runner.run(run.steps())
         except (KeyboardInterrupt, StrettoError):
-            if done > first:
-                recorder.note(f"stopped after step {done}; saving the model as it is")
+            parts.placement.close()  # before weights are read that a lane may be changing
+            if run.done > first:
+                recorder.note(f"stopped after step {run.done}; saving the model as it is")
                 save_model(parts.actor, parts.tokenizer, run_dir.model)
             raise
         save_model(parts.actor, parts.tokenizer, run_dir.model)
+        recorder.note(recorder.where_time_went())
         if parts.prompts.skipped:
             recorder.note(
                 f"{parts.prompts.skipped} prompts were longer than task.max_prompt_tokens = "
                 f"{config.task.max_prompt_tokens} and left out"
             )
-    return TrainResult(config.steps, stats, run_dir.model)
+    return TrainResult(config.steps, run.stats, run_dir.model)
 
 
-def _step(number: int, parts: Parts, config: Config, recorder: Recorder) -> Stats:
-    """Take a step and record it."""
-    step = drive(parts.schedule.step())
-    stats = {**step.stats, **_timings(parts)}
-    shown = step.batch[: config.observe.samples]
-    recorder.step(number, stats, [_sample(r, config, parts) for r in shown])
-    for rollout in step.rejected:
-        recorder.note(f"step {number}: left out rollout {rollout.id}: {_reason(rollout)}")
-    return stats
+@dataclass
+class _Run:
+    """The steps of a run, recorded.
+
+    Attributes:
+        done: steps taken, over all resumptions.
+        stats: of the last one.
+    """
+
+    config: Config
+    parts: Parts
+    recorder: Recorder
+    run_dir: RunDirectory
+    done: int
+    stats: Stats = field(default_factory=dict)
+
+    async def steps(self) -> None:
+        """Take all that are left."""
+        async with self.parts.schedule as schedule:
+            while self.done < self.config.steps:
+                self._record(await schedule.step())
+                if _due(self.done, self.config):
+                    checkpoint.save(self.run_dir.checkpoints, self.done, self.parts.state_dict())
+
+    def _record(self, step: Step) -> None:
+        self.done += 1
+        config, recorder, spans = self.config, self.recorder, self.parts.spans
+        timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
+        self.stats = {**step.stats, **timings}
+        rewards = {r.id: _reward(r, config) for r in step.batch}
+        recorder.step(
+            self.done,
+            self.stats,
+            [_sample(r, config, self.parts) for r in step.batch[: config.observe.samples]],
+            window=spans.take(),
+            rollouts=[*step.batch, *step.rejected],
+            rewards=rewards,
+        )
+        for rollout in step.rejected:
+            recorder.note(f"step {self.done}: left out rollout {rollout.id}: {_reason(rollout)}")
 
 
 def _due(step: int, config: Config) -> bool:
@@ -95,14 +130,8 @@ def _due(step: int, config: Config) -> bool:
     return bool(every) and (step % every == 0 or step == config.steps)
 
 
-def _timings(parts: Parts) -> dict[str, float]:
-    """Seconds of each stage in the step that has just ended."""
-    totals = parts.spans.totals()
-    parts.spans.reset()
-    return {f"timing_s/{name}": seconds for name, seconds in totals.items()}
-
-
-def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
+def _reward(rollout: Rollout, config: Config) -> float:
+    """What the rollout was trained on, after the missing-EOS rule."""
     rule = config.reward
     reward = apply_missing_eos(
         torch.tensor([total_reward(rollout, rule.factors)]),
@@ -110,12 +139,16 @@ def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
         rule.missing_eos,
         rule.missing_eos_penalty,
     )
+    return reward.item()
+
+
+def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
     return Sample(
         prompt=rollout.prompt.text,
         response=response_text(
             parts.tokenizer, rollout.tokens, rollout.finish, config.rollout.stop
         ),
-        reward=reward.item(),
+        reward=_reward(rollout, config),
         finish=str(rollout.finish),
         tokens=len(rollout),
     )

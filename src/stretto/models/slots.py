@@ -4,7 +4,7 @@ Shapes: S slots, C positions a slot, n rows in a forward pass, q tokens a row in
 heads, d head size.
 
 A transformers model writes and reads its cache through one method, ``update``; before each forward
-pass the engine says where that will go (:meth:`SlotCache.aim`). Key j of a row is always the token
+pass its owner says where that will go (:meth:`SlotCache.aim`). Key j of a row is always the token
 at position j, so a mask over positions is all that attention needs.
 """
 
@@ -100,3 +100,28 @@ class SlotCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first query of a pass that starts at position 0."""
         return 0
+
+
+def slots_within(config: Any, dtype: torch.dtype, positions: int, budget_bytes: int) -> int:
+    """How many slots of a model's cache fit into so much memory; 0 when not even one does.
+
+    A token takes 2 * layers * key-value heads * head size elements; a slot takes what
+    :meth:`SlotCache.reserve` allocates for ``positions``. Latent attention is counted as if its
+    keys and values were kept expanded, which is the most that it can take.
+
+    Args:
+        config: the model's.
+        dtype: the type it computes in.
+        positions: tokens of the longest sequence.
+        budget_bytes: memory for the cache.
+    """
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    sizes = 2 * (getattr(text, "head_dim", None) or text.hidden_size // heads)
+    if getattr(text, "kv_lora_rank", None):
+        kv_heads = heads
+        sizes = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
+    token_bytes = text.num_hidden_layers * kv_heads * sizes * dtype.itemsize
+    slot_positions = -(-positions // GRAIN) * GRAIN + 1
+    return int(budget_bytes // (slot_positions * token_bytes))

@@ -1,0 +1,189 @@
+"""``stretto compare``: the same training under several schedules, side by side.
+
+Each run is a ``stretto train`` in a process of its own. Runs go seed by seed, with the variants in
+turn within a seed, so that whatever drifts on the machine hits all of them alike.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import tyro
+
+from stretto import recipes
+from stretto.cli import compare_sim
+from stretto.cli.settings import (
+    RECIPE_HELP,
+    Option,
+    check_recipe_is_first,
+    check_task,
+    leading_recipe,
+    parse_with_config,
+)
+from stretto.cli.variants import (
+    DEFAULT_SEEDS,
+    DEFAULT_VARIANTS,
+    KNOBS,
+    TARGET_HELP,
+    VARIANTS_HELP,
+    Failure,
+    Job,
+    collect,
+    config_of,
+    exit_status,
+    new_folder,
+    plan,
+    publish,
+)
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.observe import report
+from stretto.observe.compare import Outcome
+from stretto.observe.report.page import MAX_RUNS
+
+STOP_S = 10.0
+"""How long a run gets to end in order when it is interrupted."""
+
+_LAST_LINES = 12
+_SIM = "--sim"
+
+_DESCRIPTION = (
+    "Train with several schedules, on the same recipe, seeds and data order, and compare them in "
+    "one table. Settings come from the recipe and from options, which come after it, and hold for "
+    "all runs; a variant replaces the recipe's schedule.preset and its four knobs. The runs, with "
+    "their trained models, and the table go into a new folder in --out. With --sim and no recipe: "
+    "the same in virtual time ('stretto compare --sim CLUSTER.toml --help')."
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compare, print the table and write it; status 1 when a run failed."""
+    if any(argument == _SIM or argument.startswith(f"{_SIM}=") for argument in arguments):
+        if recipe := leading_recipe(arguments):
+            raise ConfigError(
+                f"{_SIM} describes what is compared, and so does the recipe '{recipe}'; leave one "
+                "of them out"
+            )
+        return compare_sim.run(arguments)
+    return _trained(arguments)
+
+
+def _trained(arguments: Sequence[str]) -> int:
+    recipe = leading_recipe(arguments)
+    # Without a recipe the parser answers: with the help, or by what it misses.
+    start = recipes.load(recipe or "arithmetic")
+    config, own = parse_with_config(
+        "compare", _DESCRIPTION, arguments, start, _options(), _offered()
+    )
+    check_recipe_is_first(arguments, own["recipe"])
+    check_task(config, recipe)
+    jobs = plan(own["variants"], own["seeds"])
+    for job in jobs:  # what is wrong with any of them is said before the first one starts
+        config_of(config, job, "")
+
+    folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
+    print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
+    runs: dict[Job, Path] = {}
+
+    def execute(job: Job) -> Outcome | Failure:
+        found = train(config_of(config, job, str(folder / f"seed{job.seed}")), job)
+        if isinstance(found, Failure):
+            return found
+        runs[job] = found
+        return Outcome.of(job.variant, job.seed, report.load([found])[0])
+
+    collected = collect(jobs, execute)
+    publish(collected, own["target"], folder, arguments, machine())
+    first = [path for job, path in runs.items() if job.seed == jobs[0].seed][:MAX_RUNS]
+    if first:
+        page = folder / "report.html"
+        page.write_text(report.html_page(report.load(first)), encoding="utf-8")
+        print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(first)} of them)")
+    return exit_status(collected)
+
+
+def _options() -> dict[str, Option]:
+    return {
+        "recipe": Option(tyro.conf.Positional[str], tyro.MISSING, RECIPE_HELP, "RECIPE"),
+        "variants": Option(str, DEFAULT_VARIANTS, VARIANTS_HELP, "NAME,..."),
+        "seeds": Option(str, DEFAULT_SEEDS, "Seeds, separated by commas.", "INT,..."),
+        "target": Option(float | None, None, TARGET_HELP, "REWARD"),
+    }
+
+
+def _offered() -> list[str]:
+    """The settings that hold for all runs."""
+    own = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in KNOBS)}
+    return [name for name in recipes.setting_names() if name not in own]
+
+
+def train(config: Config, job: Job) -> Path | Failure:
+    """One run in a process of its own: its folder, or how it failed.
+
+    What it prints goes into a log beside its folder, as a run that fails early leaves no folder.
+    """
+    out = Path(config.out)
+    out.mkdir(exist_ok=True)
+    recipe, log = out / f"{job.variant}.toml", out / f"{job.variant}.log"
+    recipe.write_text(recipes.dump(config), encoding="utf-8")
+    status = run_command([sys.executable, "-m", "stretto", "train", str(recipe)], log)
+    if status:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            last = "".join(f"    {line}" for line in deque(lines, _LAST_LINES))
+        return Failure(f"exit status {status}; the end of {log}:\n{last.rstrip()}")
+    (folder,) = out.glob(f"{job.variant}-[0-9]*/")
+    return folder
+
+
+def run_command(command: Sequence[str], log: Path) -> int:
+    """Run to the end, and return the exit status; Ctrl-C stops the command and is passed on."""
+    with log.open("wb") as stream:
+        # In a process group of its own: the terminal would send Ctrl-C to both, and the second
+        # one, from here, would cut off what the run does to end in order.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            return process.wait()
+        except BaseException:
+            _stop(process)
+            raise
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        process.kill()
+        process.wait()
+
+
+def machine() -> str:
+    """What the runs have run on."""
+    import torch
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = [_cpu_model(), f"{usable} cores"]
+    if torch.cuda.is_available():
+        devices.append(torch.cuda.get_device_name())
+    return ", ".join([*devices, f"torch {metadata.version('torch')}"])
+
+
+def _cpu_model() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()

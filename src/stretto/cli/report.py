@@ -1,0 +1,57 @@
+"""``stretto report``: runs as a page to explore, or a step of theirs as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from stretto.errors import ConfigError
+from stretto.observe import report
+
+DEFAULT_OUT = "report.html"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the report, and say where it is."""
+    tyro.cli(_report, prog="stretto report", args=list(arguments))
+    return 0
+
+
+def _report(
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")],
+    /,
+    out: str = "",
+    step: int = 0,
+    timeline: str = "",
+) -> None:
+    """Make one HTML page of one run or several: timelines, rewards, utilisation, lengths, settings.
+
+    The page holds all it needs and opens without a network. Runs that are still going can be
+    reported too.
+
+    Args:
+        runs: Run directories; the first is what the others are compared with.
+        out: File for the page. Without it: report.html, unless --timeline asks for a picture alone.
+        step: Step whose timeline is shown; without it, one from the middle.
+        timeline: File for an SVG picture of the step, the runs one below the other over the same
+            time axis.
+    """
+    if step < 0:
+        raise ConfigError(f"--step {step}: steps count from 1")
+    loaded = report.load(runs)
+    if out or not timeline:
+        _write(out or DEFAULT_OUT, report.html_page(loaded, step or None))
+    if timeline:
+        _write(timeline, report.timeline_svg(loaded, step or None))
+
+
+def _write(name: str, text: str) -> None:
+    file = Path(name)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write '{name}': {error}; choose another file") from error
+    print(f"wrote {file}")

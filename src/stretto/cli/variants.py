@@ -1,0 +1,204 @@
+"""The variants of ``stretto compare``, and what its real and its simulated runs have in common."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stretto import recipes
+from stretto.config import PRESETS, Config, ScheduleConfig
+from stretto.errors import ConfigError, nearest
+from stretto.observe.compare import Comparison, Outcome
+
+T = TypeVar("T", str, int)
+
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "sync": {"preset": "sync"},
+    "oppo-no-intra": {"preset": "oppo", "score_on": "batch"},
+    "oppo-no-inter": {"preset": "oppo", "overcommit": 0},
+    "oppo": {"preset": "oppo"},
+    "async": {"preset": "async"},
+    "stretto": {"preset": "stretto"},
+    "rlhfuse": {"preset": "rlhfuse"},
+}
+"""Names for settings of the schedule."""
+
+DEFAULT_VARIANTS = "sync,oppo-no-intra,oppo-no-inter,oppo,async,stretto"
+DEFAULT_SEEDS = "0,1,2"
+
+KNOBS = ("preset", *PRESETS["sync"])
+"""What a variant sets, whatever the recipe says; to the default where the variant names none."""
+
+VARIANTS_HELP = f"Schedules to compare, separated by commas; known: {', '.join(VARIANTS)}."
+TARGET_HELP = (
+    "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
+    "first to its last."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a comparison."""
+
+    variant: str
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What is to be said of a run that failed."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class Collected:
+    """What came of the runs.
+
+    Attributes:
+        outcomes: of those that took all their steps.
+        failed: those that did not.
+        interrupted: whether the user stopped before the last.
+    """
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failed: list[Job] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def config_of(config: Config, job: Job, out: str) -> Config:
+    """The settings of one run.
+
+    Raises:
+        ConfigError: the variant's settings and the others contradict each other.
+    """
+    data = config.model_dump()
+    data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
+    data["observe"]["progress"] = "plain"
+    return recipes.build(data, f"variant '{job.variant}'")
+
+
+def schedule_of(schedule: ScheduleConfig, variant: str) -> dict[str, Any]:
+    """The settings of a schedule with the variant's preset and knobs."""
+    defaults = ScheduleConfig().model_dump()
+    knobs = {knob: defaults[knob] for knob in KNOBS}
+    return {**schedule.model_dump(), **knobs, **VARIANTS[variant]}
+
+
+def plan(variants: str, seeds: str) -> list[Job]:
+    """The runs, in their order.
+
+    Args:
+        variants: names, separated by commas.
+        seeds: numbers, separated by commas.
+
+    Raises:
+        ConfigError: an unknown variant, a seed that is no number, or one of them twice.
+    """
+    names = _once((word.strip() for word in variants.split(",")), "--variants")
+    for name in names:
+        if name not in VARIANTS:
+            raise ConfigError(f"--variants: there is no '{name}'. {nearest(name, VARIANTS)}")
+    numbers = _once((_whole(word.strip()) for word in seeds.split(",")), "--seeds")
+    return [Job(name, number) for number in numbers for name in names]
+
+
+def _whole(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError as error:
+        raise ConfigError(f"--seeds: '{word}' is no whole number; write 0,1,2") from error
+
+
+def _once(given: Iterable[T], option: str) -> list[T]:
+    values = list(given)
+    for value in values:
+        if values.count(value) > 1:
+            raise ConfigError(f"{option} names '{value}' twice; name each once")
+    return values
+
+
+def collect(jobs: Sequence[Job], execute: Callable[[Job], Outcome | Failure]) -> Collected:
+    """Do the runs one after the other; failed ones are left out, Ctrl-C ends with what there is."""
+    collected = Collected()
+    for number, job in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] {job.variant}, seed {job.seed}: ", end="", flush=True)
+        try:
+            outcome = execute(job)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            collected.interrupted = True
+            break
+        if isinstance(outcome, Failure):
+            print(f"failed, {outcome.text}", flush=True)
+            collected.failed.append(job)
+        else:
+            collected.outcomes.append(outcome)
+            print(f"{len(outcome.times_s)} steps in {outcome.times_s[-1]:.1f} s", flush=True)
+    return collected
+
+
+def new_folder(out: str, name: str) -> Path:
+    """Make ``<out>/<name>-<NNN>`` with the first number that is free.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    number = 0
+    while True:
+        number += 1
+        path = Path(out) / f"{name}-{number:03d}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make a folder in '{out}': {error}; choose another with --out"
+            ) from error
+        return path
+
+
+def publish(
+    collected: Collected,
+    target: float | None,
+    folder: Path,
+    arguments: Sequence[str],
+    where: str,
+) -> None:
+    """Print the table, and write it with all that belongs to it."""
+    if not collected.outcomes:
+        print("no run has finished, so there is nothing to compare")
+        return
+    comparison = Comparison(collected.outcomes, target)
+    missing = [f"{job.variant} with seed {job.seed}" for job in collected.failed]
+    notes = comparison.notes()
+    if missing:
+        notes.append(f"Failed and left out: {', '.join(missing)}.")
+    if collected.interrupted:
+        notes.append("Interrupted: what had not finished is left out.")
+    text = "\n".join(
+        [comparison.table(), "", *(f"- {note}" for note in notes), f"- Ran on: {where}."]
+    )
+    print(f"\n{text}\n")
+    command = shlex.join(["stretto", "compare", *arguments])
+    markdown = f"# {folder.name}\n\n```\n{command}\n```\n\n{text}\n"
+    (folder / "compare.md").write_text(markdown, encoding="utf-8")
+    data = {"command": command, "ran_on": where, "failed": missing, **comparison.data()}
+    (folder / "compare.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    print(f"wrote {folder / 'compare.md'} and {folder / 'compare.json'}")
+
+
+def exit_status(collected: Collected) -> int:
+    """1 when a run failed.
+
+    Raises:
+        KeyboardInterrupt: the user stopped the comparison; passed on now that all is written.
+    """
+    if collected.interrupted:
+        raise KeyboardInterrupt
+    return 1 if collected.failed else 0

@@ -1,0 +1,226 @@
+"""Where time went: how long each role worked, and what it waited for in between.
+
+A schedule records a wait where it waits. Most idle time is nobody's explicit wait: a scorer just
+has nothing to do. Its cause follows from what the others do at that moment:
+
+1. the role itself waits: its own cause;
+2. another role waits: that one's cause;
+3. a generator generates: ``data``, or ``stragglers`` for another generator, out of rows itself;
+4. a scorer works: ``scores``;
+5. the learner works, or anyone loads weights: ``weights``;
+6. nobody does anything: ``other`` (writing records, checkpoints, the schedule itself).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.observe.spans import Span, Window
+
+CAUSES = ("data", "stragglers", "scores", "weights", "other")
+"""What idle time is put down to, in the order in which it is shown."""
+
+Intervals = list[tuple[float, float]]
+"""Disjoint stretches of time [s], in order."""
+
+
+def role_order(role: str) -> tuple[int, int, str]:
+    """Sorts roles as they are shown: generators by number, scorers by name, the learner."""
+    if is_generator(role):
+        number = role.removeprefix("generator").strip()
+        return 0, int(number or 0), role
+    return (2 if role == "learner" else 1), 0, role
+
+
+def is_generator(role: str) -> bool:
+    """Whether a role is the generator, or one of several."""
+    name, _, number = role.partition(" ")
+    return name == "generator" and (not number or number.isdecimal())
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTime:
+    """One role's share of a window.
+
+    Attributes:
+        busy: when it worked.
+        idle: when it did not, by cause; together with ``busy`` it fills the window.
+    """
+
+    busy: Intervals
+    idle: dict[str, Intervals]
+
+
+def time_of_roles(
+    spans: Iterable[Span], start_s: float, end_s: float, roles: Iterable[str] = ()
+) -> dict[str, RoleTime]:
+    """What each role did between two moments, by the rules on top of this file.
+
+    Args:
+        spans: those that touch the window; parts outside of it are cut off.
+        start_s, end_s: the window.
+        roles: further ones, which may have no span in it.
+    """
+    work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
+    waits: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
+    known = set(roles)
+    for span in spans:
+        known.add(span.role)
+        part = (max(span.start_s, start_s), min(span.end_s, end_s))
+        if part[0] < part[1]:
+            (waits[span.role, span.cause] if span.waits else work[span.role, _yields(span)]).append(
+                part
+            )
+    worked = {key: union(parts) for key, parts in work.items()}
+    waited = {key: union(parts) for key, parts in waits.items()}
+    window = [(start_s, end_s)] if end_s > start_s else []
+    times = {}
+    for role in sorted(known, key=role_order):
+        busy = union(part for (who, _), parts in worked.items() if who == role for part in parts)
+        times[role] = RoleTime(busy, _idle(role, subtract(window, busy), worked, waited))
+    return times
+
+
+def _yields(span: Span) -> str:
+    """What others get from a stretch of work, and may be idle for."""
+    if span.role == "learner" or span.name == "load":
+        return "weights"
+    return "data" if is_generator(span.role) else "scores"
+
+
+def _idle(
+    role: str,
+    left: Intervals,
+    worked: Mapping[tuple[str, str], Intervals],
+    waited: Mapping[tuple[str, str], Intervals],
+) -> dict[str, Intervals]:
+    """Puts what is left of the window without a role's own work down to causes."""
+    reasons = [(cause, parts) for (who, cause), parts in waited.items() if who == role]
+    reasons += sorted(
+        ((cause, parts) for (who, cause), parts in waited.items() if who != role),
+        key=lambda reason: CAUSES.index(reason[0]) if reason[0] in CAUSES else len(CAUSES),
+    )
+    for wanted in ("data", "scores", "weights"):
+        cause = "stragglers" if wanted == "data" and is_generator(role) else wanted
+        reasons += [
+            (cause, parts)
+            for (who, what), parts in worked.items()
+            if who != role and what == wanted
+        ]
+    idle: defaultdict[str, Intervals] = defaultdict(list)
+    for cause, parts in reasons:
+        idle[cause] += intersect(left, parts)
+        left = subtract(left, parts)
+    idle["other"] += left
+    return {cause: union(parts) for cause, parts in idle.items() if parts}
+
+
+class TimeSheet:
+    """Adds up windows to where the time of a run went."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._busy_s: defaultdict[str, float] = defaultdict(float)
+        self._idle_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+    def add(self, window: Window) -> dict[str, float]:
+        """Take in a window.
+
+        Returns:
+            Its figures as metrics: ``utilisation/<role>``, the share of the window in which the
+            role worked, and ``idle_s/<role>/<cause>``, seconds.
+        """
+        length_s = window.end_s - window.start_s
+        spans = (*window.ended, *window.open)
+        figures: dict[str, float] = {}
+        times = time_of_roles(spans, window.start_s, window.end_s, self._busy_s)
+        for role, time in times.items():
+            busy_s = seconds(time.busy)
+            if role not in self._busy_s:
+                self._idle_s[role, "other"] += self.total_s  # before it was first seen
+            self._busy_s[role] += busy_s
+            figures[f"utilisation/{role}"] = busy_s / length_s if length_s else 0.0
+            for cause, parts in time.idle.items():
+                figures[f"idle_s/{role}/{cause}"] = seconds(parts)
+                self._idle_s[role, cause] += seconds(parts)
+        self.total_s += length_s
+        return figures
+
+    def table(self) -> str:
+        """Shares of the time added up, a line a role; empty when nothing was."""
+        roles = sorted(self._busy_s, key=role_order)
+        if not roles or not self.total_s:
+            return ""
+        known = {cause for _, cause in self._idle_s}
+        causes = [c for c in CAUSES if c in known] + sorted(known - set(CAUSES))
+        rows = [["", "busy", *causes]]
+        for role in roles:
+            shares = [self._busy_s[role], *(self._idle_s.get((role, c), 0.0) for c in causes)]
+            rows.append([role, *(_percent(share / self.total_s) for share in shares)])
+        title = f"where time went ({self.total_s:.1f} s; a role was busy, or idle for want of ...)"
+        return "\n".join([title, *_aligned(rows)])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "-"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(w) for cell, w in zip(rest, widths[1:], strict=True)]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return lines
+
+
+def seconds(parts: Intervals) -> float:
+    """Their length in all."""
+    return sum(end - start for start, end in parts)
+
+
+def union(parts: Iterable[tuple[float, float]]) -> Intervals:
+    """The time that any of the stretches covers; they may overlap, in any order."""
+    merged: Intervals = []
+    for start, end in sorted(parts):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """The time that is in both."""
+    common: Intervals = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            common.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return common
+
+
+def subtract(a: Intervals, b: Intervals) -> Intervals:
+    """The time of ``a`` that is not in ``b``."""
+    left: Intervals = []
+    j = 0
+    for start, end in a:
+        while j < len(b) and b[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < end:
+            if start < b[k][0]:
+                left.append((start, b[k][0]))
+            start = b[k][1]
+            k += 1
+        if start < end:
+            left.append((start, end))
+    return left

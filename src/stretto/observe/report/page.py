@@ -1,0 +1,228 @@
+"""The report as one page: data, style and script in a single file that needs no network."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+from stretto.errors import ConfigError
+from stretto.observe.idle import CAUSES
+from stretto.observe.progress import REWARD
+from stretto.observe.report import style
+from stretto.observe.report.runs import Run, StepSpans, differing_settings, shares
+from stretto.observe.report.steps import Bar, bars, waits
+
+MAX_RUNS = len(style.RUNS)
+"""As many as there are colours that can be told apart."""
+
+CURVES = {
+    "reward": REWARD,
+    "samples_per_s": "perf/samples_per_s",
+    "overcommit": "schedule/overcommit",
+    "chunk_tokens": "schedule/chunk_tokens",
+    "carried": "schedule/carried",
+    "staleness": "staleness/mean",
+}
+
+TIMELINE_CHARS = 3_000_000
+"""Of the timelines of all runs; of longer ones, every n-th step is shown."""
+
+_POINTS = 1000
+"""Of a curve; a longer one is averaged over stretches of equal length."""
+
+_RESOLUTION = 20_000
+"""Moments that a timeline tells apart in a step."""
+
+_BINS_PER_DOUBLING = 3
+
+
+def html_page(runs: Sequence[Run], step: int | None = None) -> str:
+    """The page.
+
+    Args:
+        runs: shown together, each with a colour of its own; at most :data:`MAX_RUNS`.
+        step: whose timeline is shown at first; the reader can choose others. ``None`` takes one
+            from the middle.
+
+    Raises:
+        ConfigError: there are too many runs, or no run has the step in its trace.
+    """
+    if len(runs) > MAX_RUNS:
+        raise ConfigError(
+            f"a report tells at most {MAX_RUNS} runs apart; got {len(runs)}. Make several reports"
+        )
+    if step is not None and not any(step in run.steps for run in runs):
+        raise ConfigError(
+            f"step {step} is in no run's trace; leave out --step to see which there are"
+        )
+    # No character that could end the element that the data stands in.
+    data = json.dumps(payload(runs, step), ensure_ascii=False, separators=(",", ":"))
+    data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    assets = resources.files(__package__)
+    parts = {
+        "title": escape(", ".join(run.name for run in runs)),
+        "light": style.variables(dark=False),
+        "dark": style.variables(dark=True),
+        "style": (assets / "report.css").read_text("utf-8"),
+        "hatches": style.hatch_patterns(),
+        "script": "".join(
+            (assets / name).read_text("utf-8") for name in ("charts.js", "report.js")
+        ),
+        "data": data,
+    }
+    template = (assets / "report.html").read_text("utf-8")
+    return Template(template).substitute(parts)
+
+
+def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
+    """What the page shows, as plain data."""
+    edges = length_edges(max((r.tokens for run in runs for r in run.rollouts), default=0))
+    kinds = list(style.KINDS)
+    timelines = _timelines(runs, kinds, step)
+    return {
+        "step": step,
+        "kinds": [
+            [style.kind_colour(kind), style.KIND_TITLES.get(kind, kind), kind in style.PALE_KINDS]
+            for kind in kinds
+        ],
+        "causes": [[cause, style.CAUSE_TITLES[cause]] for cause in CAUSES],
+        "resolution": _RESOLUTION,
+        "edges": edges,
+        "settings": [[key, values] for key, values in differing_settings(runs)],
+        "runs": [
+            {
+                "name": run.name,
+                "missing": list(run.missing),
+                "curves": {name: _curve(run, metric) for name, metric in CURVES.items()},
+                "seconds": _last_time(run),
+                "steps": len(run.metrics),
+                "rate": run.mean_over_time(CURVES["samples_per_s"]),
+                "shares": [[s.role, s.busy_s, dict(s.idle_s)] for s in shares(run)],
+                "lengths": _lengths(run, edges),
+                "roles": list(run.roles),
+                "timeline": timeline,
+            }
+            for run, timeline in zip(runs, timelines, strict=True)
+        ],
+    }
+
+
+def length_edges(longest: int) -> list[int]:
+    """Edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling.
+
+    Bin i holds the lengths from edge i up to, and without, edge i + 1.
+    """
+    edges, power = [0, 1], 0
+    while edges[-1] <= longest:
+        power += 1
+        edge = round(2 ** (power / _BINS_PER_DOUBLING))
+        if edge > edges[-1]:
+            edges.append(edge)
+    return edges
+
+
+def _lengths(run: Run, edges: Sequence[int]) -> dict[str, Any] | None:
+    """The histogram of the responses trained on, and its landmarks."""
+    lengths = sorted(r.tokens for r in run.rollouts if r.state == "trained")
+    if not lengths:
+        return None
+    counts = [0] * (len(edges) - 1)
+    for length in lengths:
+        counts[bisect_right(edges, length) - 1] += 1
+    return {
+        "counts": counts,
+        "total": len(lengths),
+        "rejected": len(run.rollouts) - len(lengths),
+        "median": quantile(lengths, 0.5),
+        "p95": quantile(lengths, 0.95),
+        "max": lengths[-1],
+    }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """By linear interpolation between the two values around it."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _curve(run: Run, metric: str) -> list[list[float]] | None:
+    """Steps, times [s] and values; averaged over stretches where there are too many."""
+    steps, values = run.curve(metric)
+    if not steps:
+        return None
+    times_s = run.times_s()
+    size = -(-len(steps) // _POINTS)
+    parts = [slice(i, i + size) for i in range(0, len(steps), size)]
+    return [
+        [steps[part][-1] for part in parts],
+        [_short(times_s[steps[part][-1]]) for part in parts],
+        [_short(math.fsum(values[part]) / len(values[part])) for part in parts],
+    ]
+
+
+def _last_time(run: Run) -> float:
+    return _short(max(run.times_s().values(), default=0.0))
+
+
+def _timelines(runs: Sequence[Run], kinds: list[str], step: int | None) -> list[dict[str, Any]]:
+    """The timelines of all runs: of every n-th step, if all were too much; adds to ``kinds``."""
+    every = [{number: _timeline(run, s, kinds) for number, s in run.steps.items()} for run in runs]
+    sizes = [{n: len(json.dumps(rows)) for n, rows in timeline.items()} for timeline in every]
+    stride = 1
+    while sum(s for size in sizes for n, s in size.items() if n % stride == 0) > TIMELINE_CHARS:
+        stride += 1
+    return [
+        {
+            str(n): rows
+            for n, rows in sorted(timeline.items())
+            if n % stride == 0 or n in (1, max(timeline), step)
+        }
+        for timeline in every
+    ]
+
+
+def _timeline(run: Run, step: StepSpans, kinds: list[str]) -> list[Any]:
+    """Start and length of a step [s], its bars and its waits, times in 1/:data:`_RESOLUTION`."""
+    start_s = step.step.start_s
+    length_s = step.step.end_s - start_s
+    roles = {role: i for i, role in enumerate(run.roles)}
+
+    def place(from_s: float, to_s: float) -> list[int]:
+        scale = _RESOLUTION / length_s if length_s else 0.0
+        first = round((from_s - start_s) * scale)
+        return [first, max(round((to_s - start_s) * scale) - first, 1)]
+
+    drawn: list[list[Any]] = []
+    for bar in bars(step):
+        if bar.kind not in kinds:
+            kinds.append(bar.kind)
+        where = place(bar.start_s, bar.end_s)
+        drawn.append([roles[bar.role], kinds.index(bar.kind), *where, *_details(bar)])
+    idle = [
+        [roles[wait.role], CAUSES.index(wait.cause), *place(wait.start_s, wait.end_s)]
+        for wait in waits(step, run.roles)
+        if wait.cause in CAUSES
+    ]
+    return [_short(start_s), _short(length_s), drawn, idle]
+
+
+def _details(bar: Bar) -> list[Any]:
+    """What is shown of a bar besides its place; what is empty at the end is left out."""
+    details = [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
+    details.append(bar.spans if bar.spans > 1 else None)
+    while details and details[-1] is None:
+        details.pop()
+    return details
+
+
+def _short(value: float) -> float:
+    """Six digits: more cannot be seen, and make the page longer."""
+    return float(f"{value:.6g}")

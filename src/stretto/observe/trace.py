@@ -1,0 +1,229 @@
+"""The trace of a run: every span, in the trace-event format that Perfetto and Chrome show.
+
+``trace.json`` is one JSON array with one event a line. It is whole, closing bracket included, after
+every write; and the format allows the bracket to be missing, so that a file cut short by a kill can
+be read as well. Times are microseconds since the run's start, over all resumptions.
+
+Each role is a track ("thread"): generators on top, then scorers, then the learner. Work has the
+category ``work``, waiting ``wait``. A track of its own has the steps, one event each. It is written
+last, with the spans that ended during the step before it, and is what a resumed run rewinds to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import StateError
+from stretto.observe.idle import is_generator
+from stretto.observe.spans import WAIT, Span, Window
+
+LIMIT_BYTES = 200_000_000
+"""A longer file is not written on: viewers no longer open it."""
+
+LIST_ITEMS = 8
+"""A longer list in an event's arguments is cut to its first items, and its length is given."""
+
+_PROCESS = 1
+_LEARNER_TRACK, _SCORER_TRACK, _STEP_TRACK = 1_000_000, 100_000, 0
+_STEP = "step"
+_STEP_MARK = b'"cat": "step"'
+_END = b"\n]\n"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedStep:
+    """When a step was, in seconds since the run's start."""
+
+    step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace, read back.
+
+    Attributes:
+        steps: in order.
+        spans: in the order in which they ended, in seconds since the run's start.
+    """
+
+    steps: tuple[TracedStep, ...]
+    spans: tuple[Span, ...]
+
+
+class TraceFile:
+    """Appends to a trace, a step at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tracks: dict[str, int] | None = None
+
+    def append(self, step: int, window: Window, start_s: float) -> bool:
+        """Add the spans that ended during a step.
+
+        Args:
+            step: its number.
+            window: its spans.
+            start_s: when the window started, in seconds since the run's start.
+
+        Returns:
+            Whether it was written; not, once the file has :data:`LIMIT_BYTES`.
+        """
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size > LIMIT_BYTES:
+            return False
+        if self._tracks is None:
+            self._tracks = _tracks_of(self.path)
+        offset_s = start_s - window.start_s
+        events = [] if size else [_name("process_name", _STEP_TRACK, "stretto")]
+        if not size:
+            events += _track("steps", _STEP_TRACK)
+        for span in window.ended:
+            if span.role not in self._tracks:
+                self._tracks[span.role] = _new_track(span.role, self._tracks)
+                events += _track(span.role, self._tracks[span.role])
+            events.append(_event(span, offset_s, self._tracks[span.role]))
+        marker = Span("", f"{_STEP} {step}", window.start_s, window.end_s, {"step": step})
+        events.append({**_event(marker, offset_s, _STEP_TRACK), "cat": _STEP})
+        _write(self.path, size, events)
+        return True
+
+    def rewind(self, step: int) -> None:
+        """Drop what was written after step ``step``, and what a crash left unfinished.
+
+        Raises:
+            StateError: a step's event is not JSON.
+        """
+        self._tracks = None
+        if not self.path.exists():
+            return
+        kept = 0
+        lines = _lines(self.path)
+        for index, line in enumerate(lines):
+            if _STEP_MARK in line:
+                if _parse(line, self.path)["args"]["step"] > step:
+                    break
+                kept = index + 1
+        if not kept:
+            self.path.unlink()
+            return
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_bytes(b"[\n" + b",\n".join(lines[:kept]) + _END)
+        temporary.replace(self.path)
+
+    def read(self) -> Trace:
+        """All of it; steps whose end was not written, because of a kill, are left out.
+
+        Raises:
+            StateError: an event is not JSON.
+        """
+        names: dict[int, str] = {}
+        steps: list[TracedStep] = []
+        spans: list[Span] = []
+        for line in _lines(self.path):
+            event = _parse(line, self.path)
+            if event["ph"] == "M":
+                if event["name"] == "thread_name":
+                    names[event["tid"]] = event["args"]["name"]
+                continue
+            start_s = event["ts"] / 1e6
+            end_s = start_s + event["dur"] / 1e6
+            if event["cat"] == _STEP:
+                steps.append(TracedStep(event["args"]["step"], start_s, end_s))
+            else:
+                name = WAIT if event["cat"] == WAIT else event["name"]
+                spans.append(Span(names[event["tid"]], name, start_s, end_s, event["args"]))
+        return Trace(tuple(steps), tuple(spans))
+
+
+def _write(path: Path, size: int, events: list[dict[str, Any]]) -> None:
+    """Put events at the end, in place of the closing bracket if there is one, by one write call."""
+    lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
+    text = lines.encode(errors="replace") + _END
+    with path.open("r+b" if size else "wb", buffering=0) as stream:
+        if size:
+            stream.seek(size - len(_END))
+        stream.write((b",\n" if size else b"[\n") + text)
+
+
+def _lines(path: Path) -> list[bytes]:
+    """The events, as they are written; without a last one that is cut short."""
+    lines = [line.strip().rstrip(b",") for line in path.read_bytes().splitlines()]
+    lines = [line for line in lines if line not in (b"[", b"]", b"")]
+    return lines[:-1] if lines and not lines[-1].endswith(b"}}") else lines
+
+
+def _parse(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        event: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise StateError(
+            f"'{path}' has a line that is not a trace event: {line[:60]!r}; "
+            "repair or remove the file"
+        ) from error
+    return event
+
+
+def _tracks_of(path: Path) -> dict[str, int]:
+    if not path.exists():
+        return {}
+    names = [_parse(line, path) for line in _lines(path) if b'"thread_name"' in line]
+    return {e["args"]["name"]: e["tid"] for e in names if e["tid"] != _STEP_TRACK}
+
+
+def _new_track(role: str, taken: Mapping[str, int]) -> int:
+    """A track's number, by which viewers order the tracks."""
+    if role == "learner":
+        return _LEARNER_TRACK
+    if is_generator(role):
+        number = role.removeprefix("generator").strip()
+        return 1 + int(number or 0)
+    return max([_SCORER_TRACK, *(t for t in taken.values() if t < _LEARNER_TRACK)]) + 1
+
+
+def _track(name: str, track: int) -> list[dict[str, Any]]:
+    order = {**_name("thread_sort_index", track, ""), "args": {"sort_index": track}}
+    return [_name("thread_name", track, name), order]
+
+
+def _name(kind: str, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": _PROCESS, "tid": track, "name": kind, "args": {"name": name}}
+
+
+def _event(span: Span, offset_s: float, track: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": _PROCESS,
+        "tid": track,
+        # The cause is in a wait's name as well: a viewer shows names without a click.
+        "name": f"{span.name}: {span.cause}" if span.waits else span.name,
+        "cat": WAIT if span.waits else "work",
+        "ts": round((span.start_s + offset_s) * 1e6, 3),
+        "dur": round((span.end_s - span.start_s) * 1e6, 3),
+        "args": _arguments(span.attributes),
+    }
+
+
+def _arguments(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes as JSON has them: long lists cut, what is no number and no text by its text."""
+    plain: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if isinstance(value, list | tuple):
+            plain[key] = [_scalar(v) for v in value[:LIST_ITEMS]]
+            if len(value) > LIST_ITEMS:
+                plain[f"{key}_count"] = len(value)
+        else:
+            plain[key] = _scalar(value)
+    return plain
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

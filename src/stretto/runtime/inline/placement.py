@@ -1,0 +1,261 @@
+"""Which role works on which lane of this process, with which copy of the weights.
+
+Where nothing overlaps there is one lane and one copy of everything: the plain trainer. Scorers that
+look at responses while these are decoded get a lane of their own, and so does a learner that trains
+while responses are decoded; generators, and the critic as a scorer, then have weights of their own,
+which change only at a hand-over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto.config import Config
+from stretto.models.clone import with_own_structure, with_own_weights
+from stretto.models.forward import backbone, unwrapped
+from stretto.models.load import end_token_ids
+from stretto.models.slots import slots_within
+from stretto.protocols import Tracer
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.stop import StopStrings
+from stretto.runtime.controls import Migrating, migrates, model_seats, most_in_flight
+from stretto.runtime.inline.lanes import Lane
+from stretto.runtime.inline.roles import (
+    InlineGenerator,
+    InlineLearner,
+    InlineScorer,
+    PlainLearner,
+    PlainScorer,
+)
+from stretto.schedules.migration import MigrationLimits
+from stretto.schedules.scoring import Seat
+
+COPY_GAIN = 100.0
+"""Keys and values are copied this much faster within one memory than they are computed."""
+
+MEMORY_SHARE = 0.15
+"""Of the free memory, for the keys and values of one scorer."""
+
+
+class Placement:
+    """Lanes and copies of a run.
+
+    State: the versions of the engines, and the weights that engines and critic scorer have of their
+    own, which may be older than the learner's.
+
+    Attributes:
+        streams: whether scorers look at responses while these are decoded.
+        engines: what generates.
+        critics: the value model as scorers may use it; one for each seat.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        actor: nn.Module,
+        critic: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        stack: ExitStack,
+    ) -> None:
+        knobs = config.schedule
+        self.streams = knobs.knob("score_on") != "batch"
+        self._lagging = bool(knobs.knob("lag"))
+        self._opened: list[Lane] = []
+        stack.callback(self.close)
+        self._trained = {
+            "actor": [n for n, p in actor.named_parameters() if p.requires_grad],
+            "critic": [n for n, p in critic.named_parameters() if p.requires_grad],
+        }
+        self._migrates = migrates(config)
+        self.critics = [
+            with_own_weights(critic) if self._lagging else critic
+            for _ in range(model_seats(config))
+        ]
+        self._generating = with_own_weights(actor) if self._lagging else actor
+        rows = most_in_flight(config)
+        self.engines = [
+            make_engine(config, model, tokenizer, rows)
+            for model in (
+                self._generating,
+                *(with_own_structure(self._generating) for _ in range(config.rollout.engines - 1)),
+            )
+        ]
+        self._lanes = self._open_lanes(config)
+
+    def migrating(self, config: Config) -> Migrating | None:
+        """What moving stragglers has to heed; measures how fast this device prefills."""
+        if not self._migrates:
+            return None
+        rows, prefill = most_in_flight(config), prefill_tokens_per_s(self._generating)
+        longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+        return Migrating(
+            MigrationLimits(
+                engines=len(self.engines),
+                best_batch=rows,  # they share the processor: more rows cost each the same
+                cache_tokens=rows * longest,
+                longest_tokens=longest,
+                prefill_tokens_per_s=prefill,
+                transfer_tokens_per_s=COPY_GAIN * prefill,
+            ),
+            score_tokens_per_s=prefill / 2,  # reference and critic
+            prompt_tokens=config.task.max_prompt_tokens // 2,
+        )
+
+    @property
+    def snapshots(self) -> Sequence[str]:
+        """The models of which the learner must publish copies."""
+        return ("actor", "critic") if self._lagging else ()
+
+    def generators(self, tracer: Tracer) -> list[InlineGenerator]:
+        """The engines, each on a lane."""
+        several = len(self.engines) > 1
+        return [
+            InlineGenerator(f"generator {i}" if several else "generator", engine, lane, tracer)
+            for i, (engine, lane) in enumerate(
+                zip(self.engines, self._lanes["generators"], strict=True)
+            )
+        ]
+
+    def seats(
+        self, judges: Sequence[PlainScorer], models: Sequence[Sequence[PlainScorer]], tracer: Tracer
+    ) -> list[Seat]:
+        """The scorers. A judge works in a process of its own, models on a lane.
+
+        Args:
+            judges: rewards from code.
+            models: for each seat, all model scorers. Where stragglers are moved together there is
+                a seat on each engine's lane, to work when nothing is left to decode there.
+            tracer: gets their spans.
+        """
+        (lane,) = self._lanes["scorers"]
+        seats = [
+            Seat(InlineScorer(j, self._open(j.name, 1) if self.streams else lane, tracer))
+            for j in judges
+        ]
+        for i, scorers in enumerate(models):
+            on, host = (self._lanes["generators"][i], i) if self._migrates else (lane, None)
+            seats += [Seat(InlineScorer(scorer, on, tracer), host) for scorer in scorers]
+        return seats
+
+    def learner(self, learner: PlainLearner, tracer: Tracer) -> InlineLearner:
+        """The learner."""
+        return InlineLearner(learner, self._lanes["learner"][0], tracer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {
+            "engines": [engine.state_dict() for engine in self.engines],
+            "copies": {
+                name: {
+                    n: p for n, p in model.named_parameters() if n in self._trained[name.split()[0]]
+                }
+                for name, model in self._copies().items()
+            },
+        }
+
+    def _own(self, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
+        trained = self._trained[name.split()[0]]
+        return {n: p for n, p in model.named_parameters() if n in trained}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        for engine, saved in zip(self.engines, state["engines"], strict=True):
+            engine.load_state_dict(saved)
+        for name, model in self._copies().items():
+            parameters = dict(model.named_parameters())
+            for n, saved in state["copies"][name].items():
+                parameters[n].copy_(saved)
+
+    def close(self) -> None:
+        """End all lanes, and what they are doing."""
+        for lane in self._opened:
+            lane.close()
+
+    def _copies(self) -> dict[str, nn.Module]:
+        if not self._lagging:
+            return {}
+        copies = {f"critic {i}": model for i, model in enumerate(self.critics)}
+        return {"actor": self._generating, **copies}
+
+    def _open_lanes(self, config: Config) -> dict[str, list[Lane]]:
+        engines = config.rollout.engines
+        if not self.streams and not self._lagging and engines == 1:
+            one = self._open("main", config.threads)
+            return {"generators": [one], "scorers": [one], "learner": [one]}
+        generating, scoring, training = config.schedule.threads or self._share(config)
+        scorers = self._open("scorers", scoring)
+        return {
+            "generators": [self._open(f"generator {i}", generating) for i in range(engines)],
+            "scorers": [scorers],
+            "learner": [self._open("learner", training)],
+        }
+
+    def _share(self, config: Config) -> tuple[int, int, int]:
+        """Threads of each generator, of scoring and of training: what works at the same time shares
+        the cores, as threads of two roles on one core wait for each other.
+        """
+        cores = config.threads or torch.get_num_threads()
+        training = max(cores // 2, 1) if self._lagging else cores
+        left = cores - training if self._lagging else cores
+        scoring = max(left // 2, 1) if self.streams else max(left, 1)
+        generating = max((left - scoring if self.streams else left) // config.rollout.engines, 1)
+        return generating, scoring, training
+
+    def _open(self, name: str, threads: int) -> Lane:
+        lane = Lane(name, threads)
+        self._opened.append(lane)
+        return lane
+
+
+def scorer_slots(config: Config, model: nn.Module) -> int:
+    """Rollouts that a scorer can follow within its share of free memory; 0 where none streams."""
+    if config.schedule.knob("score_on") != "chunk":
+        return 0
+    parameter = next(model.parameters())
+    free_bytes = (
+        torch.cuda.mem_get_info(parameter.device)[0]
+        if parameter.device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
+    positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    budget = int(MEMORY_SHARE * free_bytes)
+    fit = slots_within(unwrapped(model).config, parameter.dtype, positions, budget)
+    return min(most_in_flight(config), fit)
+
+
+@torch.inference_mode()
+def prefill_tokens_per_s(model: nn.Module, tokens: int = 256) -> float:
+    """How fast the model reads, measured on one sequence; the first pass is a rehearsal."""
+    device = next(model.parameters()).device
+    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
+    seconds = 0.0
+    for _ in range(2):
+        start_s = time.perf_counter()
+        backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -1, 0].item()
+        seconds = time.perf_counter() - start_s
+    return tokens / seconds
+
+
+def make_engine(
+    config: Config, actor: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: int
+) -> TorchEngine:
+    """A generation engine over the actor's own weights, for up to so many rollouts at a time."""
+    stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
+    return TorchEngine(
+        actor,
+        config.rollout,
+        end_tokens=end_token_ids(unwrapped(actor), tokenizer),
+        seed=config.seed,
+        stop=stop,
+        slots=config.rollout.slots or rows,
+        carry=config.schedule.carry,
+    )

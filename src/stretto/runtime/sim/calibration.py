@@ -1,0 +1,157 @@
+"""Costs fitted to the spans of a real run, so that it can be replayed and varied in virtual time.
+
+What is read from a span: its length, and of its attributes
+
+- ``gen``: ``steps``, ``tokens`` and, where the engine counts them, ``context`` (tokens of context
+  that all steps read) and ``prefilled``;
+- ``prefill`` and ``score``, of a scorer: ``tokens``; a scorer that gives none is taken for a
+  function, whose time goes by the number of its ``rollouts``;
+- ``update``: ``tokens``; ``publish`` and ``load``: nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.errors import StateError
+from stretto.observe.idle import is_generator
+from stretto.observe.spans import Span
+from stretto.runtime.sim.costs import (
+    DecodeCost,
+    GeneratorCost,
+    PrefillCost,
+    SampleCost,
+    TrainCost,
+)
+
+Array = npt.NDArray[np.float64]
+
+_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The costs of a run's roles.
+
+    Attributes:
+        generator: of the generators, all alike.
+        scorers: by name.
+        learner: its training and publishing.
+    """
+
+    generator: GeneratorCost
+    scorers: Mapping[str, PrefillCost | SampleCost]
+    learner: TrainCost
+
+
+def calibrate(spans: Iterable[Span]) -> Calibration:
+    """Fit all costs to the spans of a run; the first steps are best left out, as they warm up.
+
+    Raises:
+        StateError: the generator or the learner has no spans.
+    """
+    by_role: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if not span.waits:
+            by_role["generator" if is_generator(span.role) else span.role].append(span)
+    for role, name in (("generator", "gen"), ("learner", "update")):
+        if not any(s.name == name for s in by_role[role]):
+            raise StateError(
+                f"costs are fitted to a run's spans, and there is no '{name}' of the {role}; "
+                "calibrate on a run of at least a few steps"
+            )
+    generator, learner = by_role.pop("generator"), by_role.pop("learner")
+    return Calibration(
+        generator=_generator(generator),
+        scorers={name: _scorer(spans) for name, spans in by_role.items()},
+        learner=_learner(learner),
+    )
+
+
+def fit_costs(features: Array, seconds: Array) -> Array:
+    """Coefficients, none negative, that make ``features @ coefficients`` close to ``seconds``.
+
+    Relative errors are what is made small, as calls differ in length by orders of magnitude; calls
+    that are off by more than three times the usual error, such as a first one, count for less
+    (Huber's weights, by iteratively reweighted least squares).
+
+    Args:
+        features: [n calls, k]; a column of zeros gets the coefficient 0.
+        seconds: [n calls].
+    """
+    scale = np.maximum(seconds, np.median(seconds) * 1e-3 + 1e-12)
+    x, y = features / scale[:, None], seconds / scale
+    weights = np.ones_like(y)
+    coefficients = np.zeros(features.shape[1])
+    for _ in range(_ROUNDS):
+        root = np.sqrt(weights)
+        coefficients = _nonnegative(x * root[:, None], y * root)
+        error = np.abs(x @ coefficients - y)
+        usual = max(float(np.median(error)) * 1.4826, 1e-9)
+        weights = np.minimum(1.0, 3 * usual / np.maximum(error, 1e-12))
+    return coefficients
+
+
+def _nonnegative(x: Array, y: Array) -> Array:
+    """Least squares in which the columns that would get a negative coefficient are left out."""
+    norms = np.linalg.norm(x, axis=0)
+    used = np.flatnonzero(norms)
+    while used.size:
+        # Columns of unit length: tokens and steps are orders of magnitude apart.
+        found = np.linalg.lstsq(x[:, used] / norms[used], y, rcond=None)[0] / norms[used]
+        if (found >= 0).all():
+            break
+        used = np.delete(used, int(np.argmin(found * norms[used])))
+    coefficients = np.zeros(x.shape[1])
+    if used.size:
+        coefficients[used] = found
+    return coefficients
+
+
+def _fit(spans: Sequence[Span], rows: Sequence[Sequence[float]]) -> list[float]:
+    features = np.array(rows, np.float64).reshape(len(spans), -1)
+    seconds = np.array([s.end_s - s.start_s for s in spans])
+    return [float(c) for c in fit_costs(features, seconds)]
+
+
+def _generator(spans: Sequence[Span]) -> GeneratorCost:
+    calls = [s for s in spans if s.name == "gen"]
+    numbers = [
+        [float(s.attributes.get(key, 0)) for key in ("steps", "tokens", "context", "prefilled")]
+        for s in calls
+    ]
+    rows = [[*n, float(n[3] > 0)] for n in numbers]
+    step_s, row_s, context_s, token_s, call_s = _fit(calls, rows)
+    return GeneratorCost(
+        decode=DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s),
+        prefill=PrefillCost(call_s=call_s, token_s=token_s),
+        load_s=_typical_s(spans, "load"),
+    )
+
+
+def _scorer(spans: Sequence[Span]) -> PrefillCost | SampleCost:
+    calls = [s for s in spans if s.name.partition("/")[0] in ("prefill", "score")]
+    if any("tokens" in s.attributes for s in calls):
+        known = [s for s in calls if s.attributes.get("tokens")]
+        call_s, token_s = _fit(known, [[1.0, s.attributes["tokens"]] for s in known])
+        return PrefillCost(call_s=call_s, token_s=token_s)
+    counts = [s.attributes.get("rollouts_count", len(s.attributes["rollouts"])) for s in calls]
+    call_s, sample_s = _fit(calls, [[1.0, float(n)] for n in counts])
+    return SampleCost(call_s=call_s, sample_s=sample_s)
+
+
+def _learner(spans: Sequence[Span]) -> TrainCost:
+    updates = [s for s in spans if s.name == "update"]
+    step_s, token_s = _fit(updates, [[1.0, s.attributes["tokens"]] for s in updates])
+    return TrainCost(step_s=step_s, token_s=token_s, publish_s=_typical_s(spans, "publish"))
+
+
+def _typical_s(spans: Sequence[Span], name: str) -> float:
+    times = [s.end_s - s.start_s for s in spans if s.name == name]
+    return median(times) if times else 0.0

@@ -1,0 +1,310 @@
+"""A cluster and what runs on it, as one typed object that TOML can say.
+
+Every role names its devices, by number; roles that share one take turns on it. What a role's work
+costs is either given in numbers or follows from a model, a kind of GPU and an assumed efficiency.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from stretto.config import NonNegativeInt, PositiveInt, ScheduleConfig, Section
+from stretto.errors import ConfigError
+from stretto.runtime.controls import Migrating
+from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
+from stretto.runtime.sim.hardware import (
+    Efficiency,
+    Placement,
+    generator_cost,
+    prefill_cost,
+    train_cost,
+)
+from stretto.runtime.sim.lengths import Distribution, Lognormal, Uniform
+from stretto.runtime.sim.roles import LearningCurve
+from stretto.schedules.migration import MigrationLimits
+from stretto.types import ScoreKind
+
+Devices = tuple[NonNegativeInt, ...]
+
+RISE = 0.25
+"""A batch counts as too large for a generator once a decode step takes so much longer for it."""
+
+
+class GeneratorRole(Section):
+    """A generator: one engine, or several data-parallel replicas that answer as one."""
+
+    devices: Annotated[Devices, Field(min_length=1)] = (0,)
+    """What it works on."""
+    model: str = ""
+    """The actor, if costs follow from it."""
+    cost: GeneratorCost | None = None
+    """Costs in numbers, of one replica."""
+    tensor_parallel: PositiveInt = 1
+    """Devices a replica; there are as many replicas as fit."""
+    slots: NonNegativeInt = 0
+    """Rollouts that a replica decodes together; 0 takes all in flight."""
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return len(self.devices) // self.tensor_parallel
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_source(self.model, self.cost)
+        if len(self.devices) % self.tensor_parallel:
+            raise ValueError(
+                f"tensor_parallel must divide the number of devices; got {self.tensor_parallel} "
+                f"for {len(self.devices)} devices"
+            )
+        return self
+
+
+class ScorerRole(Section):
+    """A reward model, the reference, the critic, or a function."""
+
+    name: str
+    """Unique."""
+    kind: ScoreKind = "reward"
+    """What its scores are."""
+    devices: Devices = ()
+    """What it works on; empty for a function, which shares nothing with others."""
+    model: str = ""
+    """The model, if costs follow from it."""
+    cost: PrefillCost | SampleCost | None = None
+    """Costs in numbers: by tokens, or by responses for a function."""
+    follows: str = ""
+    """The trained model whose weights it loads ('actor', 'critic'); empty: frozen."""
+    streams: bool = True
+    """Whether it can prefill tokens as they come."""
+    host: NonNegativeInt | None = None
+    """The generator on whose devices it lives."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_source(self.model, self.cost)
+        if self.model and not self.devices:
+            raise ValueError(f"scorer '{self.name}' is a model and needs devices; name them")
+        return self
+
+
+class LearnerRole(Section):
+    """The learner, data parallel over its devices."""
+
+    devices: Annotated[Devices, Field(min_length=1)] = (0,)
+    """What it works on."""
+    trains: tuple[Literal["actor"]] | tuple[Literal["actor"], Literal["critic"]] = ("actor",)
+    """What is trained, and published under these names."""
+    models: tuple[str, ...] = ()
+    """The models that these are, if costs follow from them."""
+    cost: TrainCost | None = None
+    """Costs in numbers."""
+    epochs: PositiveInt = 1
+    """Passes over a batch."""
+    updates: PositiveInt = 1
+    """Optimizer updates a step, in all passes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_source(" ".join(self.models), self.cost)
+        if self.models and len(self.models) != len(self.trains):
+            raise ValueError(
+                f"learner.models names one model for each of trains = {self.trains}; got "
+                f"{self.models}"
+            )
+        return self
+
+
+class Workload(Section):
+    """What is trained on."""
+
+    batch: PositiveInt = 112
+    """Responses a step."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt; divides batch."""
+    steps: PositiveInt = 50
+    """Batches to train on."""
+    max_new_tokens: PositiveInt = 2048
+    """Token limit of a response."""
+    prompt_tokens: Distribution = Uniform(low=128, high=384)
+    """Lengths of prompts, by prompt id."""
+    response_tokens: Distribution = Lognormal(median=300, p95=1200)
+    """Lengths of responses, by rollout id, before the limit."""
+    learning: LearningCurve = LearningCurve()
+    """What training does to rewards."""
+    on_failure: Literal["stop", "drop"] = "stop"
+    """When a response gets no score: stop the run, or leave the response out."""
+    seed: int = 0
+    """Of lengths and rewards."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch % self.samples_per_prompt:
+            raise ValueError(
+                f"batch must be a multiple of samples_per_prompt; got {self.batch} and "
+                f"{self.samples_per_prompt}"
+            )
+        return self
+
+
+class Cluster(Section):
+    """Who works where, on what, and when."""
+
+    gpu: str = "h100"
+    """Kind of device, for costs that follow from models."""
+    efficiency: Efficiency = Efficiency()
+    """What is reached of the devices' peak."""
+    generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
+    """One or several."""
+    scorers: tuple[ScorerRole, ...] = ()
+    """Seats of one scorer on several devices have the same name."""
+    learner: LearnerRole
+    """One."""
+    workload: Workload = Workload()
+    schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for scorer in self.scorers:
+            if scorer.host is not None and scorer.host >= len(self.generators):
+                raise ValueError(
+                    f"scorer '{scorer.name}' lives with generator {scorer.host}, but there are "
+                    f"{len(self.generators)}, counted from 0"
+                )
+            if scorer.follows not in ("", *self.learner.trains):
+                raise ValueError(
+                    f"scorer '{scorer.name}' follows '{scorer.follows}', but only "
+                    f"{self.learner.trains} are trained; choose one of them, or '' for none"
+                )
+        return self
+
+    @property
+    def device_count(self) -> int:
+        """Devices that some role names, counted up to the highest."""
+        used = {d for g in self.generators for d in g.devices}
+        used |= {d for s in self.scorers for d in s.devices}
+        return 1 + max(used | set(self.learner.devices))
+
+    def cost_of_generator(self, role: GeneratorRole) -> GeneratorCost:
+        """Of one replica.
+
+        Raises:
+            ConfigError: the model or the GPU is unknown.
+        """
+        if role.cost is not None:
+            return role.cost
+        place = Placement(model=role.model, gpu=self.gpu, tensor_parallel=role.tensor_parallel)
+        return generator_cost(place, self.efficiency)
+
+    def cost_of_scorer(self, role: ScorerRole) -> PrefillCost | SampleCost:
+        """Of all its devices together.
+
+        Raises:
+            ConfigError: the model or the GPU is unknown.
+        """
+        if role.cost is not None:
+            return role.cost
+        place = Placement(model=role.model, gpu=self.gpu, replicas=len(role.devices))
+        return prefill_cost(place, self.efficiency)
+
+    @property
+    def cost_of_learner(self) -> TrainCost:
+        """Of all its devices together.
+
+        Raises:
+            ConfigError: a model or the GPU is unknown.
+        """
+        role = self.learner
+        if role.cost is not None:
+            return role.cost
+        devices = len(role.devices)
+        return train_cost(
+            role.models, self.gpu, devices, role.epochs, role.updates, self.efficiency
+        )
+
+    @property
+    def migrating(self) -> Migrating:
+        """What moving stragglers between the generators has to heed.
+
+        Raises:
+            ConfigError: a model or the GPU is unknown.
+        """
+        role, w = self.generators[0], self.workload
+        cost = self.cost_of_generator(role)
+        prompt_tokens = int(w.prompt_tokens.quantile(0.5, 0))
+        longest = w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
+        everything = longest * w.batch * role.replicas
+        prefill_s = cost.prefill.token_s / role.replicas
+        transfer_s = cost.cache_bytes / cost.transfer.bytes_per_s
+        row_s = cost.decode.row_s + cost.decode.context_s * longest / 2
+        scoring_s = [
+            c.token_s
+            for s in self.scorers
+            if s.host == 0 and isinstance(c := self.cost_of_scorer(s), PrefillCost)
+        ]
+        return Migrating(
+            MigrationLimits(
+                engines=len(self.generators),
+                best_batch=max(int(RISE * cost.decode.step_s / row_s) if row_s else w.batch, 1)
+                * role.replicas,
+                cache_tokens=cost.cache_tokens * role.replicas or everything,
+                longest_tokens=longest,
+                prefill_tokens_per_s=1 / prefill_s if prefill_s else 1e12,
+                transfer_tokens_per_s=1 / transfer_s if transfer_s else 1e12,
+            ),
+            score_tokens_per_s=1 / sum(scoring_s) if sum(scoring_s) else 1e12,
+            prompt_tokens=prompt_tokens,
+        )
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """From a TOML file.
+
+        Raises:
+            ConfigError: the file is missing or no TOML, or a setting in it is wrong.
+        """
+        try:
+            return cls.model_validate(tomllib.loads(Path(path).read_text("utf-8")))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the cluster description '{path}': {error}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"'{path}', {where or 'as a whole'}: {first['msg']}") from None
+
+
+def _check_source(model: str, cost: object) -> None:
+    if bool(model) == (cost is not None):
+        raise ValueError(
+            f"a role's costs come either from a model or from numbers; got model = '{model}' and "
+            f"cost {'given' if cost is not None else 'not given'}"
+        )
+
+
+def oppo_cluster(model: str, gpu: str, workload: Workload, efficiency: Efficiency) -> Cluster:
+    """OPPO's setting: of eight devices seven generate and train, and one has the reward model.
+
+    Reference and critic share the devices of the generator. Four epochs of one update each are the
+    defaults of the trainer that the paper compares with.
+    """
+    work = tuple(range(7))
+    return Cluster(
+        gpu=gpu,
+        efficiency=efficiency,
+        generators=(GeneratorRole(devices=work, model=model),),
+        scorers=(
+            ScorerRole(name="reward", devices=(7,), model=model),
+            ScorerRole(name="reference", kind="logprobs", devices=work, model=model, host=0),
+            ScorerRole(
+                name="critic", kind="values", devices=work, model=model, host=0, follows="critic"
+            ),
+        ),
+        learner=LearnerRole(
+            devices=work, trains=("actor", "critic"), models=(model, model), epochs=4, updates=4
+        ),
+        workload=workload,
+    )

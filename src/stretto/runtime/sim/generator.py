@@ -1,0 +1,184 @@
+"""The generator in virtual time: it costs what a cost model says, and samples nothing.
+
+Tokens are placeholders, and lengths come from a distribution. Calls that break the order of things
+(a rollout admitted twice, or after its end) are errors here as with a real engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from heapq import merge
+from typing import Literal
+
+from stretto.errors import EngineError
+from stretto.runtime.sim.costs import GeneratorCost
+from stretto.runtime.sim.decoding import Replica, Row, decode
+from stretto.runtime.sim.devices import Lane
+from stretto.types import Chunk, FinishReason, Parcel, Rollout, Weights
+
+
+@lru_cache(maxsize=4096)
+def _placeholders(count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Token ids and log-probabilities that stand for ``count`` sampled tokens."""
+    return (0,) * count, (-1.0,) * count
+
+
+class SimGenerator:
+    """Decodes rollouts to lengths that are known beforehand, with continuous batching.
+
+    Rollouts go to the replica with the fewest, and stay there.
+
+    State: the version. Rollouts in flight are the schedule's to save, as with a real engine.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        cost: GeneratorCost,
+        lengths: Callable[[int], int],
+        *,
+        max_new_tokens: int,
+        slots: int | None = None,
+        replicas: int = 1,
+        carry: Literal["recompute", "reuse"] = "recompute",
+    ) -> None:
+        """Make a generator without rollouts.
+
+        Args:
+            lane: its devices; a call occupies all of them.
+            cost: of one replica.
+            lengths: response tokens of a rollout, without a limit.
+            max_new_tokens: the limit.
+            slots: rollouts that a replica decodes together; ``None``: all that it has.
+            replicas: copies of the model that decode side by side.
+            carry: whether cached keys and values are made again after new weights.
+        """
+        self._lane, self._cost, self._lengths = lane, cost, lengths
+        self._max_new_tokens, self._carry = max_new_tokens, carry
+        self._replicas = [Replica(cost, slots) for _ in range(replicas)]
+        self._home: dict[int, Replica] = {}
+        self.version = 0
+
+    async def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Queue rollouts; each goes on after the tokens it already has.
+
+        Raises:
+            EngineError: a rollout is here already, or has ended.
+        """
+        async with self._lane.turn:
+            for rollout in rollouts:
+                self._add(rollout, 0)
+
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
+        """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
+        async with self._lane.turn:
+            ended, work = decode(self._replicas, max_tokens, stop_after)
+            chunks = [self._last_chunk(row) for row in ended]
+            chunks += self._chunks()
+            if chunks:
+                await self._lane.work(
+                    "gen",
+                    work.seconds,
+                    rollouts=[c.rollout_id for c in chunks],
+                    tokens=work.tokens,
+                    version=self.version,
+                    steps=work.steps,
+                    prefilled=work.prefilled,
+                    context=work.context,
+                )
+            return chunks
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget rollouts; unknown ids are ignored."""
+        async with self._lane.turn:
+            for id_ in rollout_ids:
+                if replica := self._home.pop(id_, None):
+                    replica.take_out(id_)
+
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]:
+        """Let go of rollouts; the time that moving a cache takes is the receiver's.
+
+        Raises:
+            EngineError: a rollout is not here.
+        """
+        async with self._lane.turn:
+            parcels = []
+            for id_ in rollout_ids:
+                if id_ not in self._home:
+                    raise EngineError(f"rollout {id_} is not in this engine; it cannot leave it")
+                replica = self._home.pop(id_)
+                decoded = id_ in replica.rows
+                row = replica.take_out(id_)
+                cached = row.prompt + row.tokens if decoded else row.cached
+                moved = with_cache and cached > 0
+                parcels.append(Parcel(id_, "cache" if moved else None, cached if moved else 0))
+            return parcels
+
+    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+        """Go on with rollouts that another generator exported, one parcel each.
+
+        Raises:
+            EngineError: a rollout is here already, or has ended.
+        """
+        async with self._lane.turn:
+            for rollout, parcel in zip(rollouts, parcels, strict=True):
+                self._add(rollout, parcel.cached_tokens)
+            size_bytes = self._cost.cache_bytes * sum(p.cached_tokens for p in parcels)
+            await self._lane.work(
+                "migrate",
+                self._cost.transfer.seconds(size_bytes),
+                rollouts=[r.id for r in rollouts],
+                bytes=size_bytes,
+            )
+
+    async def load(self, weights: Weights) -> None:
+        """Decode with these weights from now on."""
+        async with self._lane.turn:
+            await self._lane.work("load", self._cost.load_s, version=weights.version)
+            self.version = weights.version
+            if self._carry == "recompute":
+                for replica in self._replicas:
+                    replica.void_cache()
+
+    def _add(self, rollout: Rollout, cached: int) -> None:
+        wanted = self._lengths(rollout.id)
+        length = min(wanted, self._max_new_tokens)
+        if rollout.id in self._home:
+            raise EngineError(f"rollout {rollout.id} is in the engine already; release it first")
+        if rollout.finish or len(rollout) >= length:
+            raise EngineError(
+                f"rollout {rollout.id} has ended, at {len(rollout)} tokens; admit only those that "
+                "go on"
+            )
+        replica = min(self._replicas, key=lambda r: r.load)
+        row = Row(
+            id=rollout.id,
+            group=rollout.group,
+            prompt=len(rollout.prompt.tokens),
+            tokens=len(rollout),
+            length=length,
+            finish=FinishReason.LENGTH if wanted > length else FinishReason.STOP,
+            cached=cached,
+        )
+        replica.waiting.append(row)
+        self._home[rollout.id] = replica
+
+    def _last_chunk(self, row: Row) -> Chunk:
+        del self._home[row.id]
+        tokens, logprobs = _placeholders(row.length - row.tokens)
+        return Chunk(row.id, row.tokens, tokens, logprobs, self.version, row.finish)
+
+    def _chunks(self) -> list[Chunk]:
+        """Of the rollouts that go on, by id."""
+        found = []
+        for replica in self._replicas:
+            chunks, step = [], replica.step
+            for row in replica.rows.values():
+                start, now = row.tokens, step - row.base
+                if now > start:
+                    row.tokens = now
+                    tokens, logprobs = _placeholders(now - start)
+                    chunks.append(Chunk(row.id, start, tokens, logprobs, self.version))
+            found.append(sorted(chunks, key=lambda c: c.rollout_id))
+        return list(merge(*found, key=lambda c: c.rollout_id)) if len(found) > 1 else found[0]

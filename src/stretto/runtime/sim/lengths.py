@@ -1,0 +1,188 @@
+"""How long responses get.
+
+A length is a pure function of (seed, rollout id): the inverse distribution function at one uniform
+number. So it depends neither on the schedule nor on the order in which anything happens, and all
+schedules can be compared on the very same responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from hashlib import blake2b
+from math import ceil, exp, log
+from statistics import NormalDist, median
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from stretto.config import Fraction, PositiveInt, Section
+from stretto.runtime.sim.costs import Positive
+
+_NORMAL = NormalDist()
+
+
+def uniform(*key: int | str) -> float:
+    """A number in (0, 1) that looks random and is a pure function of the key."""
+    digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") + 0.5) * 2.0**-64
+
+
+class Lognormal(Section):
+    """The usual shape: most responses are short, and the longest are many times as long.
+
+    Fitted to its median and to one more percentile.
+    """
+
+    kind: Literal["lognormal"] = "lognormal"
+    median: Positive = 200.0
+    """Tokens."""
+    p95: float | None = None
+    """Tokens that one response in twenty exceeds."""
+    p99: float | None = None
+    """Tokens that one in a hundred exceeds; give this or p95."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [p for p in (self.p95, self.p99) if p is not None]
+        if len(given) != 1 or given[0] < self.median:
+            raise ValueError(
+                f"a lognormal is fitted to its median and either p95 or p99, not below it; got "
+                f"median = {self.median}, p95 = {self.p95}, p99 = {self.p99}"
+            )
+        return self
+
+    @cached_property
+    def sigma(self) -> float:
+        """Standard deviation of the logarithm."""
+        if self.p95 is not None:
+            return log(self.p95 / self.median) / _NORMAL.inv_cdf(0.95)
+        assert self.p99 is not None
+        return log(self.p99 / self.median) / _NORMAL.inv_cdf(0.99)
+
+    def quantile(self, u: float, rollout_id: int) -> float:
+        """Tokens at the share ``u`` of the distribution."""
+        return self.median * exp(self.sigma * _NORMAL.inv_cdf(u))
+
+
+class Uniform(Section):
+    """All lengths in a range, alike."""
+
+    kind: Literal["uniform"] = "uniform"
+    low: PositiveInt = 1
+    """Tokens of the shortest."""
+    high: PositiveInt = 512
+    """Tokens of the longest."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.high < self.low:
+            raise ValueError(f"high must not be below low; got low {self.low}, high {self.high}")
+        return self
+
+    def quantile(self, u: float, rollout_id: int) -> float:
+        """Tokens at the share ``u`` of the distribution."""
+        return self.low + int(u * (self.high - self.low + 1))
+
+
+class Bimodal(Section):
+    """Short answers and long ones, each within ``spread`` of their mode."""
+
+    kind: Literal["bimodal"] = "bimodal"
+    short: Positive = 100.0
+    """Tokens of a short answer."""
+    long: Positive = 1000.0
+    """Tokens of a long one."""
+    long_share: Fraction = 0.2
+    """Share of the long ones."""
+    spread: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Lengths are uniform in mode * (1 - spread) .. mode * (1 + spread)."""
+
+    def quantile(self, u: float, rollout_id: int) -> float:
+        """Tokens at the share ``u`` of the distribution."""
+        short = 1.0 - self.long_share
+        mode, v = (self.short, u / short) if u < short else (self.long, (u - short) / (1 - short))
+        return mode * (1 + self.spread * (2 * v - 1))
+
+
+class Geometric(Section):
+    """Each token ends the response with the same probability."""
+
+    kind: Literal["geometric"] = "geometric"
+    mean: Annotated[float, Field(gt=1)] = 200.0
+    """Tokens."""
+
+    def quantile(self, u: float, rollout_id: int) -> float:
+        """Tokens at the share ``u`` of the distribution."""
+        return ceil(log(1 - u) / log(1 - 1 / self.mean))
+
+
+class Drifting(Section):
+    """A lognormal whose median moves as training goes on."""
+
+    kind: Literal["drifting"] = "drifting"
+    first: Positive = 100.0
+    """Median of the first responses, in tokens."""
+    last: Positive = 400.0
+    """Median from ``over`` rollouts on."""
+    over: PositiveInt = 10_000
+    """Rollouts during which it moves, evenly in the logarithm."""
+    p95_ratio: Annotated[float, Field(ge=1)] = 4.0
+    """The 95th percentile, in medians."""
+
+    def quantile(self, u: float, rollout_id: int) -> float:
+        """Tokens at the share ``u`` of the distribution, for this rollout."""
+        progress = min(rollout_id / self.over, 1.0)
+        middle = self.first * exp(log(self.last / self.first) * progress)
+        sigma = log(self.p95_ratio) / _NORMAL.inv_cdf(0.95)
+        return middle * exp(sigma * _NORMAL.inv_cdf(u))
+
+
+class HeavyTail(Section):
+    """A Pareto distribution: the longest responses are out of all proportion."""
+
+    kind: Literal["heavy_tail"] = "heavy_tail"
+    shortest: Positive = 50.0
+    """Tokens."""
+    exponent: Positive = 1.2
+    """The share of responses beyond x falls as x to this power; the mean is finite above 1."""
+
+    def quantile(self, u: float, rollout_id: int) -> float:
+        """Tokens at the share ``u`` of the distribution."""
+        return float(self.shortest * (1 - u) ** (-1 / self.exponent))
+
+
+class Replayed(Section):
+    """The lengths of a recorded run, by rollout id; beyond its end they start over."""
+
+    kind: Literal["replayed"] = "replayed"
+    tokens: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+    """Entry i is the length of rollout i."""
+
+    @classmethod
+    def from_ledger(cls, tokens_by_id: Mapping[int, int]) -> Replayed:
+        """From the rollouts that ended; those that never did get the median length."""
+        middle = round(median(tokens_by_id.values()))
+        return cls(tokens=tuple(tokens_by_id.get(i, middle) for i in range(max(tokens_by_id) + 1)))
+
+    def quantile(self, u: float, rollout_id: int) -> float:
+        """The recorded length of this rollout."""
+        return self.tokens[rollout_id % len(self.tokens)]
+
+
+Distribution = Annotated[
+    Lognormal | Uniform | Bimodal | Geometric | Drifting | HeavyTail | Replayed,
+    Field(discriminator="kind"),
+]
+
+
+class Lengths:
+    """Response lengths of a run."""
+
+    def __init__(self, distribution: Distribution, seed: int) -> None:
+        self._distribution, self._seed = distribution, seed
+
+    def __call__(self, rollout_id: int) -> int:
+        """Tokens that this rollout would get without a limit; at least 1."""
+        u = uniform(self._seed, "length", rollout_id)
+        return max(1, round(self._distribution.quantile(u, rollout_id)))

@@ -1,0 +1,84 @@
+"""A recorded run of one process, as a cluster that can be simulated, checked and varied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from stretto.config import Config
+from stretto.errors import StateError
+from stretto.observe.run_directory import RolloutRecord
+from stretto.observe.spans import Span
+from stretto.runtime.sim.calibration import calibrate
+from stretto.runtime.sim.cluster import (
+    Cluster,
+    GeneratorRole,
+    LearnerRole,
+    ScorerRole,
+    Workload,
+)
+from stretto.runtime.sim.costs import SampleCost
+from stretto.runtime.sim.lengths import Replayed
+from stretto.runtime.sim.roles import LearningCurve
+from stretto.types import ScoreKind
+
+_KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
+
+
+def recorded_cluster(
+    config: Config, rollouts: Sequence[RolloutRecord], spans: Iterable[Span]
+) -> Cluster:
+    """The roles of a run in one process, with the costs and the lengths that were seen.
+
+    Where the run's knobs are all at zero its roles share one lane, so here they share one device;
+    else generators, scoring models and learner have a device each, and functions need none. Costs
+    contain what roles that worked at the same time took from each other. Rewards are constant at
+    their mean, as rewards of another schedule are not known.
+
+    Args:
+        config: of the run; another schedule may be put into the result.
+        rollouts: that ended in it.
+        spans: of it; best without the first steps, which warm up.
+
+    Raises:
+        StateError: nothing was recorded to go by.
+    """
+    if not rollouts:
+        raise StateError(
+            "a run is replayed from its rollouts, and it has recorded none; let it take a few steps"
+        )
+    found = calibrate(spans)
+    s, engines = config.schedule, config.rollout.engines
+    apart = s.knob("score_on") != "batch" or s.knob("lag") or engines > 1
+    scoring, training = (engines, engines + 1) if apart else (0, 0)
+    scorers = [
+        ScorerRole(
+            name=name,
+            kind=_KINDS.get(name, "reward"),
+            follows="critic" if name == "critic" else "",
+            devices=() if apart and isinstance(cost, SampleCost) else (scoring,),
+            cost=cost,
+        )
+        for name, cost in found.scorers.items()
+    ]
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    return Cluster(
+        generators=tuple(
+            GeneratorRole(devices=(i,), cost=found.generator, slots=config.rollout.slots)
+            for i in range(engines)
+        ),
+        scorers=tuple(scorers),
+        learner=LearnerRole(devices=(training,), trains=("actor", "critic"), cost=found.learner),
+        workload=Workload(
+            batch=config.rollout.batch,
+            samples_per_prompt=config.rollout.samples_per_prompt,
+            steps=config.steps,
+            max_new_tokens=config.rollout.max_new_tokens,
+            prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),
+            response_tokens=Replayed.from_ledger({r.id: r.tokens for r in rollouts}),
+            learning=LearningCurve(first=mean, last=mean, versions=0, spread=0),
+            on_failure=config.reward.on_failure,
+            seed=config.seed,
+        ),
+        schedule=config.schedule,
+    )

@@ -1,0 +1,222 @@
+"""Scorers and the learner in virtual time: they cost what a cost model says, and compute nothing.
+
+Rewards come from a model of learning, so that whatever reacts to rewards has something to react to.
+Calls that break the order of things (a chunk out of place, a score for a rollout that has not
+ended) are errors here as with real roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+
+import numpy as np
+
+from stretto.config import NonNegative, Section
+from stretto.errors import EngineError
+from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
+from stretto.runtime.sim.devices import Lane
+from stretto.runtime.sim.lengths import uniform
+from stretto.types import Batch, Chunk, Rollout, Score, ScoreKind, Stats, Weights
+
+_NUMBERS = np.zeros(1 << 17, np.float32)
+"""What per-token scores are slices of; longer than any response."""
+_NUMBERS.flags.writeable = False
+
+
+class LearningCurve(Section):
+    """A model of what training does to rewards; no claim about any task.
+
+    The mean reward of version v is ``last + (first - last) * exp(-v / versions)``; a response's own
+    reward is spread evenly around it.
+    """
+
+    first: float = 0.0
+    """Mean reward of the untrained policy."""
+    last: float = 1.0
+    """Mean reward that training converges to."""
+    versions: NonNegative = 50.0
+    """Hand-overs after which the distance to ``last`` has fallen to 37 %; 0: converged at once."""
+    spread: NonNegative = 0.5
+    """Largest distance of a response's reward from the mean."""
+
+    def reward(self, seed: int, rollout_id: int, version: int) -> float:
+        """Of the response with this id, whose last token was sampled by this version."""
+        left = exp(-version / self.versions) if self.versions else 0.0
+        noise = self.spread * (2 * uniform(seed, "reward", rollout_id) - 1)
+        return self.last + (self.first - self.last) * left + noise
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A rollout at a scorer: prompt and response tokens, of which ``cached`` are prefilled."""
+
+    prompt: int
+    tokens: int
+    version: int
+    ended: bool
+    cached: int = 0
+
+
+class SimScorer:
+    """A reward model, the reference, the critic, or a function."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        cost: PrefillCost | SampleCost,
+        kind: ScoreKind,
+        *,
+        reward: Callable[[int, int], float] = lambda rollout_id, version: 0.0,
+        follows: str = "",
+        streams: bool = True,
+    ) -> None:
+        """Make a scorer that knows no rollouts.
+
+        Args:
+            lane: its devices; the lane's role is its name.
+            cost: by tokens for a model, by responses for a function.
+            kind: what its scores are.
+            reward: of a rollout id and the version of its last token; for kind ``reward``.
+            follows: the trained model whose weights it loads.
+            streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
+        """
+        self._lane, self._cost, self._reward = lane, cost, reward
+        self._streams = streams and isinstance(cost, PrefillCost)
+        self._kind, self._follows = kind, follows
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def name(self) -> str:
+        """The lane's role."""
+        return self._lane.role
+
+    @property
+    def kind(self) -> ScoreKind:
+        """What its scores are."""
+        return self._kind
+
+    @property
+    def follows(self) -> str:
+        """The trained model whose weights it loads; empty when it is frozen."""
+        return self._follows
+
+    async def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Learn of rollouts; their prompts are worked on with their first chunk.
+
+        Raises:
+            EngineError: one is here already.
+        """
+        async with self._lane.turn:
+            for r in rollouts:
+                if r.id in self._pending:
+                    raise EngineError(f"{self.name} has rollout {r.id} already; release it first")
+                self._pending[r.id] = _Pending(
+                    len(r.prompt.tokens),
+                    len(r),
+                    r.versions[-1] if r.versions else 0,
+                    bool(r.finish),
+                )
+
+    async def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Take more tokens of admitted rollouts.
+
+        Raises:
+            EngineError: a chunk's rollout is unknown, or the chunk leaves a gap or comes twice.
+        """
+        async with self._lane.turn:
+            for chunk in chunks:
+                entry = self._pending.get(chunk.rollout_id)
+                if entry is None or chunk.start != entry.tokens or entry.ended:
+                    raise EngineError(
+                        f"{self.name} cannot take a chunk of rollout {chunk.rollout_id} that "
+                        f"starts at {chunk.start}; it holds {entry}"
+                    )
+                entry.tokens += len(chunk.tokens)
+                entry.version, entry.ended = chunk.version, chunk.finish is not None
+            if self._streams:
+                ids = list(dict.fromkeys(c.rollout_id for c in chunks))
+                await self._work("prefill", ids)
+
+    async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
+        """Score rollouts, in the order asked, and forget them.
+
+        Raises:
+            EngineError: a rollout is unknown, or its last chunk has not come.
+        """
+        async with self._lane.turn:
+            for id_ in rollout_ids:
+                if id_ not in self._pending or not self._pending[id_].ended:
+                    raise EngineError(
+                        f"{self.name} is asked to score rollout {id_}, of which it holds "
+                        f"{self._pending.get(id_)}; give it the last chunk first"
+                    )
+            await self._work("score", rollout_ids)
+            return [self._score(id_, self._pending.pop(id_)) for id_ in rollout_ids]
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget rollouts without a score; unknown ids are ignored."""
+        async with self._lane.turn:
+            for id_ in rollout_ids:
+                self._pending.pop(id_, None)
+
+    async def load(self, weights: Weights) -> None:
+        """Score with these weights from now on; what is prefilled is void."""
+        async with self._lane.turn:
+            for entry in self._pending.values():
+                entry.cached = 0
+
+    async def _work(self, name: str, rollout_ids: Sequence[int]) -> None:
+        tokens = 0
+        for id_ in rollout_ids:
+            entry = self._pending[id_]
+            total = entry.prompt + entry.tokens
+            tokens += total - entry.cached
+            entry.cached = total
+        ids = list(rollout_ids)
+        if isinstance(self._cost, PrefillCost):
+            await self._lane.work(name, self._cost.seconds(tokens), rollouts=ids, tokens=tokens)
+        else:
+            await self._lane.work(name, self._cost.seconds(len(ids)), rollouts=ids)
+
+    def _score(self, rollout_id: int, entry: _Pending) -> Score:
+        if self._kind == "reward":
+            values = np.array([self._reward(rollout_id, entry.version)], np.float32)
+        else:
+            values = _NUMBERS[: entry.tokens]
+        return Score(rollout_id, self.name, self._kind, values)
+
+
+class SimLearner:
+    """Takes the time that training takes; what it learns is up to the :class:`LearningCurve`.
+
+    State: the version.
+    """
+
+    def __init__(self, lane: Lane, cost: TrainCost, models: Sequence[str] = ("actor",)) -> None:
+        """Make an untrained learner of these models."""
+        self._lane, self._cost, self._models = lane, cost, tuple(models)
+        self.version = 0
+
+    async def train(self, batch: Batch) -> Stats:
+        """Take one step; returns the mean reward and what was trained on."""
+        async with self._lane.turn:
+            tokens = sum(len(r.prompt.tokens) + len(r) for r in batch)
+            await self._lane.work("update", self._cost.seconds(tokens), tokens=tokens)
+            rewards = [
+                sum(s.scalar for s in r.scores.values() if s.kind == "reward") for r in batch
+            ]
+            stale = [self.version - min(r.versions, default=self.version) for r in batch]
+            return {
+                "objective/scores": sum(rewards) / max(len(rewards), 1),
+                "staleness/mean": sum(stale) / max(len(stale), 1),
+                "staleness/max": float(max(stale, default=0)),
+            }
+
+    async def publish(self) -> Mapping[str, Weights]:
+        """The next version of every model."""
+        async with self._lane.turn:
+            await self._lane.work("publish", self._cost.publish_s, version=self.version + 1)
+            self.version += 1
+            return {m: Weights(self.version, f"{m} {self.version}") for m in self._models}

@@ -1,0 +1,195 @@
+"""Run a schedule on a described cluster, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from stretto.config import Config, RewardConfig, RolloutConfig
+from stretto.observe.idle import TimeSheet
+from stretto.observe.spans import Span, Spans, Window
+from stretto.protocols import Generator, Learner, Tracer
+from stretto.runtime.controls import controls, migrates
+from stretto.runtime.sim.cluster import Cluster
+from stretto.runtime.sim.devices import Device, Lane
+from stretto.runtime.sim.faults import Faults, faulty
+from stretto.runtime.sim.generator import SimGenerator
+from stretto.runtime.sim.lengths import Lengths
+from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.runtime.sim.roles import SimLearner, SimScorer
+from stretto.schedules.schedule import Schedule
+from stretto.schedules.scoring import Seat
+from stretto.types import Prompt, Stats
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class SimRoles:
+    """Who works, on which devices."""
+
+    devices: Sequence[Device]
+    generators: Sequence[Generator]
+    seats: Sequence[Seat]
+    learner: Learner
+
+
+@dataclass(frozen=True, slots=True)
+class SimResult:
+    """What came of a simulated run.
+
+    Attributes:
+        steps: figures of each step, the learner's and the schedule's.
+        spans: all work and all recorded waiting, in virtual seconds.
+        makespan_s: from the start to the last step's end.
+        samples_per_s: responses of all steps over the makespan.
+        utilisation: share of the makespan in which a role worked, by role.
+        idle_s: seconds in which it did not, by (role, cause).
+        device_utilisation: share of the makespan in which a device worked, by number.
+        ledger: dispatched, trained, rejected by reason, and what is in flight.
+    """
+
+    steps: Sequence[Stats]
+    spans: Sequence[Span]
+    makespan_s: float
+    samples_per_s: float
+    utilisation: Mapping[str, float]
+    idle_s: Mapping[tuple[str, str], float]
+    device_utilisation: Sequence[float]
+    ledger: Mapping[str, Any]
+
+
+def simulate(cluster: Cluster, *, seed: int = 0, shuffle: bool = False) -> SimResult:
+    """Run the description's schedule for all its steps.
+
+    Args:
+        cluster: who works where, on what, and when.
+        seed: of the order of simultaneous events; used with ``shuffle`` alone.
+        shuffle: explore orders of simultaneous events.
+
+    Raises:
+        ConfigError: the description names an unknown model or GPU.
+        StalledError: a role did not answer in time, or nothing could ever happen again.
+    """
+    return run(_simulate(cluster), seed=seed, shuffle=shuffle)
+
+
+async def _simulate(cluster: Cluster) -> SimResult:
+    clock = VirtualClock()
+    spans = Spans(clock)
+    roles = make_roles(cluster, spans)
+    schedule = make_schedule(cluster, roles, spans)
+    steps = []
+    async with schedule:
+        for _ in range(cluster.workload.steps):
+            steps.append((await schedule.step()).stats)
+        makespan_s = clock.now()
+    figures = TimeSheet().add(Window(0.0, makespan_s, spans.records))
+    idle = (key.split("/")[1:] for key in figures if key.startswith("idle_s/"))
+    samples = cluster.workload.batch * len(steps)
+    return SimResult(
+        steps=steps,
+        spans=spans.records,
+        makespan_s=makespan_s,
+        samples_per_s=samples / makespan_s if makespan_s else 0.0,
+        utilisation={
+            key.removeprefix("utilisation/"): share
+            for key, share in figures.items()
+            if key.startswith("utilisation/")
+        },
+        idle_s={(role, cause): figures[f"idle_s/{role}/{cause}"] for role, cause in idle},
+        device_utilisation=[d.busy_s / makespan_s if makespan_s else 0.0 for d in roles.devices],
+        ledger=schedule.ledger.state_dict(),
+    )
+
+
+def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule:
+    """The schedule that the description asks for; to be made in a running loop."""
+    w = cluster.workload
+    config = Config(
+        seed=w.seed,
+        steps=w.steps,
+        reward=RewardConfig(on_failure=w.on_failure),
+        rollout=RolloutConfig(
+            batch=w.batch,
+            samples_per_prompt=w.samples_per_prompt,
+            max_new_tokens=w.max_new_tokens,
+            engines=len(cluster.generators),
+        ),
+        schedule=cluster.schedule,
+    )
+    return Schedule(
+        _prompts(cluster),
+        roles.generators,
+        roles.seats,
+        roles.learner,
+        controls(config, cluster.migrating if migrates(config) else None),
+        VirtualClock(),
+        tracer,
+    )
+
+
+def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -> SimRoles:
+    """The description's roles, on its devices; to be made in a running loop.
+
+    Raises:
+        ConfigError: the description names an unknown model or GPU.
+    """
+    devices = [Device(i) for i in range(cluster.device_count)]
+    w = cluster.workload
+    lengths = Lengths(w.response_tokens, w.seed)
+
+    def lane(role: str, used: Sequence[int]) -> Lane:
+        return Lane(role, [devices[i] for i in used], tracer)
+
+    def put(role: R, name: str) -> R:
+        return faulty(role, faults, name) if faults else role
+
+    several = len(cluster.generators) > 1
+    generators: list[Generator] = []
+    for i, g in enumerate(cluster.generators):
+        name = f"generator {i}" if several else "generator"
+        generators.append(
+            put(
+                SimGenerator(
+                    lane(name, g.devices),
+                    cluster.cost_of_generator(g),
+                    lengths,
+                    max_new_tokens=w.max_new_tokens,
+                    slots=g.slots or None,
+                    replicas=g.replicas,
+                    carry=cluster.schedule.carry,
+                ),
+                name,
+            )
+        )
+    seats = []
+    for i, s in enumerate(cluster.scorers):
+        scorer = SimScorer(
+            lane(s.name, s.devices),
+            cluster.cost_of_scorer(s),
+            s.kind,
+            reward=lambda id_, version: w.learning.reward(w.seed, id_, version),
+            follows=s.follows,
+            streams=s.streams,
+        )
+        seats.append(Seat(put(scorer, f"{s.name} {i}"), s.host))
+    learner = SimLearner(
+        lane("learner", cluster.learner.devices), cluster.cost_of_learner, cluster.learner.trains
+    )
+    return SimRoles(devices, generators, seats, put(learner, "learner"))
+
+
+def _prompts(cluster: Cluster) -> Callable[[], Prompt]:
+    """Draws prompts in order; they have lengths, and placeholders for tokens."""
+    lengths = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1)
+    drawn = 0
+
+    def draw() -> Prompt:
+        nonlocal drawn
+        prompt = Prompt(drawn, (0,) * lengths(drawn), "")
+        drawn += 1
+        return prompt
+
+    return draw

@@ -1,0 +1,162 @@
+"""What is between the queue and the batch: rollouts being decoded, carried, or ended early.
+
+OPPO's buffer (inter-step overlap): FIFO, of a round's size plus delta; carried rollouts come before
+fresh ones; the first to end make the batch. Here a *group* (the rollouts of one prompt in one draw)
+is carried or chosen as a whole, so that algorithms that compare the rollouts of a group always see
+all of them. A pure state machine: it knows neither time nor roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import Any
+
+from stretto.types import Prompt, Rollout
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The rollouts of one prompt.
+
+    Attributes:
+        open: how many of them have not ended.
+        place: in the order in which groups ended; -1 before that.
+        due: the round must not end without it.
+    """
+
+    rollouts: list[Rollout]
+    open: int
+    place: int = -1
+    due: bool = False
+
+
+class Buffer:
+    """Groups in the order in which they were drawn, and those chosen for the present round.
+
+    A round takes ``groups`` groups: those that have been carried ``max_carries`` times (the round
+    waits for them), and then the first to end.
+
+    State: all of it, through the rollouts.
+    """
+
+    def __init__(self, max_carries: int) -> None:
+        self._max_carries = max_carries
+        self._groups: dict[int, _Group] = {}
+        self._chosen: list[_Group] = []
+        self._wanted = 0
+        self._due = 0  # groups that the round waits for and that are not chosen yet
+        self._ended = 0
+
+    def __len__(self) -> int:
+        """Rollouts, chosen or not."""
+        return sum(len(g.rollouts) for g in self._groups.values())
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """All rollouts, in the order in which they were drawn."""
+        for group in self._groups.values():
+            yield from group.rollouts
+
+    @property
+    def open(self) -> Sequence[Rollout]:
+        """Rollouts that have not ended, in the order in which they were drawn."""
+        return [r for r in self if r.finish is None]
+
+    @property
+    def chosen(self) -> Sequence[Rollout]:
+        """The rollouts of the round so far, in dispatch order."""
+        return sorted((r for g in self._chosen for r in g.rollouts), key=lambda r: r.id)
+
+    @property
+    def chosen_size(self) -> int:
+        """How many rollouts the round has so far."""
+        return sum(len(g.rollouts) for g in self._chosen)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the round has all its groups."""
+        return len(self._chosen) == self._wanted
+
+    def add(self, group: Sequence[Rollout]) -> None:
+        """Put a fresh group at the end."""
+        self._groups[group[0].group] = _Group(list(group), len(group))
+
+    def begin_round(self, groups: int) -> Sequence[Rollout]:
+        """Start choosing; returns what is chosen at once: what ended before, but too late."""
+        self._wanted, self._chosen = groups, []
+        overdue = [g for g in self._groups.values() if _carries(g) >= self._max_carries]
+        for group in overdue[:groups]:
+            group.due = True
+        self._due = len(overdue[:groups])
+        ended = [g for g in self._groups.values() if g.place >= 0]
+        ended.sort(key=lambda g: g.place)
+        return [r for g in ended for r in self._choose(g)]
+
+    def ended(self, rollout: Rollout) -> Sequence[Rollout]:
+        """Note that a rollout has ended; returns the rollouts that are chosen by that."""
+        group = self._groups[rollout.group]
+        group.open -= 1
+        if group.open:
+            return ()
+        group.place, self._ended = self._ended, self._ended + 1
+        return self._choose(group)
+
+    def missing(self) -> int:
+        """How many more rollouts must end, at the least, before the round is complete."""
+        left = self._wanted - len(self._chosen)
+        rest = (g for g in self._groups.values() if g.open and not g.due)
+        due = sum(g.open for g in self._groups.values() if g.due and g.open)
+        return due + sum(nsmallest(left - self._due, (g.open for g in rest)))
+
+    def take(self) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
+        """End the round: its rollouts leave, in dispatch order; the others are carried.
+
+        Returns:
+            The round's rollouts, and those among the carried that are still being decoded.
+        """
+        batch = self.chosen
+        for group in self._chosen:
+            del self._groups[group.rollouts[0].group]
+        self._chosen, self._wanted, self._due = [], 0, 0
+        for rollout in self:
+            rollout.carries += 1
+        return batch, self.open
+
+    def _choose(self, group: _Group) -> Sequence[Rollout]:
+        """Take an ended group into the round, if there is room beside those that are waited for."""
+        if group.due:
+            self._due -= 1
+        elif len(self._chosen) + self._due >= self._wanted:
+            return ()
+        group.due = False
+        self._chosen.append(group)
+        return group.rollouts
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {
+            "groups": [[r.state_dict() for r in g.rollouts] for g in self._groups.values()],
+            "places": [g.place for g in self._groups.values()],
+            "due": [g.due for g in self._groups.values()],
+            "chosen": [g.rollouts[0].group for g in self._chosen],
+            "wanted": self._wanted,
+            "ended": self._ended,
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt]
+    ) -> None:
+        """The inverse of :meth:`state_dict`; prompts are known by their ids."""
+        self._groups = {}
+        for saved, place, due in zip(state["groups"], state["places"], state["due"], strict=True):
+            rollouts = [Rollout.from_state(s, prompt_by_id(s["prompt"])) for s in saved]
+            group = _Group(rollouts, sum(r.finish is None for r in rollouts), place, due)
+            self._groups[rollouts[0].group] = group
+        self._chosen = [self._groups[id_] for id_ in state["chosen"]]
+        self._wanted, self._ended = state["wanted"], state["ended"]
+        self._due = sum(state["due"])
+
+
+def _carries(group: _Group) -> int:
+    return max(r.carries for r in group.rollouts)

@@ -1,0 +1,167 @@
+"""How many tokens the actor decodes before the scorers are given them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, Protocol
+
+from stretto.errors import ConfigError
+from stretto.schedules.feedback import Feedback
+from stretto.schedules.lengths import LengthModel
+
+SHORTEST = 8
+"""Tokens in a chunk, at least; below that the calls cost more than they overlap."""
+LONG = 0.95
+"""A response at this quantile of the lengths is a long one."""
+REMEMBERED = 1024
+"""Lengths that the quantile is taken from."""
+
+
+class ChunkSize(Protocol):
+    """Decides the size of chunks, step by step."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one decode call of the coming step gives each rollout."""
+        ...
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learn from the step that has just ended."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has learnt, as plain data."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        ...
+
+
+class FixedChunk:
+    """Always the same size. There is no state.
+
+    Raises:
+        ConfigError: the size is not positive.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        if tokens < 1:
+            raise ConfigError(f"a chunk has at least 1 token; got {tokens}")
+        self._tokens = tokens
+
+    @property
+    def tokens(self) -> int:
+        """The size."""
+        return self._tokens
+
+    def observe(self, feedback: Feedback) -> None:
+        """Nothing to learn."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to take."""
+
+
+class TunedChunk:
+    """Tries a few sizes now and then, and keeps the fastest (OPPO, intra-step overlap).
+
+    Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
+    every window of steps the candidates take turns, each on steps of its own, for up to a quarter
+    of the window in all; then the one with the least median time per decoded token serves for the
+    rest. At equal times the smaller one does. The first step of a run belongs to no window, as it
+    pays for what is done once; it runs the middle candidate.
+
+    When responses are short, all candidates are halved together until the largest is no longer than
+    a long response: the 95th percentile of recent lengths, or the token limit before any has
+    finished. None gets shorter than 8 tokens; those that become equal are one. The sizes are set
+    once a window.
+
+    State: the candidates in use, the size, the place in the window, the times so far, the lengths.
+
+    Args:
+        candidates: sizes in tokens.
+        window: steps from one trial to the next.
+        max_new_tokens: the token limit of a response.
+
+    Raises:
+        ConfigError: a candidate is under 8 tokens, or the window is too short to try each once and
+            then use the best.
+    """
+
+    def __init__(
+        self, candidates: Sequence[int] = (128, 256, 512), window: int = 50, *, max_new_tokens: int
+    ) -> None:
+        if not candidates or min(candidates) < SHORTEST:
+            raise ConfigError(
+                f"chunk sizes to try have at least {SHORTEST} tokens each; got {tuple(candidates)}"
+            )
+        if window <= len(candidates):
+            raise ConfigError(
+                f"a window of {window} steps is too short to try {len(candidates)} chunk sizes and "
+                f"then use the best; make it longer than {len(candidates)} steps"
+            )
+        self._candidates, self._window = sorted(set(candidates)), window
+        self._lengths = LengthModel(REMEMBERED)
+        self._sizes = self._scaled(max_new_tokens)
+        self._tokens = self._sizes[len(self._sizes) // 2]
+        self._place = -1
+        self._times: list[list[float]] = []
+
+    @property
+    def tokens(self) -> int:
+        """The size for the coming step."""
+        return self._tokens
+
+    def observe(self, feedback: Feedback) -> None:
+        """Learn the time per decoded token of the step, and move to the next place."""
+        self._lengths.observe(feedback.lengths)
+        decoded = sum(sample.rows * sample.steps for sample in feedback.decode)
+        if 0 <= self._place < self._trial_steps and decoded:
+            self._times[self._place % len(self._sizes)].append(feedback.seconds / decoded)
+        self._place += 1
+        if self._place in (0, self._window):
+            self._place = 0
+            if len(self._lengths):
+                self._sizes = self._scaled(self._lengths.quantile(LONG))
+            self._times = [[] for _ in self._sizes]
+        if self._place < self._trial_steps:
+            self._tokens = self._sizes[self._place % len(self._sizes)]
+        elif self._place == self._trial_steps:
+            self._tokens = self._fastest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {
+            "sizes": list(self._sizes),
+            "tokens": self._tokens,
+            "place": self._place,
+            "times": [list(times) for times in self._times],
+            "lengths": self._lengths.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._sizes, self._tokens = list(state["sizes"]), state["tokens"]
+        self._place = state["place"]
+        self._times = [list(times) for times in state["times"]]
+        self._lengths.load_state_dict(state["lengths"])
+
+    @property
+    def _trial_steps(self) -> int:
+        turns = max(1, self._window // (4 * len(self._sizes)))
+        return turns * len(self._sizes) if len(self._sizes) > 1 else 0
+
+    def _scaled(self, long_tokens: float) -> list[int]:
+        sizes = self._candidates
+        while sizes[-1] > max(long_tokens, SHORTEST):
+            sizes = sorted({max(SHORTEST, size // 2) for size in sizes})
+        return sizes
+
+    def _fastest(self) -> int:
+        timed = [(median(t), size) for t, size in zip(self._times, self._sizes, strict=True) if t]
+        return min(timed)[1] if timed else self._sizes[len(self._sizes) // 2]

@@ -1,0 +1,40 @@
+"""What controllers learn from: figures of a round, without the round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSample:
+    """One decode call, as the schedule saw it.
+
+    Attributes:
+        rows: rollouts that were being decoded, on average over the call's steps.
+        steps: tokens that the longest-lived of them got.
+        seconds: how long the call took.
+    """
+
+    rows: float
+    steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """One round, from one hand-over of weights to the next, as controllers see it.
+
+    Attributes:
+        reward: mean of the batches trained on.
+        lengths: response tokens of the rollouts that ended.
+        decode: the decode calls.
+        seconds: the whole round.
+        overhead_s: the part of it in which nothing was being decoded.
+    """
+
+    reward: float
+    lengths: Sequence[int]
+    decode: Sequence[DecodeSample]
+    seconds: float
+    overhead_s: float

@@ -1,0 +1,110 @@
+"""How long responses are: what recent ones say of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stretto.errors import ConfigError, StateError
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+HALF_LIVES = 4
+"""Half-lives that a window spans: at its far end a length counts 1/16."""
+
+
+class LengthModel:
+    """The distribution of response lengths in tokens, from the responses that finished lately.
+
+    Lengths drift as a policy learns, so the newest count most: a length counts half as much as one
+    that came a quarter of the window later. Lengths of one step count the same, as their order is
+    that of finishing, the short ones first.
+
+    The lengths are of responses that finished. While the number of unfinished ones grows, long
+    responses are missing among them, as the short ones finish first; while it stays the same, as
+    many long ones come in as go out, and the lengths are those of all responses.
+
+    State: the lengths, step by step.
+
+    Args:
+        window: lengths that are remembered, at least.
+
+    Raises:
+        ConfigError: the window is not positive.
+    """
+
+    def __init__(self, window: int) -> None:
+        if window < 1:
+            raise ConfigError(f"a length window holds at least 1 length; got {window}")
+        self._window = window
+        self._steps: list[list[int]] = []
+        self._table: tuple[IntArray, FloatArray] | None = None
+
+    def __len__(self) -> int:
+        """Lengths remembered."""
+        return sum(map(len, self._steps))
+
+    def observe(self, lengths: Sequence[int]) -> None:
+        """Take in the responses that finished during a step."""
+        self._steps.append([int(length) for length in lengths])
+        while len(self) - len(self._steps[0]) >= self._window:
+            del self._steps[0]
+        self._table = None
+
+    def mean(self) -> float:
+        """Mean length in tokens."""
+        lengths, weights = self._weighted()
+        return float(lengths @ weights)
+
+    def quantile(self, share: float) -> float:
+        """The shortest length that at least ``share`` of the responses do not exceed."""
+        lengths, weights = self._weighted()
+        place = int(np.searchsorted(np.cumsum(weights), share - 1e-12))
+        return float(lengths[min(place, len(lengths) - 1)])
+
+    def expected_remaining(self, tokens: int) -> float:
+        """Tokens that a response of ``tokens`` so far will still get, on average.
+
+        0 when no response as long has been seen.
+        """
+        lengths, weights = self._weighted()
+        longer = lengths > tokens
+        if not longer.any():
+            return 0.0
+        return float((lengths[longer] - tokens) @ weights[longer] / weights[longer].sum())
+
+    def sample(self, uniform: FloatArray) -> IntArray:
+        """Lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
+        lengths, weights = self._weighted()
+        places = np.searchsorted(np.cumsum(weights), uniform, side="right")
+        return lengths[np.minimum(places, len(lengths) - 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {"steps": [list(step) for step in self._steps]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._steps = [list(step) for step in state["steps"]]
+        self._table = None
+
+    def _weighted(self) -> tuple[IntArray, FloatArray]:
+        """Lengths in ascending order and their weights, which add up to 1; both of shape [n]."""
+        if self._table is None:
+            if not len(self):
+                raise StateError("no response has finished yet; ask after the first step")
+            self._table = self._tabulate()
+        return self._table
+
+    def _tabulate(self) -> tuple[IntArray, FloatArray]:
+        counts = np.array([len(step) for step in self._steps])
+        newer = counts[::-1].cumsum()[::-1] - counts
+        of_step = 0.5 ** (newer * HALF_LIVES / self._window)
+        lengths = np.concatenate([np.array(step, np.int64) for step in self._steps])
+        order = np.argsort(lengths, kind="stable")
+        weights = np.repeat(of_step, counts)[order]
+        return lengths[order], weights / weights.sum()

@@ -1,0 +1,68 @@
+"""Figures of a step, and what controllers get to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from statistics import fmean
+
+from stretto.clock import Clock
+from stretto.schedules.feedback import DecodeSample, Feedback
+from stretto.types import Rollout, Stats
+
+REWARD = "objective/scores"
+"""The learner's figure that controllers follow: the mean reward of the batch."""
+
+
+class Meter:
+    """Measures steps for people, and rounds for controllers. Nothing here outlives a round."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._step_start_s = self._round_start_s = clock.now()
+        self._generated_s = 0.0
+        self._generating_since_s: float | None = None
+        self._rewards: list[float] = []
+        self._lengths: list[int] = []
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Inside, responses are being decoded."""
+        self._generating_since_s = self._clock.now()
+        try:
+            yield
+        finally:
+            self._generated_s += self._clock.now() - self._generating_since_s
+            self._generating_since_s = None
+
+    def ended(self, rollout: Rollout) -> None:
+        """A response has ended."""
+        self._lengths.append(len(rollout))
+
+    def trained(self, stats: Stats) -> None:
+        """A batch has been trained on."""
+        self._rewards.append(stats[REWARD])
+
+    def feedback(self, decode: Sequence[DecodeSample]) -> Feedback:
+        """What happened since this was last asked."""
+        now_s = self._clock.now()
+        generated_s, self._generated_s = self._generated_s, 0.0
+        if self._generating_since_s is not None:
+            generated_s += now_s - self._generating_since_s
+            self._generating_since_s = now_s
+        seconds, self._round_start_s = now_s - self._round_start_s, now_s
+        overhead_s = max(seconds - generated_s, 0.0)
+        feedback = Feedback(fmean(self._rewards), self._lengths, decode, seconds, overhead_s)
+        self._rewards, self._lengths = [], []
+        return feedback
+
+    def figures(self, batch: Sequence[Rollout]) -> dict[str, float]:
+        """The step that ends now, for people."""
+        now_s = self._clock.now()
+        step_s, self._step_start_s = now_s - self._step_start_s, now_s
+        tokens = sum(len(r.prompt.tokens) + len(r) for r in batch)
+        return {
+            "timing_s/step": step_s,
+            "perf/throughput": tokens / step_s if step_s else 0.0,
+            "perf/samples_per_s": len(batch) / step_s if step_s else 0.0,
+        }

@@ -1,0 +1,374 @@
+"""The schedule: when each piece of work runs.
+
+Three loops share one buffer and one ledger. ``_generate`` makes rounds of responses, ``_gather``
+waits for their scores, and whoever calls ``step`` trains on them, batch by batch. Four knobs decide
+how far they run into each other: ``score_on`` (when scorers get to see a response), ``overcommit``
+(prompts in flight beyond the batch), ``lag`` (versions that generation may be behind) and
+``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
+one before it.
+
+A *round* is what is generated between two hand-overs of weights: ``batches_per_handover`` batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from stretto.clock import Clock
+from stretto.errors import JudgeError
+from stretto.protocols import Generator, Learner, Tracer
+from stretto.schedules.buffer import Buffer
+from stretto.schedules.ledger import Ledger
+from stretto.schedules.meter import Meter
+from stretto.schedules.pool import Pool
+from stretto.schedules.scoring import Scoring, Seat
+from stretto.schedules.settings import Controls, Step
+from stretto.schedules.waits import Phases, answered, first_of
+from stretto.types import Chunk, Prompt, Rollout, RolloutState, Stats, Weights
+
+
+class Schedule:
+    """Takes steps, one at a time; inside ``async with``, what overlaps goes on between them.
+
+    State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers.
+    It can be taken out at any moment. Rollouts in it that had not ended are decoded from where they
+    were, and tokens on the way are sampled again, the same ones.
+    """
+
+    def __init__(
+        self,
+        next_prompt: Callable[[], Prompt],
+        generators: Sequence[Generator],
+        seats: Sequence[Seat],
+        learner: Learner,
+        controls: Controls,
+        clock: Clock,
+        tracer: Tracer,
+    ) -> None:
+        s = self._settings = controls.settings
+        self._next_prompt, self._learner = next_prompt, learner
+        self._chunk, self._overcommit = controls.chunk, controls.overcommit
+        self._migration = controls.migration
+        self._clock, self._phases = clock, Phases(clock, tracer)
+        self.ledger = Ledger()
+        self._buffer = Buffer(s.max_carries)
+        self._scoring = Scoring(seats, s.score_on, s.deadline_s, clock, self._phases)
+        self._pool = Pool(
+            generators, controls.migration, s.deadline_s, clock, self._phases, self._scoring.freed
+        )
+        self._rollouts: dict[int, Rollout] = {}  # all in flight
+        self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
+        self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
+        self._next_id, self._steps = 0, 0
+        self._rounds, self._round_open = 0, False
+        self._version, self._loaded = 0, 0  # published; in the generators
+        self._carried = 0  # by the last round
+        self._weights: Mapping[str, Weights] = {}  # published and not loaded
+        self._changed = asyncio.Condition()
+        self._work = asyncio.TaskGroup()
+        self._loops: list[asyncio.Task[None]] = []
+        self._meter = Meter(clock)
+
+    async def step(self) -> Step:
+        """Take one batch from prompts to new weights."""
+        batch = await self._next_batch()
+        kept, rejected = self._sort_out(batch)
+        stats = await self._train(kept)
+        await self._publish()
+        return Step(kept, rejected, {**stats, **self._meter.figures(batch), **self._figures()})
+
+    async def _generate(self) -> None:
+        """Make rounds of responses.
+
+        Consumes prompts and weights. Waits for the learner when it is ``lag`` versions behind, and
+        for enough responses to end. Unblocked by :meth:`_publish`.
+        """
+        while self._rounds < self._rounds_in_all or self._round_open:
+            if not self._round_open:  # else it was taken up again in the middle of one
+                await self._until(self._may_generate)
+                delta = self._overcommit.delta
+                await self._load()
+                self._fill(delta)
+            await self._admit()
+            with self._meter.generating():
+                await self._pool.decode(self._chunk_tokens, self._missing, self._take)
+            self._close_round()
+            await self._notify()
+
+    async def _gather(self) -> None:
+        """Turn rounds into batches.
+
+        Consumes rounds of responses that have ended. Waits for all their scores.
+        """
+        while True:
+            await self._until(lambda: bool(self._generated))
+            await self._scoring.all_scored(self._generated[0])
+            self._split(self._generated.popleft())
+            await self._notify()
+
+    # -- generation ---------------------------------------------------------------------------
+
+    @property
+    def _round_size(self) -> int:
+        return self._settings.batch * self._settings.batches_per_handover
+
+    @property
+    def _rounds_in_all(self) -> int:
+        return -(-self._settings.steps // self._settings.batches_per_handover)
+
+    def _may_generate(self) -> bool:
+        return self._version >= self._rounds - self._settings.lag
+
+    async def _load(self) -> None:
+        """Bring generators, and scorers that follow a trained model, to the newest version."""
+        if self._loaded < self._version:
+            version, weights = self._version, self._weights
+            await self._pool.load(weights["actor"])
+            for feed in self._scoring.followers:
+                await feed.load_weights(weights[feed.scorer.follows])
+            self._loaded = version
+
+    def _fill(self, delta: int) -> None:
+        """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``."""
+        n = self._settings.samples_per_prompt
+        for _ in range(-(-(self._round_size + delta - len(self._buffer)) // n)):
+            prompt, first = self._next_prompt(), self._next_id
+            group = [Rollout(first + k, prompt, group=first) for k in range(n)]
+            self._next_id += n
+            self.ledger.dispatch(group)
+            self._rollouts.update((r.id, r) for r in group)
+            self._buffer.add(group)
+        for rollout in self._buffer.begin_round(self._round_size // n):
+            self._scoring.chosen(rollout)
+        self._rounds, self._round_open = self._rounds + 1, True
+        self._phases.enter("data")
+
+    async def _admit(self) -> None:
+        """Have everything decoded that has not ended."""
+        for rollout in self._buffer.open:
+            if rollout.state is not RolloutState.DECODING:
+                self.ledger.move(rollout, RolloutState.DECODING)
+        new = [r for r in self._buffer.open if not self._pool.holds(r)]
+        self._scoring.dispatched(new)
+        await self._pool.admit(new)
+
+    def _chunk_tokens(self) -> int:
+        whole = self._settings.score_on == "batch" and self._migration is None
+        return self._settings.max_new_tokens if whole else self._chunk.tokens
+
+    def _missing(self) -> int:
+        return 0 if self._buffer.complete else self._buffer.missing()
+
+    def _take(self, chunks: Sequence[Chunk]) -> None:
+        """Put decoded tokens where they belong, and pass them on."""
+        for chunk in chunks:
+            rollout = self._rollouts[chunk.rollout_id]
+            rollout.append(chunk)
+            self._scoring.extended(chunk)
+            if chunk.finish:
+                self._end(rollout)
+        if 5 * self._buffer.chosen_size >= 4 * self._round_size:
+            self._phases.enter("stragglers")
+
+    def _end(self, rollout: Rollout) -> None:
+        self.ledger.move(rollout, RolloutState.FINISHED)
+        self._meter.ended(rollout)
+        self._scoring.ended(rollout)
+        for chosen in self._buffer.ended(rollout):
+            self._scoring.chosen(chosen)
+
+    def _close_round(self) -> None:
+        """The round goes on to be scored; what has not ended is carried into the next."""
+        batch, carried = self._buffer.take()
+        for rollout in carried:
+            self.ledger.move(rollout, RolloutState.CARRIED)
+        self._carried = len(carried)
+        self._scoring.gathered(batch)
+        self._generated.append(batch)
+        self._round_open = False
+        self._phases.enter("scores")
+
+    def _split(self, scored: Sequence[Rollout]) -> None:
+        size = self._settings.batch
+        self._ready.extend(scored[i : i + size] for i in range(0, len(scored), size))
+        if not self._round_open:
+            self._phases.enter("weights")
+
+    # -- learning -----------------------------------------------------------------------------
+
+    async def _next_batch(self) -> Sequence[Rollout]:
+        since_s = self._clock.now()
+        await self._until(lambda: bool(self._ready))
+        self._phases.waited("learner", since_s)
+        return self._ready.popleft()
+
+    def _sort_out(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
+        """Scored rollouts, and those that a judge failed on.
+
+        Raises:
+            JudgeError: a judge failed on a response, and failures are not to be dropped.
+        """
+        failures = {
+            r.id: "; ".join(s.failure for s in r.scores.values() if s.failure) for r in rollouts
+        }
+        bad = [r for r in rollouts if failures[r.id]]
+        if len(bad) == len(rollouts) or (bad and not self._settings.drop_failures):
+            raise JudgeError(
+                f"{len(bad)} of {len(rollouts)} responses could not be judged. The first:\n"
+                f"{failures[bad[0].id]}\n"
+                "Mend the reward function, or set reward.on_failure = 'drop' to leave such "
+                "responses out (they are reported)",
+                [r.id for r in bad],
+            )
+        for rollout in bad:
+            self._finish(rollout, RolloutState.REJECTED, "judge failed")
+        kept = [r for r in rollouts if not failures[r.id]]
+        for rollout in kept:
+            self.ledger.move(rollout, RolloutState.SCORED)
+        return kept, bad
+
+    async def _train(self, batch: Sequence[Rollout]) -> Stats:
+        if not self._settings.lag:  # the learner's weights are the followers' own
+            for feed in self._scoring.followers:
+                await feed.pause()
+        ids = [r.id for r in batch]
+        deadline_s = self._settings.deadline_s
+        stats = await answered(self._learner.train(batch), deadline_s, "the learner", ids)
+        for rollout in batch:
+            self._finish(rollout, RolloutState.TRAINED)
+        self._meter.trained(stats)
+        return stats
+
+    def _adapt(self) -> None:
+        """Let the controllers learn from a round, before anyone acts on its version."""
+        feedback = self._meter.feedback(self._pool.take_samples())
+        self._chunk.observe(feedback)
+        self._overcommit.observe(feedback)
+        if self._migration is not None:
+            self._migration.observe(feedback)
+
+    async def _publish(self) -> None:
+        """Offer new weights, when a round has been trained on."""
+        self._steps += 1
+        if self._steps % self._settings.batches_per_handover == 0:
+            self._adapt()
+            deadline_s = self._settings.deadline_s
+            self._weights = await answered(self._learner.publish(), deadline_s, "the learner")
+            self._version += 1
+            await self._notify()
+
+    def _figures(self) -> dict[str, float]:
+        return {
+            "rejected": float(self.ledger.rejected.total()),
+            "schedule/overcommit": float(self._overcommit.delta),
+            "schedule/chunk_tokens": float(self._chunk_tokens()),
+            "schedule/carried": float(self._carried),
+        }
+
+    def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
+        self.ledger.move(rollout, state, because)
+        del self._rollouts[rollout.id]
+
+    # -- the loops' life ----------------------------------------------------------------------
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def __aenter__(self) -> Self:
+        self._ask_again()
+        await self._work.__aenter__()
+        loops = (self._generate(), self._gather(), *(f.run() for f in self._scoring.feeds))
+        self._loops = [self._work.create_task(loop) for loop in loops]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the loops. After an error, what was in flight is rejected with the cause.
+
+        Raises:
+            BaseException: the first that a loop ended with, which is also what interrupted a step.
+        """
+        for loop in self._loops:
+            loop.cancel()
+        try:
+            await self._work.__aexit__(kind, error, trace)
+        except BaseExceptionGroup as group:
+            error = first_of(group)
+            raise error from error.__cause__
+        finally:
+            if error is not None:
+                for rollout in list(self._rollouts.values()):
+                    because = f"the run ended: {type(error).__name__}"
+                    self._finish(rollout, RolloutState.REJECTED, because)
+
+    def _ask_again(self) -> None:
+        """After a restart: have everything scored that had ended and was not."""
+        rounds = [r for batch in self._generated for r in batch]
+        for rollout in (*self._buffer, *rounds):
+            if rollout.finish and not self._scoring.is_scored(rollout):
+                rollout.scores.clear()
+                self._scoring.ended(rollout)
+        for rollout in (*self._buffer.chosen, *rounds):
+            if not self._scoring.is_scored(rollout):
+                self._scoring.chosen(rollout)
+        self._scoring.gathered(r for r in rounds if not self._scoring.is_scored(r))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class; to be taken between two steps."""
+        return {
+            "ledger": self.ledger.state_dict(),
+            "buffer": self._buffer.state_dict(),
+            "generated": [[r.state_dict() for r in batch] for batch in self._generated],
+            "ready": [[r.state_dict() for r in batch] for batch in self._ready],
+            "counts": [self._next_id, self._steps, self._rounds, self._version, self._loaded],
+            "round_open": self._round_open,
+            "weights": {
+                name: {
+                    "version": w.version,
+                    "fingerprint": w.fingerprint,
+                    "tensors": dict(w.tensors) if w.tensors is not None else None,
+                }
+                for name, w in self._weights.items()
+                if self._loaded < self._version
+            },
+            "chunk": self._chunk.state_dict(),
+            "overcommit": self._overcommit.state_dict(),
+            "migration": self._migration.state_dict() if self._migration else {},
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt]
+    ) -> None:
+        """The inverse of :meth:`state_dict`, before the first step; prompts come by their ids."""
+
+        def restored(batches: Sequence[Sequence[Mapping[str, Any]]]) -> deque[Sequence[Rollout]]:
+            return deque(
+                [Rollout.from_state(r, prompt_by_id(r["prompt"])) for r in batch]
+                for batch in batches
+            )
+
+        self.ledger.load_state_dict(state["ledger"])
+        self._buffer.load_state_dict(state["buffer"], prompt_by_id)
+        self._generated, self._ready = restored(state["generated"]), restored(state["ready"])
+        waiting = (r for batch in (*self._generated, *self._ready) for r in batch)
+        self._rollouts = {r.id: r for r in (*self._buffer, *waiting)}
+        self._next_id, self._steps, self._rounds, self._version, self._loaded = state["counts"]
+        self._round_open = state["round_open"]
+        self._weights = {name: Weights(**w) for name, w in state["weights"].items()}
+        self._chunk.load_state_dict(state["chunk"])
+        self._overcommit.load_state_dict(state["overcommit"])
+        if self._migration is not None:
+            self._migration.load_state_dict(state["migration"])

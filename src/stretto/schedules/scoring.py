@@ -1,0 +1,277 @@
+"""Who scores which rollout, and when: the schedule's side of all scorers.
+
+Every scorer is fed at its own pace: it gets whatever has arrived since its last call, so that none
+of them is in lock-step with the generator or with another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from stretto.clock import Clock
+from stretto.errors import LifecycleError
+from stretto.protocols import Scorer
+from stretto.schedules.settings import ScoreOn
+from stretto.schedules.waits import Phases, answered
+from stretto.types import Chunk, Rollout, Score, Weights, short_name
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A scorer and where it sits. Several seats with one scorer name share its work.
+
+    Attributes:
+        host: the generator on whose device it lives, so that it gets to work on whole rollouts when
+            that one has nothing left to decode; ``None`` for a scorer that is always free to work.
+    """
+
+    scorer: Scorer
+    host: int | None = None
+
+
+class Feed:
+    """Hands one scorer whatever has arrived.
+
+    Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time.
+    Unblocked by any arrival, and by :meth:`resume` after a :meth:`pause`.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        deliver: Callable[[Sequence[Score]], None],
+        deadline_s: float,
+        clock: Clock,
+        phases: Phases,
+    ) -> None:
+        self.scorer, self.host = seat.scorer, seat.host
+        self.free = seat.host is None
+        self.load = 0  # rollouts given to it and not scored
+        self.draw: Callable[[], Sequence[Rollout]] = list
+        self._deliver, self._deadline_s = deliver, deadline_s
+        self._clock, self._phases = clock, phases
+        self._admitted: dict[int, Rollout] = {}
+        self._chunks: list[Chunk] = []
+        self._wanted: list[int] = []
+        self._arrived = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._paused = False
+
+    def admit(self, rollout: Rollout) -> None:
+        """Chunks of this rollout will follow; tokens that it has are known from it."""
+        self._admitted[rollout.id] = rollout
+        self.load += 1
+        self._arrived.set()
+
+    def extend(self, chunk: Chunk) -> None:
+        """More tokens of an admitted rollout."""
+        if chunk.rollout_id not in self._admitted:  # else it will be admitted with them
+            self._chunks.append(chunk)
+            self._arrived.set()
+
+    def finish(self, rollout_id: int) -> None:
+        """Ask for the score of an admitted rollout, all of which is there."""
+        self._wanted.append(rollout_id)
+        self._arrived.set()
+
+    def look(self) -> None:
+        """There are rollouts to draw, for whoever is free."""
+        if self.free:
+            self._arrived.set()
+
+    async def run(self) -> None:
+        """Serve for ever."""
+        while True:
+            idle_since_s = self._clock.now()
+            await self._arrived.wait()
+            async with self._turn:
+                self._phases.waited(short_name(self.scorer.name), idle_since_s)
+                self._arrived.clear()
+                await self._serve()
+
+    async def _serve(self) -> None:
+        for rollout in self.draw() if self.free else ():
+            self.admit(rollout)
+            self.finish(rollout.id)
+            self._arrived.set()  # look again afterwards: there may be more
+        admitted = [_as_of_now(r) for r in self._admitted.values()]
+        chunks, wanted = self._chunks, self._wanted
+        self._admitted, self._chunks, self._wanted = {}, [], []
+        scorer = self.scorer
+        if admitted:
+            ids = [r.id for r in admitted]
+            await answered(scorer.admit(admitted), self._deadline_s, scorer.name, ids)
+        if chunks:
+            ids = [c.rollout_id for c in chunks]
+            await answered(scorer.extend(chunks), self._deadline_s, scorer.name, ids)
+        if wanted:
+            scores = await answered(scorer.finish(wanted), self._deadline_s, scorer.name, wanted)
+            self.load -= len(wanted)
+            self._deliver(scores)
+
+    async def pause(self) -> None:
+        """Return when the scorer is idle, and keep it so."""
+        if not self._paused:
+            await self._turn.acquire()
+            self._paused = True
+
+    async def load_weights(self, weights: Weights) -> None:
+        """Give the scorer new weights, and let it work again.
+
+        What was asked for before is scored with the old ones; unless the scorer was paused, as then
+        nothing was waited for.
+        """
+        if not self._paused:
+            await self.pause()
+            await self._serve()
+        await answered(self.scorer.load(weights), self._deadline_s, self.scorer.name)
+        self._paused = False
+        self._turn.release()
+
+
+def _as_of_now(r: Rollout) -> Rollout:
+    """The rollout, or a copy of one that may grow while the scorer reads it."""
+    if r.finish is not None:
+        return r
+    return replace(
+        r, tokens=list(r.tokens), logprobs=list(r.logprobs), versions=list(r.versions), scores={}
+    )
+
+
+class _Team:
+    """The seats of one scorer.
+
+    Seats of their own follow rollouts chunk by chunk, where that is asked for. Otherwise, and where
+    seats have a host whose decoding they would hold up, they draw whole rollouts from a backlog.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], score_on: ScoreOn) -> None:
+        self.feeds = feeds
+        self.follows = feeds[0].scorer.follows
+        self.streams = score_on == "chunk" and all(f.host is None for f in feeds)
+        self.seat_of: dict[int, Feed] = {}
+        self._backlog: deque[Rollout] = deque()
+        for feed in feeds:
+            feed.draw = self._draw
+
+    def admit(self, rollout: Rollout) -> None:
+        """Give a rollout that will grow to the seat with the least to do."""
+        feed = min(self.feeds, key=lambda f: f.load)
+        self.seat_of[rollout.id] = feed
+        feed.admit(rollout)
+
+    def finish(self, rollout: Rollout) -> None:
+        """Have a rollout scored: by the seat that knows it, or by whoever is free first."""
+        if feed := self.seat_of.pop(rollout.id, None):
+            feed.finish(rollout.id)
+        else:
+            self._backlog.append(rollout)
+            self.wake()
+
+    def wake(self) -> None:
+        """Let free seats look at the backlog."""
+        if self._backlog:
+            for feed in self.feeds:
+                feed.look()
+
+    def _draw(self) -> list[Rollout]:
+        """A seat's next share: small enough that another seat, free later, finds work too."""
+        share = -(-len(self._backlog) // len(self.feeds))
+        return [self._backlog.popleft() for _ in range(share)]
+
+
+class Scoring:
+    """All scorers of a run.
+
+    With ``chunk`` a scorer learns of rollouts when they are dispatched and follows their tokens;
+    with ``rollout`` it gets each when it has ended, with ``batch`` when all have. A frozen scorer
+    is asked for a score as soon as the rollout has ended; one that follows a trained model only
+    once the rollout is chosen for a round, so that all values of a batch come from one version.
+    """
+
+    def __init__(
+        self,
+        seats: Sequence[Seat],
+        score_on: ScoreOn,
+        deadline_s: float,
+        clock: Clock,
+        phases: Phases,
+    ) -> None:
+        self._score_on = score_on
+        self._rollouts: dict[int, Rollout] = {}
+        self._delivered = asyncio.Event()
+        self.feeds = [Feed(s, self._deliver, deadline_s, clock, phases) for s in seats]
+        by_name: dict[str, list[Feed]] = {}
+        for feed in self.feeds:
+            by_name.setdefault(feed.scorer.name, []).append(feed)
+        self._teams = [_Team(feeds, score_on) for feeds in by_name.values()]
+        self._streaming = [t for t in self._teams if t.streams]
+
+    @property
+    def followers(self) -> Sequence[Feed]:
+        """The feeds of scorers that follow a trained model."""
+        return [f for f in self.feeds if f.scorer.follows]
+
+    def dispatched(self, rollouts: Iterable[Rollout]) -> None:
+        """Rollouts are about to be decoded."""
+        for rollout in rollouts if self._streaming else ():
+            for team in self._streaming:
+                team.admit(rollout)
+
+    def extended(self, chunk: Chunk) -> None:
+        """A rollout has got more tokens."""
+        for team in self._streaming:
+            team.seat_of[chunk.rollout_id].extend(chunk)
+
+    def ended(self, rollout: Rollout) -> None:
+        """A rollout has ended."""
+        if self._score_on != "batch":
+            self._ask(rollout, (t for t in self._teams if not t.follows))
+
+    def chosen(self, rollout: Rollout) -> None:
+        """A rollout that has ended is going to be trained on."""
+        if self._score_on != "batch":
+            self._ask(rollout, (t for t in self._teams if t.follows))
+
+    def gathered(self, batch: Iterable[Rollout]) -> None:
+        """All rollouts of a round have ended."""
+        if self._score_on == "batch":
+            for rollout in batch:
+                self._ask(rollout, self._teams)
+
+    def freed(self, host: int, free: bool = True) -> None:
+        """A generator has, or has no longer, its device to spare."""
+        for feed in self.feeds:
+            if feed.host == host:
+                feed.free = free
+        for team in self._teams:
+            team.wake()
+
+    def is_scored(self, rollout: Rollout) -> bool:
+        """Whether every scorer has answered."""
+        return len(rollout.scores) == len(self._teams)
+
+    async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
+        """Wait until every scorer has answered on each of these."""
+        missing = list(rollouts)
+        while missing := [r for r in missing if not self.is_scored(r)]:
+            self._delivered.clear()
+            await self._delivered.wait()
+
+    def _ask(self, rollout: Rollout, teams: Iterable[_Team]) -> None:
+        self._rollouts[rollout.id] = rollout
+        for team in teams:
+            team.finish(rollout)
+
+    def _deliver(self, scores: Sequence[Score]) -> None:
+        for score in scores:
+            rollout = self._rollouts[score.rollout_id]
+            if score.source in rollout.scores:
+                raise LifecycleError(f"rollout {rollout.id} got a second score of {score.source}")
+            rollout.scores[score.source] = score
+            if self.is_scored(rollout):
+                del self._rollouts[rollout.id]
+        self._delivered.set()

@@ -1,0 +1,74 @@
+"""What a schedule is told, and what it gives back for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.schedules.chunking import ChunkSize
+from stretto.schedules.migration import MigrationPolicy
+from stretto.schedules.overcommit import Overcommit
+from stretto.types import Rollout, Stats
+
+ScoreOn = Literal["batch", "rollout", "chunk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the schedule has to know.
+
+    Attributes:
+        batch: responses a step.
+        samples_per_prompt: responses to each prompt.
+        max_new_tokens: token limit of a response.
+        steps: batches in the whole run; nothing is generated for steps beyond.
+        drop_failures: leave a response out whose judge failed, instead of stopping.
+        score_on: when scorers get to see a response.
+        lag: versions that the generators may be behind the learner.
+        batches_per_handover: steps between two hand-overs of weights.
+        max_carries: how often a rollout may be left for the next round.
+        deadline_s: how long a role may take to answer a call.
+    """
+
+    batch: int
+    samples_per_prompt: int
+    max_new_tokens: int
+    steps: int
+    drop_failures: bool = False
+    score_on: ScoreOn = "batch"
+    lag: int = 0
+    batches_per_handover: int = 1
+    max_carries: int = 4
+    deadline_s: float = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """Settings and controllers of one schedule; the controllers change as it runs.
+
+    Attributes:
+        chunk: tokens that a rollout gets between two looks at what has ended.
+        overcommit: rollouts in flight beyond the batch.
+        migration: when stragglers are moved together; ``None`` for never.
+    """
+
+    settings: Settings
+    chunk: ChunkSize
+    overcommit: Overcommit
+    migration: MigrationPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of one step.
+
+    Attributes:
+        batch: the rollouts that were trained on, with their scores.
+        rejected: the rollouts that were left out, each with its reason.
+        stats: the learner's figures, and the schedule's own.
+    """
+
+    batch: Sequence[Rollout]
+    rejected: Sequence[Rollout]
+    stats: Stats

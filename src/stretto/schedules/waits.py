@@ -1,0 +1,92 @@
+"""Deadlines for answers, and what idle roles wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_right
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from stretto.clock import Clock
+from stretto.errors import StalledError
+from stretto.protocols import Tracer
+
+T = TypeVar("T")
+
+
+async def answered(
+    work: Awaitable[T], deadline_s: float, who: str, rollout_ids: Iterable[int] = ()
+) -> T:
+    """What a role answers.
+
+    Raises:
+        StalledError: it did not answer within the deadline; names it and what it worked on.
+    """
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await work
+    except TimeoutError:
+        ids = sorted(rollout_ids)
+        raise StalledError(
+            f"{who} has not answered for {deadline_s:g} s; waited for {_listed(ids)}. If it is "
+            "only slow, raise schedule.deadline_s",
+            ids,
+        ) from None
+
+
+def _listed(ids: Sequence[int]) -> str:
+    if not ids:
+        return "no rollout in particular"
+    shown = ", ".join(map(str, ids[:10])) + (", ..." if len(ids) > 10 else "")
+    return f"{len(ids)} rollout(s): {shown}"
+
+
+class Phases:
+    """What whoever is idle waits for, as it changes over time.
+
+    ``data`` while the first responses are being decoded, ``stragglers`` while the last fifth of the
+    batch is, ``scores`` from then until the last score, ``weights`` until the next generation.
+    """
+
+    KEPT = 256
+    """Changes remembered: more than pass between two pieces of work of any role."""
+
+    def __init__(self, clock: Clock, tracer: Tracer) -> None:
+        self._clock, self._tracer = clock, tracer
+        self._times: list[float] = [clock.now()]
+        self._causes: list[str] = ["data"]
+
+    @property
+    def current(self) -> str:
+        """What an idle role waits for now."""
+        return self._causes[-1]
+
+    def enter(self, cause: str) -> None:
+        """From now on it is ``cause``."""
+        if cause != self._causes[-1]:
+            self._times.append(self._clock.now())
+            self._causes.append(cause)
+            if len(self._times) > 2 * self.KEPT:
+                del self._times[: self.KEPT], self._causes[: self.KEPT]
+
+    def waited(self, role: str, since_s: float) -> None:
+        """Record that ``role`` was idle from ``since_s`` until now, split by cause."""
+        for start_s, end_s, cause in self._split(since_s, self._clock.now()):
+            self._tracer.add(role, "wait", start_s, end_s, cause=cause)
+
+    def _split(self, start_s: float, end_s: float) -> Iterator[tuple[float, float, str]]:
+        at = max(bisect_right(self._times, start_s) - 1, 0)
+        while start_s < end_s:
+            until_s = self._times[at + 1] if at + 1 < len(self._times) else end_s
+            stop_s = min(until_s, end_s)
+            if stop_s > start_s:
+                yield start_s, stop_s, self._causes[at]
+            start_s, at = max(stop_s, start_s), at + 1
+
+
+def first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first plain exception in a group of groups: the one that made the others stop."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,196 @@
+"""What all scorers with a model share: rollouts scored whole, or read while they are being decoded.
+
+Shapes: T tokens of one response; n rows and q tokens a row of one streamed pass; H hidden size.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stretto.errors import EngineError, ModelError
+from stretto.models.weights import load_weights
+from stretto.scoring.pending import Pending
+from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
+from stretto.types import Chunk, Rollout, Score, ScoreKind, Weights
+
+Say = Callable[[str], None]
+
+
+def warn(text: str) -> None:
+    """Where scorers say what they have to say if nobody else listens."""
+    logging.getLogger(__name__).warning(text)
+
+
+class ModelScorer:
+    """The part that all model scorers share; methods as in :class:`~stretto.protocols.Scorer`.
+
+    Nothing in it is state: rollouts are the schedule's to save, and caches are derived.
+
+    Args:
+        name: unique in a run.
+        kind: what the scores are.
+        model: a backbone with a head.
+        token_budget: tokens of one forward pass, padding counted.
+        slots: rollouts read while they are being decoded. 0 scores all of them whole at their end.
+            So are rollouts that find no free slot or have ended when they are admitted, all
+            rollouts of a model that cannot be streamed, and all that follow an out-of-memory error.
+        say: told once of each reason to score whole what should have been streamed.
+        follows: the trained model whose weights it loads; empty when it is frozen.
+
+    Attributes:
+        read_tokens: tokens that went through the model so far, padding not counted.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: ScoreKind,
+        model: nn.Module,
+        token_budget: int,
+        *,
+        slots: int = 0,
+        say: Say = warn,
+        follows: str = "",
+    ) -> None:
+        self.name, self.kind, self.model, self.follows = name, kind, model, follows
+        self.read_tokens = 0
+        self._budget, self._say = token_budget, say
+        self._pending = Pending(name)
+        self._said_full = False
+        self._streams = self._open_streams(slots) if slots else None
+
+    @property
+    def streaming(self) -> bool:
+        """Whether rollouts are read while they are being decoded."""
+        return self._streams is not None
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None:
+        """Learn of rollouts whose chunks will follow; with slots, read their prompts."""
+        self.release([r.id for r in rollouts])
+        self._pending.admit(rollouts)
+        self._read_on([self._pending[r.id] for r in rollouts])
+
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Take more tokens of admitted rollouts, in order for each; with slots, read them.
+
+        Raises:
+            LifecycleError: a chunk is of an unknown rollout, leaves a gap, or comes after the end.
+        """
+        self._pending.extend(chunks)
+        self._read_on([self._pending[i] for i in dict.fromkeys(c.rollout_id for c in chunks)])
+
+    def release(self, rollout_ids: Sequence[int]) -> None:
+        """Forget rollouts without a score; unknown ids are ignored."""
+        self._pending.release(rollout_ids)
+        if self._streams:
+            self._streams.close(rollout_ids)
+
+    @torch.no_grad()
+    def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
+        """Score finished rollouts, in the order asked, and forget them.
+
+        Raises:
+            LifecycleError: a rollout is unknown or has not ended; nothing is forgotten then.
+        """
+        rollouts = self._pending.take(rollout_ids)
+        self._read_on(rollouts)
+        values: dict[int, Tensor] = {}
+        whole = []
+        for r in rollouts:
+            stream = self._streams.get(r.id) if self._streams else None
+            if stream is None:
+                whole.append(r)
+            else:
+                values[r.id] = torch.cat(stream.numbers) if stream.numbers else torch.empty(0)
+        if self._streams:
+            self._streams.close(rollout_ids)
+        for part, scores in self._score(whole):
+            values |= {r.id: s for r, s in zip(part, scores, strict=True)}
+        return [
+            Score(r.id, self.name, self.kind, values[r.id].float().cpu().numpy()) for r in rollouts
+        ]
+
+    def load(self, weights: Weights) -> None:
+        """Score with these weights from now on; what was computed with older ones is void.
+
+        What rollouts in slots have so far is read again with their next tokens.
+
+        Raises:
+            EngineError: the scorer is frozen, or does not hold the weights handed over.
+        """
+        if not self.follows:
+            raise EngineError(f"scorer '{self.name}' is frozen and takes no weights")
+        load_weights(self.model, weights, f"scorer '{self.name}'")
+        if self._streams:
+            self._streams.void()
+
+    def _open_streams(self, slots: int) -> Streams | None:
+        try:
+            with torch.no_grad():
+                return Streams(self.model, slots, self._budget)
+        except (EngineError, ModelError) as error:
+            self._say(f"'{self.name}' scores rollouts whole, at their end: {error}")
+            return None
+
+    @torch.no_grad()
+    def _read_on(self, rollouts: Sequence[Rollout]) -> None:
+        """Run what is new of those rollouts that have a slot, or can have one."""
+        if self._streams is None:
+            return
+        try:
+            seated = [s for r in rollouts if (s := self._seat(self._streams, r)) is not None]
+            self.read_tokens += self._streams.advance(seated, self._take)
+            return
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            reason = str(error).strip().partition("\n")[0]
+        # Outside the handler: the error's traceback holds on to what the pass had allocated.
+        self._streams = None
+        self._say(f"'{self.name}' scores rollouts whole from now on, at their end: {reason}")
+
+    def _seat(self, streams: Streams, rollout: Rollout) -> Stream | None:
+        """The stream of a rollout, up to date with its tokens."""
+        stream = streams.get(rollout.id)
+        if stream is None:
+            if rollout.finish:
+                return None  # in one piece it is scored faster without a cache
+            if streams.full:
+                self._say_full()
+                return None
+            stream = self._open(streams, rollout)
+        self._update(stream, rollout)
+        return stream
+
+    def _say_full(self) -> None:
+        if not self._said_full:
+            self._said_full = True
+            self._say(
+                f"'{self.name}' has more rollouts than slots to read them in; it scores those "
+                "beyond its slots whole, at their end"
+            )
+
+    def _open(self, streams: Streams, rollout: Rollout) -> Stream:
+        """A new stream that holds the prompt."""
+        prompt = rollout.prompt.tokens
+        return streams.open(rollout.id, prompt[:-1], prompt)
+
+    def _update(self, stream: Stream, rollout: Rollout) -> None:
+        """Add a rollout's new tokens to its stream, and set the stream's goal."""
+        known = len(stream.tokens) - len(rollout.prompt.tokens)
+        stream.tokens += rollout.tokens[known:]
+        stream.goal = len(stream.tokens) - 1
+
+    def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
+        """Add to the numbers of each piece's stream, out of hidden states [n, q, H]."""
+        raise NotImplementedError
+
+    def _score(
+        self, rollouts: Sequence[Rollout]
+    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
+        """Micro-batches of rollouts with one tensor each: [1] for a reward, else [T]."""
+        raise NotImplementedError

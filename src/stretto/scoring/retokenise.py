@@ -1,0 +1,212 @@
+"""A response in the tokens of another tokenizer, while the response still grows.
+
+A reward model with a tokenizer of its own reads text. The tokens of a text that grows are not those
+of the text so far with some added: the last word may yet become another one. So only the tokens are
+handed out that lie two words or more before the end, and at the end the whole text is tokenised
+once more. What was handed out wrongly, if anything, then shows, and is taken back.
+
+Offsets are characters of the text as the model reads it, chat template applied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import ModelError
+from stretto.scoring.text import response_text
+from stretto.types import Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HELD_WORDS = 2
+"""Words at the end of the text that wait for what comes after them."""
+HELD_CHARACTERS = 64
+"""What is held back at most, where a text has no spaces."""
+CONTEXT_TOKENS = 16
+"""Tokens before the new ones that are tokenised once more, so that the new ones come out as in the
+whole text."""
+AGREEMENT_TOKENS = 4
+"""So many of these have to come out as they did before; else the whole text is tokenised anew."""
+
+_MARK = "\ue000"
+"""Stands for the rest of a response: a character for private use, which no tokenizer gives."""
+
+Encode = Callable[[str, bool], tuple[list[int], list[tuple[int, int]]]]
+"""Tokens of a text and their (start, end) in it; the flag says that it is the text from its start,
+where special tokens may go."""
+
+
+class Reading:
+    """What a reward model with a tokenizer of its own reads of a rollout.
+
+    A conversation goes through the model's chat template, or where it has none becomes the text of
+    its turns with empty lines between. A plain prompt and its response are one text.
+
+    Args:
+        name: the scorer's, for messages.
+        tokenizer: the reward model's.
+        actor_tokenizer: what the rollout's tokens are of.
+        stop: strings that ended responses; not part of what is read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+        actor_tokenizer: PreTrainedTokenizerBase,
+        stop: Sequence[str] = (),
+    ) -> None:
+        self._name, self._tokenizer, self._actor_tokenizer = name, tokenizer, actor_tokenizer
+        self._stop = tuple(stop)
+
+    def tokens(self, rollout: Rollout) -> list[int]:
+        """All that is read of a finished rollout.
+
+        Raises:
+            ModelError: the chat template refuses the conversation.
+        """
+        text = response_text(self._actor_tokenizer, rollout.tokens, rollout.finish, self._stop)
+        special = not self._templated(rollout.prompt)
+        rendered = self._render(rollout.prompt, text)
+        return list(self._tokenizer(rendered, add_special_tokens=special)["input_ids"])
+
+    def begun(self, rollout: Rollout) -> str:
+        """The text that is read of an unfinished rollout, up to the end of its response so far.
+
+        It may end in replacement characters, for a character of which some bytes are still to come.
+
+        Decoding and rendering start from the beginning each time. Together they take about a tenth
+        of the time of tokenising, which :class:`StablePrefix` does not repeat.
+
+        Raises:
+            ModelError: the chat template refuses the conversation.
+        """
+        text = response_text(self._actor_tokenizer, rollout.tokens, None)
+        return self._render(rollout.prompt, text + _MARK).partition(_MARK)[0]
+
+    def prefix(self, prompt: Prompt) -> StablePrefix:
+        """What :meth:`begun` gives, in tokens; empty as yet."""
+        special = not self._templated(prompt)
+
+        def encode(text: str, first: bool) -> tuple[list[int], list[tuple[int, int]]]:
+            encoded = self._tokenizer(
+                text, add_special_tokens=special and first, return_offsets_mapping=True
+            )
+            return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+
+        return StablePrefix(encode, max(map(len, self._stop), default=0))
+
+    def _templated(self, prompt: Prompt) -> bool:
+        return bool(prompt.messages and self._tokenizer.chat_template)
+
+    def _render(self, prompt: Prompt, text: str) -> str:
+        if not prompt.messages:
+            return prompt.text + text
+        turns: list[Any] = [*prompt.messages, {"role": "assistant", "content": text}]
+        if not self._templated(prompt):
+            return "\n\n".join(turn["content"] for turn in turns)
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(turns, tokenize=False))
+        except TemplateError as error:
+            shown = [*turns[:-1], {"role": "assistant", "content": text.replace(_MARK, " [...]")}]
+            raise ModelError(
+                f"the chat template of reward model '{self._name}' refuses the conversation "
+                f"{shown}: {error}. Leave task.system empty, or choose another reward model"
+            ) from error
+
+
+class StablePrefix:
+    """The tokens of a growing text that more text will hardly change.
+
+    Each call tokenises what is new, with some context before it, so that the work grows with the
+    text and not with its square.
+
+    Args:
+        encode: see :data:`Encode`.
+        held: characters at the end that may be cut off when the text ends (a stop string).
+
+    Attributes:
+        tokens: of the text so far, without its last words.
+    """
+
+    def __init__(self, encode: Encode, held: int = 0) -> None:
+        self._encode, self._held = encode, held
+        self.tokens: list[int] = []
+        self._starts: list[int] = []
+        self._text = ""  # that ``tokens`` stand for
+
+    def grow(self, text: str) -> int:
+        """Take the text as it is now; the number of first tokens that stayed as they were."""
+        end = _stable_end(text, self._held)
+        if not text.startswith(self._text):
+            return self._renew(text, end)
+        kept = len(self.tokens)
+        if end <= len(self._text):
+            return kept
+        start = self._context_start()
+        ids, spans = self._encode(text[start:], start == 0)
+        edge = len(self._text) - start
+        new = next((i for i, (a, _) in enumerate(spans) if a >= edge), len(ids)) if kept else 0
+        check = min(AGREEMENT_TOKENS, kept)
+        if ids[max(0, new - check) : new] != self.tokens[kept - check :]:
+            return self._renew(text, end)
+        self._commit(text, end, start, ids[new:], spans[new:])
+        return kept
+
+    def close(self, tokens: Sequence[int]) -> int:
+        """Take the tokens of the finished text; the number of first ones that were right."""
+        kept = _common(self.tokens, tokens)
+        self.tokens[:] = tokens
+        return kept
+
+    def _renew(self, text: str, end: int) -> int:
+        """Tokenise all of the text: it, or its tokens, are not what they were."""
+        before = list(self.tokens)
+        self.tokens.clear()
+        self._starts.clear()
+        self._text = ""
+        self._commit(text, end, 0, *self._encode(text, True))
+        return _common(before, self.tokens)
+
+    def _commit(
+        self, text: str, end: int, start: int, ids: list[int], spans: list[tuple[int, int]]
+    ) -> None:
+        """Add tokens up to the first that reaches beyond ``end``; spans count from ``start``."""
+        edge = len(self._text)
+        for token, (a, b) in zip(ids, spans, strict=True):
+            if start + b > end:
+                break
+            self.tokens.append(token)
+            self._starts.append(start + a)
+            edge = max(edge, start + b)
+        self._text = text[:edge]
+
+    def _context_start(self) -> int:
+        """Where to begin tokenising: at a word, some tokens before the first new one."""
+        for at in reversed(range(1, len(self.tokens) - CONTEXT_TOKENS + 1)):
+            start = self._starts[at]
+            at_word = any(c.isspace() for c in self._text[max(0, start - 1) : start + 1])
+            if at_word or at < len(self.tokens) - 4 * CONTEXT_TOKENS:
+                return start
+        return 0
+
+
+def _stable_end(text: str, held: int) -> int:
+    """Up to where a text is unlikely to be tokenised in another way when more follows."""
+    last = max(0, len(text) - held)
+    first = max(0, last - HELD_CHARACTERS)
+    gaps = [gap.start() for gap in re.finditer(r"\s+", text[first:last])]
+    return first + gaps[-HELD_WORDS] if len(gaps) >= HELD_WORDS else first
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    for at, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return at
+    return min(len(a), len(b))

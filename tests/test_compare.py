@@ -1,0 +1,598 @@
+"""The comparison of schedules: the table, the arguments, real runs, and runs in virtual time."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from stretto import recipes
+from stretto.cli import compare
+from stretto.cli.main import main
+from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS, Job, config_of, plan
+from stretto.config import PRESETS, Config
+from stretto.errors import ConfigError
+from stretto.observe import RunDirectory, Span, Window, report
+from stretto.observe.compare import Comparison, Outcome, smoothed, three_digits
+from stretto.types import FinishReason, Prompt, Rollout, RolloutState
+
+
+def outcome(
+    variant: str,
+    seed: int,
+    rewards: Sequence[float],
+    step_s: float = 1.0,
+    first_s: float = 5.0,
+    **other: Any,
+) -> Outcome:
+    """A run of 8 samples a step whose first step takes ``first_s``, and each other ``step_s``."""
+    n = len(rewards)
+    fields = {
+        "times_s": [first_s + i * step_s for i in range(n)],
+        "samples": [8] * n,
+        "rewards": rewards,
+        "staleness_mean": [0.0] * n,
+        "staleness_max": [0.0] * n,
+        "utilisation": {},
+    }
+    return Outcome(variant=variant, seed=seed, **{**fields, **other})
+
+
+def rows(table: str) -> dict[str, list[str]]:
+    """The cells of a Markdown table by row label; a range is found under its row's label + '..'."""
+    found: dict[str, list[str]] = {}
+    last = ""
+    for line in table.splitlines():
+        label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        last, label = (last, f"{last}..") if label == "min..max" else (label, label)
+        found[label] = cells
+    return found
+
+
+def printed_table(output: str) -> str:
+    return output[output.index("|") : output.index("\n\n- ")]
+
+
+def ramp(first: float, last: float, steps: int) -> list[float]:
+    return [first + (last - first) * i / (steps - 1) for i in range(steps)]
+
+
+# -- the figures ----------------------------------------------------------------------------------
+
+
+def test_smoothing_is_over_whole_windows() -> None:
+    assert smoothed([1, 2, 6, 3], 2) == [1.5, 4, 4.5]
+    assert smoothed([1, 2, 6, 3], 4) == [3]
+
+
+def test_windows_of_long_and_short_runs() -> None:
+    windows = [Comparison([outcome("sync", 0, [0.0] * n)]).window for n in (1, 3, 19, 20, 100)]
+    assert windows == [1, 1, 9, 10, 10]
+
+
+def test_rates_leave_out_the_first_step_and_the_target_does_not() -> None:
+    """39 steps of 2 s after one of 5 s; the reward rises by 1 a step, smoothed: 4.5 to 34.5."""
+    sync = outcome("sync", 0, ramp(0, 39, 40), step_s=2.0)
+    comparison = Comparison([sync])
+    figures = comparison.figures["sync"][0]
+    assert figures["samples_per_s"] == pytest.approx(8 / 2)
+    assert figures["step_s"] == pytest.approx(2.0)
+    assert figures["final_reward"] == pytest.approx(34.5)
+    # 4.5 + 0.95 * 30 = 33; the mean of 10 steps is that after step 38.5, so after step 39.
+    assert comparison.target == pytest.approx(33.0)
+    assert figures["steps_to_target"] == 39
+    assert figures["time_to_target_s"] == pytest.approx(5 + 38 * 2)
+    assert figures["speedup"] == 1.0
+
+
+def test_the_default_target_is_of_the_mean_over_seeds() -> None:
+    """Of seeds that go from 0 to 1 and from 0.2 to 0.6: from 0.1 to 0.8."""
+    curves = [[0.0] * 10 + [1.0] * 10, [0.2] * 10 + [0.6] * 10]
+    runs = [outcome("sync", seed, curve) for seed, curve in enumerate(curves)]
+    # What other variants reach does not matter.
+    comparison = Comparison([*runs, outcome("oppo", 0, [9.0] * 20)])
+    assert comparison.target == pytest.approx(0.1 + 0.95 * 0.7)
+    assert "0.765, which is 95 % of the way" in comparison.notes()[0]
+    assert "sync (0.100) to its last (0.800)" in comparison.notes()[0]
+
+
+def test_the_table_says_what_was_not_reached_and_how_far_seeds_differ() -> None:
+    flat, rising = [0.1] * 20, [0.0] * 10 + [1.0] * 10
+    comparison = Comparison(
+        [
+            outcome("sync", 0, rising, step_s=1.0),
+            outcome("oppo", 0, rising, step_s=0.5, staleness_max=[0.0] * 19 + [3.0]),
+            outcome("async", 0, flat, step_s=0.25),
+            outcome("sync", 1, rising, step_s=2.0),
+            outcome("oppo", 1, flat, step_s=0.5, staleness_max=[2.0] * 20),
+            outcome("async", 1, flat, step_s=0.25),
+        ],
+        target=0.75,
+    )
+    table = rows(comparison.table())
+    assert table[""] == ["sync", "oppo", "async"]
+    assert table["samples/s"] == ["6.00", "16.0", "32.0"]
+    assert table["samples/s.."] == ["4.00..8.00", "", ""]
+    # Against the run of the same seed: 2 and 4 times as fast, 4 and 8 times.
+    assert table["samples/s, x sync"] == ["1.00", "3.00", "6.00"]
+    assert table["samples/s, x sync.."] == ["", "2.00..4.00", "4.00..8.00"]
+    # The mean of 10 is 0.8 at step 18, and was 0.7 at 17.
+    assert table["steps to the target"] == ["18", "18 (1 of 2)", "not reached"]
+    assert table["seconds to the target"] == ["30.5", "13.5 (1 of 2)", "not reached"]
+    assert table["seconds to the target.."] == ["22.0..39.0", "", ""]
+    assert table["final reward"] == ["1.000", "0.550", "0.100"]
+    assert table["staleness, max"] == ["0", "2.5", "0"]
+    assert table["staleness, max.."] == ["", "2..3", ""]
+    assert "Target reward: 0.75, as asked." in comparison.notes()
+    data = comparison.data()
+    assert data["target_reward"] == 0.75
+    assert data["variants"]["oppo"]["seeds"] == [0, 1]
+    assert data["variants"]["oppo"]["steps_to_target"] == [18.0, None]
+    assert data["variants"]["async"]["time_to_target_s"] == [None, None]
+    assert data["variants"]["async"]["speedup"] == [4.0, 8.0]
+
+
+def test_all_lines_of_a_table_are_of_one_width() -> None:
+    runs = [outcome(name, seed, ramp(0, seed, 20)) for seed in (1, 900) for name in VARIANTS]
+    table = Comparison(runs).table()
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("runs", "note"),
+    [
+        ([outcome("oppo", 0, ramp(0, 1, 20))], "no run of sync to take it from; use --target"),
+        ([outcome("sync", 0, ramp(1, 0, 20))], "of sync does not rise (0.763 to 0.237)"),
+    ],
+)
+def test_without_a_sensible_target_none_is_invented(runs: list[Outcome], note: str) -> None:
+    comparison = Comparison(runs)
+    assert comparison.target is None
+    assert note in comparison.notes()[0]
+    assert "steps to the target" not in rows(comparison.table())
+    assert "steps_to_target" not in comparison.data()["variants"][runs[0].variant]
+
+
+def test_speed_ups_need_the_baseline() -> None:
+    assert "samples/s, x sync" not in rows(Comparison([outcome("oppo", 0, [0.0] * 4)]).table())
+    failed = [outcome("sync", 0, [0.0] * 4), outcome("oppo", 1, [0.0] * 4)]
+    assert rows(Comparison(failed).table())["samples/s, x sync"] == ["1.00", "-"]
+
+
+def test_busy_shares_are_in_the_order_of_roles_with_generators_taken_together() -> None:
+    busy = {"learner": 0.5, "generator 1": 0.4, "generator 0": 0.2, "critic": 0.1}
+    table = rows(Comparison([outcome("sync", 0, [0.0] * 4, utilisation=busy)]).table())
+    assert list(table)[-3:] == ["busy: generator", "busy: critic", "busy: learner"]
+    assert [table[row] for row in list(table)[-3:]] == [["30.0 %"], ["10.0 %"], ["50.0 %"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00"), (0.01234, "0.0123"), (9.0, "9.00"), (17.04, "17.0"), (254.4, "254")],
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert three_digits(value) == text
+    assert three_digits(123456.7) == "123457"
+
+
+def ended(id_: int, state: RolloutState) -> Rollout:
+    rollout = Rollout(id_, Prompt(id_, (1, 2), ""), id_, tokens=[3], logprobs=[-1.0], versions=[0])
+    rollout.finish, rollout.state = FinishReason.STOP, state
+    return rollout
+
+
+def write_run(folder: str, name: str, config: Config, *, step_s: float, reward: float) -> Path:
+    """The records of a run of 4 steps, in which the third left a sample out."""
+    run = RunDirectory.create(folder, name, config)
+    for step in range(1, 5):
+        batch = [ended(10 * step + i, RolloutState.TRAINED) for i in range(2 if step == 3 else 3)]
+        lost = [ended(10 * step + 9, RolloutState.REJECTED)] if step == 3 else []
+        run.append_rollouts(step, [*batch, *lost], {r.id: 1.0 for r in batch})
+        figures = {
+            "objective/scores": reward * step,
+            "time_s": 1 + step * step_s,
+            "staleness/mean": 0.5 * step,
+            "staleness/max": float(step),
+            "utilisation/generator": 0.5 if step < 4 else 1.0,
+        }
+        run.append_metrics(step, figures)
+    return run.path
+
+
+def test_an_outcome_is_read_from_a_runs_records(tmp_path: Path) -> None:
+    path = write_run(str(tmp_path), "oppo", Config(), step_s=2.0, reward=0.25)
+    found = Outcome.of("oppo", 7, report.load([path])[0])
+    assert (found.variant, found.seed) == ("oppo", 7)
+    assert found.times_s == [3, 5, 7, 9]
+    assert found.samples == [3, 3, 2, 3]
+    assert found.rewards == [0.25, 0.5, 0.75, 1.0]
+    assert found.staleness_mean == [0.5, 1.0, 1.5, 2.0]
+    assert found.staleness_max == [1, 2, 3, 4]
+    assert found.utilisation == {"generator": pytest.approx((7 * 0.5 + 2 * 1.0) / 9)}
+    figures = Comparison([found]).figures["oppo"][7]
+    assert figures["samples_per_s"] == pytest.approx((3 + 2 + 3) / 6)
+    assert figures["staleness_mean"] == pytest.approx(1.25)
+    assert figures["staleness_max"] == 4
+
+
+# -- what is run ----------------------------------------------------------------------------------
+
+
+def test_seeds_come_one_after_the_other_with_the_variants_in_turn() -> None:
+    jobs = plan("sync, oppo", "2,0")
+    assert jobs == [Job("sync", 2), Job("oppo", 2), Job("sync", 0), Job("oppo", 0)]
+    assert [job.variant for job in plan(DEFAULT_VARIANTS, "0")] == list(VARIANTS)[:6]
+
+
+@pytest.mark.parametrize(
+    ("variants", "seeds", "message"),
+    [
+        ("sync,opo", "0", "there is no 'opo'. Did you mean 'oppo'?"),
+        ("sync,sync", "0", "--variants names 'sync' twice"),
+        ("sync,", "0", "there is no ''"),
+        ("sync", "1,2,01", "--seeds names '1' twice"),
+        ("sync", "1;2", "'1;2' is no whole number; write 0,1,2"),
+    ],
+)
+def test_wrong_plans_are_refused(variants: str, seeds: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan(variants, seeds)
+    assert message in str(error.value)
+
+
+def test_variants_set_the_knobs_and_leave_the_rest() -> None:
+    asked = {"schedule": {"preset": "async", "overcommit": 7, "lag": 3, "max_carries": 2}}
+    base = recipes.build({**asked, "seed": 5, "steps": 9}, "here")
+
+    def knobs(variant: str) -> tuple[Any, ...]:
+        config = config_of(base, Job(variant, 1), "there")
+        assert (config.seed, config.steps, config.out) == (1, 9, "there")
+        assert config.schedule.max_carries == 2
+        assert config.rollout == base.rollout
+        return tuple(config.schedule.knob(k) for k in ("score_on", "overcommit", "lag", "migrate"))
+
+    assert knobs("sync") == ("batch", 0, 0, "off")
+    assert knobs("oppo-no-intra") == ("batch", "auto", 0, "off")
+    assert knobs("oppo-no-inter") == ("chunk", 0, 0, "off")
+    for preset in PRESETS:
+        assert knobs(preset) == tuple(PRESETS[preset].values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "--variants", "asinc"], "Did you mean 'async'?"),
+        (["tiny", "--seeds", "0,0"], "--seeds names '0' twice"),
+        (["tiny", "--seed", "3"], "--seeds"),
+        (["tiny", "--schedule.overcommit", "3"], "Unrecognized options: --schedule.overcommit"),
+        (["tinny"], "Did you mean 'tiny'?"),
+        (["--seeds", "0", "tiny"], "write 'tiny' first"),
+        (["tiny", "--sim", "x.toml"], "so does the recipe 'tiny'; leave one of them out"),
+        (["--sim", "absent.toml"], "cannot read the cluster description 'absent.toml'"),
+        (["--sim", "absent.toml", "--steps", "-1"], "--steps -1: must be 1 or more"),
+        ([], "RECIPE"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_with_status_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status(["compare", *arguments]) == 2
+    captured = capsys.readouterr()
+    shown = " ".join((captured.err + captured.out).replace("│", " ").split())
+    assert message in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+def status(arguments: Sequence[str]) -> int:
+    """The exit status, whichever way the command line ends."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+# -- real runs ------------------------------------------------------------------------------------
+
+
+class FakeTraining:
+    """Stands in for the processes: writes what they would; some fail, one is interrupted."""
+
+    def __init__(self, fails: Sequence[str] = (), interrupted_at: int = 0) -> None:
+        self.commands: list[Sequence[str]] = []
+        self.fails, self.interrupted_at = fails, interrupted_at
+
+    def __call__(self, command: Sequence[str], log: Path) -> int:
+        self.commands.append(command)
+        recipe = Path(command[-1])
+        config = recipes.load(recipe)
+        if len(self.commands) == self.interrupted_at:
+            raise KeyboardInterrupt
+        if recipe.stem in self.fails:
+            log.write_text("".join(f"line {i}\n" for i in range(20)) + "stretto: error: no\n")
+            return 2
+        step_s = {"sync": 1.0, "oppo": 0.5, "async": 0.25}[recipe.stem]
+        write_run(config.out, recipe.stem, config, step_s=step_s, reward=0.1)
+        return 0
+
+
+def compare_with(
+    training: FakeTraining, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str
+) -> int:
+    monkeypatch.setattr(compare, "run_command", training)
+    monkeypatch.chdir(folder)
+    return status(["compare", "tiny", "--steps", "4", "--variants", "sync,oppo,async", *arguments])
+
+
+def test_each_run_is_a_training_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = FakeTraining()
+    options = ["--seeds", "3,4", "--out", "here", "--rollout.batch", "16"]
+    assert compare_with(training, monkeypatch, tmp_path, *options) == 0
+    text = capsys.readouterr().out
+    assert [command[:-1] for command in training.commands] == [
+        [sys.executable, "-m", "stretto", "train"]
+    ] * 6
+    names = [f"seed{s}/{v}.toml" for s in (3, 4) for v in ("sync", "oppo", "async")]
+    folder = Path("here/tiny-compare-001")
+    assert [command[-1] for command in training.commands] == [str(folder / n) for n in names]
+    config = recipes.load(folder / "seed4" / "oppo.toml")
+    assert (config.seed, config.steps, config.rollout.batch) == (4, 4, 16)
+    assert (config.schedule.preset, config.observe.progress) == ("oppo", "plain")
+    assert "[4/6] sync, seed 4: 4 steps in 5.0 s" in text
+
+    # 8 samples of the last three steps, in 3, 1.5 and 0.75 s.
+    table = rows(printed_table(text))
+    assert table["samples/s"] == ["2.67", "5.33", "10.7"]
+    assert table["samples/s, x sync"] == ["1.00", "2.00", "4.00"]
+    written = (folder / "compare.md").read_text()
+    assert printed_table(text) in written
+    command = "stretto compare tiny --steps 4 --variants sync,oppo,async " + " ".join(options)
+    assert f"```\n{command}\n```" in written
+    assert "cores, torch 2." in written
+    data = json.loads((folder / "compare.json").read_text())
+    assert data["command"] == command
+    assert data["failed"] == []
+    assert data["variants"]["async"]["samples_per_s"] == pytest.approx([8 / 0.75] * 2)
+    page = (folder / "report.html").read_text()
+    assert all(f'"{name}-001"' in page for name in ("sync", "oppo", "async"))
+
+    # The same again does not mix with it.
+    assert compare_with(FakeTraining(), monkeypatch, tmp_path, *options) == 0
+    assert sorted(path.name for path in Path("here").iterdir()) == [
+        "tiny-compare-001",
+        "tiny-compare-002",
+    ]
+
+
+def test_a_failed_run_is_shown_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = FakeTraining(fails=["oppo"])
+    assert compare_with(training, monkeypatch, tmp_path, "--seeds", "0") == 1
+    text = capsys.readouterr().out
+    assert len(training.commands) == 3
+    log = "runs/tiny-compare-001/seed0/oppo.log"
+    assert f"[2/3] oppo, seed 0: failed, exit status 2; the end of {log}:" in text
+    assert "\n    line 9\n" in text
+    assert "\n    stretto: error: no\n" in text
+    assert "line 8\n" not in text
+    assert rows(printed_table(text))[""] == ["sync", "async"]
+    assert "- Failed and left out: oppo with seed 0." in text
+
+
+def test_nothing_to_compare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = FakeTraining(fails=["sync", "oppo", "async"])
+    assert compare_with(training, monkeypatch, tmp_path, "--seeds", "0") == 1
+    assert "no run has finished, so there is nothing to compare" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_with_the_table_of_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training = FakeTraining(interrupted_at=3)
+    assert compare_with(training, monkeypatch, tmp_path) == 130
+    captured = capsys.readouterr()
+    assert len(training.commands) == 3
+    assert "[3/9] async, seed 0: interrupted" in captured.out
+    table = rows(printed_table(captured.out))
+    assert table["samples/s"] == ["2.67", "5.33"]
+    assert "- Interrupted: what had not finished is left out." in captured.out
+    assert captured.err == "stretto: interrupted\n"
+    assert "samples/s" in Path("runs/tiny-compare-001/compare.md").read_text()
+
+
+PATIENT = """
+import time
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    {last_words}
+"""
+
+
+def interrupt_when_ready(log: Path) -> threading.Thread:
+    """Sends this process what Ctrl-C sends, once the other one has begun."""
+
+    def wait() -> None:
+        while not (log.exists() and "ready" in log.read_text()):
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("last_words", "stop_s", "said"),
+    [
+        ("print('ended in order', flush=True)", 10.0, "ready\nended in order\n"),
+        ("time.sleep(60); print('too late', flush=True)", 0.05, "ready\n"),
+    ],
+)
+def test_ctrl_c_lets_the_process_end_in_order_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_words: str, stop_s: float, said: str
+) -> None:
+    monkeypatch.setattr(compare, "STOP_S", stop_s)
+    log = tmp_path / "log"
+    thread = interrupt_when_ready(log)
+    with pytest.raises(KeyboardInterrupt):
+        compare.run_command([sys.executable, "-c", PATIENT.format(last_words=last_words)], log)
+    thread.join()
+    assert log.read_text() == said
+
+
+def test_a_real_comparison(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--steps", "3", "--rollout.batch", "8", "--rollout.max-new-tokens", "8"]
+    variants = ["--variants", "sync,oppo", "--seeds", "0", "--warmup-examples", "0"]
+    assert status(["compare", "tiny-tail", *small, *variants]) == 0
+    text = capsys.readouterr().out
+    table = rows(printed_table(text))
+    assert table[""] == ["sync", "oppo"]
+    seen = {}
+    for column, variant in enumerate(("sync", "oppo")):
+        folder = Path("runs/tiny-tail-compare-001/seed0") / f"{variant}-001"
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        rate = 16 / (lines[2]["time_s"] - lines[0]["time_s"])
+        assert table["samples/s"][column] == three_digits(rate)
+        stale = fmean(line["staleness/mean"] for line in lines)
+        assert table["staleness, mean"][column] == f"{stale:.2f}"
+        trained = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
+        seen[variant] = {r["id"]: (r["prompt"], r["prompt_tokens"]) for r in trained}
+        assert len(trained) == 24
+        assert (folder.parent / f"{variant}.log").read_text().startswith("ppo on dataset")
+    assert sorted(seen["sync"]) == list(range(24))
+    shared = seen["sync"].keys() & seen["oppo"].keys()  # the same data in the same order
+    assert {id_: seen["oppo"][id_] for id_ in shared} == {id_: seen["sync"][id_] for id_ in shared}
+
+
+# -- virtual time ---------------------------------------------------------------------------------
+
+CLUSTER = """
+[[generators]]
+devices = [0]
+cost = {{ decode = {{ step_s = 1.0 }}, load_s = 0.25 }}
+
+[[scorers]]
+name = "reward"
+devices = [1]
+cost = {{ token_s = 0.1 }}
+
+[learner]
+devices = [{learner}]
+cost = {{ step_s = 5.0, publish_s = 0.5 }}
+
+[workload]
+batch = 2
+steps = 2
+max_new_tokens = 30
+prompt_tokens = {{ kind = "replayed", tokens = [1] }}
+response_tokens = {{ kind = "replayed", tokens = [10, 20] }}
+"""
+
+
+def test_a_simulated_comparison_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step: 20 s to decode, 3.2 to score, 5.5 to train and publish, 0.25 to load.
+
+    With one version of lag the second batch is decoded from 20 s to 40 s, and so it is trained on
+    20 s after the first.
+    """
+    monkeypatch.chdir(tmp_path)
+    Path("two.toml").write_text(CLUSTER.format(learner=2))
+    options = ["--variants", "sync,async", "--seeds", "0", "--target", "5"]
+    assert status(["compare", "--sim", "two.toml", *options]) == 0
+    text = capsys.readouterr().out
+    table = rows(printed_table(text))
+    first, second = 20 + 3.2 + 5.5, 0.25 + 20 + 3.2 + 5.5
+    assert table["seconds to the target"] == ["not reached", "not reached"]
+    assert table["busy: generator"][0] == f"{100 * 40.25 / (first + second):.1f} %"
+    assert table["busy: all devices"][0] == f"{100 * 57.65 / 3 / (first + second):.1f} %"
+    assert table["staleness, max"] == ["0", "1"]
+    data = json.loads(Path("runs/two-compare-001/compare.json").read_text())
+    assert data["ran_on"] == "virtual time, with costs and lengths of two.toml"
+    assert data["variants"]["sync"]["step_s"] == [pytest.approx(second)]
+    assert data["variants"]["async"]["step_s"] == [pytest.approx(20.0)]
+    assert data["variants"]["sync"]["samples_per_s"] == [pytest.approx(2 / second)]
+    assert data["variants"]["async"]["speedup"] == [pytest.approx(second / 20.0)]
+
+
+def test_simulated_steps_and_seeds_are_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = CLUSTER.format(learner=0).replace(
+        'kind = "replayed", tokens = [10, 20]', "kind = 'uniform'"
+    )
+    Path("two.toml").write_text(text)
+    assert status(["compare", "--sim", "two.toml", "--variants", "sync", "--steps", "7"]) == 0
+    data = json.loads(Path("runs/two-compare-001/compare.json").read_text())
+    assert data["steps"] == 7
+    assert data["variants"]["sync"]["seeds"] == [0, 1, 2]
+    assert len(set(data["variants"]["sync"]["final_reward"])) == 3
+    assert "[3/3] sync, seed 2: 7 steps in " in capsys.readouterr().out
+
+
+def test_a_recorded_run_is_replayed_under_other_schedules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Decoding took 1 s a step, a judge 0.5 s, training 4 s; one thing after the other."""
+    monkeypatch.chdir(tmp_path)
+    config = recipes.build(
+        {"steps": 6, "rollout": {"batch": 2, "max_new_tokens": 20}, "seed": 3}, "here"
+    )
+    run = RunDirectory.create(".", "real", config)
+    for step in range(1, 7):
+        start_s, batch = 14.5 * (step - 1), []
+        for i, length in enumerate((5, 10)):
+            rollout = ended(2 * step - 2 + i, RolloutState.TRAINED)
+            rollout.tokens, rollout.versions = [3] * length, [step - 1] * length
+            batch.append(rollout)
+        ids = [r.id for r in batch]
+        run.append_rollouts(step, batch, dict.fromkeys(ids, 0.5))
+        window = Window(
+            start_s,
+            start_s + 14.5,
+            (
+                span("generator", "gen", start_s, 10.0, steps=10, tokens=15),
+                span("task", "score", start_s + 10.0, 0.5, rollouts=ids),
+                span("learner", "update", start_s + 10.5, 4.0, tokens=19),
+            ),
+        )
+        run.trace.append(step, window, start_s)
+    arguments = ["compare", "--sim", "real-001", "--variants", "sync,async", "--steps", "4"]
+    assert status(arguments) == 0
+    figures = json.loads(Path("runs/real-compare-001/compare.json").read_text())["variants"]
+    assert figures["sync"]["seeds"] == [3]
+    assert figures["sync"]["step_s"] == [pytest.approx(14.5, rel=0.02)]
+    assert figures["async"]["step_s"] == [pytest.approx(10.0, rel=0.02)]
+    assert "busy/all devices" not in figures["sync"]
+    capsys.readouterr()
+    assert status([*arguments, "--seeds", "1"]) == 2
+    assert "depend on no seed; leave it out" in capsys.readouterr().err
+
+
+def span(role: str, name: str, start_s: float, seconds: float, **attributes: Any) -> Span:
+    return Span(role, name, start_s, start_s + seconds, attributes)

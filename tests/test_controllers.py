@@ -1,0 +1,474 @@
+"""Controllers: chunk size, over-commitment, and what they know of lengths and latency. No torch."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.errors import ConfigError, StateError
+from stretto.schedules.chunking import ChunkSize, FixedChunk, TunedChunk
+from stretto.schedules.feedback import DecodeSample, Feedback
+from stretto.schedules.latency import LatencyModel, drain_seconds, drain_times
+from stretto.schedules.lengths import LengthModel
+from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
+from stretto.schedules.throughput import ThroughputOvercommit
+
+
+def feedback(
+    reward: float = 0.0,
+    lengths: Sequence[int] = (),
+    decode: Sequence[DecodeSample] = (),
+    seconds: float = 1.0,
+    overhead_s: float = 0.0,
+) -> Feedback:
+    return Feedback(reward, lengths, decode, seconds, overhead_s)
+
+
+def is_plain(data: Any) -> bool:
+    if isinstance(data, dict):
+        return all(type(k) is str and is_plain(v) for k, v in data.items())
+    if type(data) is list:
+        return all(map(is_plain, data))
+    return type(data) in (int, float)
+
+
+# -- the distribution of lengths --------------------------------------------------------------
+
+
+def test_lengths_of_one_step_count_the_same() -> None:
+    model = LengthModel(100)
+    model.observe([10, 40, 20, 30])
+    assert len(model) == 4
+    assert model.mean() == pytest.approx(25)
+    assert [model.quantile(q) for q in (0.0, 0.25, 0.5, 0.51, 1.0)] == [10, 10, 20, 30, 40]
+    assert model.expected_remaining(0) == pytest.approx(25)
+    assert model.expected_remaining(20) == pytest.approx((10 + 20) / 2)  # 30 and 40 are longer
+    assert model.expected_remaining(40) == 0.0
+    assert model.sample(np.array([[0.0, 0.3], [0.74, 0.99]])).tolist() == [[10, 20], [30, 40]]
+
+
+def test_newer_lengths_count_more_and_old_ones_are_forgotten() -> None:
+    model = LengthModel(8)  # a half-life is 2 lengths
+    model.observe([10, 10])
+    model.observe([50, 50])
+    assert model.mean() == pytest.approx((10 * 0.5 + 50) / 1.5)
+    for _ in range(4):
+        model.observe([50, 50])
+    assert len(model) == 8
+    assert model.mean() == pytest.approx(50)
+    assert model.quantile(0.0) == 50
+
+
+def test_lengths_that_were_never_seen_are_an_error() -> None:
+    with pytest.raises(StateError, match="after the first step"):
+        LengthModel(4).mean()
+    with pytest.raises(ConfigError, match="at least 1 length; got 0"):
+        LengthModel(0)
+
+
+# -- the latency of decode steps --------------------------------------------------------------
+
+
+def calls_of(
+    curve: Callable[[float], float], rows: Sequence[float], noise: float = 0.0, seed: int = 0
+) -> list[DecodeSample]:
+    rng = np.random.default_rng(seed)
+    return [DecodeSample(r, 32, 32 * curve(r) * (1 + noise * rng.standard_normal())) for r in rows]
+
+
+@pytest.mark.parametrize(
+    ("curve", "tolerance"),
+    [
+        (lambda r: 0.02 + 0.0005 * r, 0.02),
+        (lambda r: 0.001 * r, 0.02),
+        (lambda r: 0.05, 0.02),
+        (lambda r: 0.02 + 0.0003 * r + 0.004 * max(0.0, r - 40), 0.1),
+    ],
+    ids=["affine", "proportional", "flat", "knee"],
+)
+def test_a_latency_curve_is_found_again(curve: Callable[[float], float], tolerance: float) -> None:
+    model = LatencyModel()
+    calls = calls_of(curve, [*range(4, 84)] * 3, noise=0.02)
+    calls[7] = DecodeSample(calls[7].rows, 32, 50 * calls[7].seconds)  # two pauses
+    calls[90] = DecodeSample(calls[90].rows, 32, 10 * calls[90].seconds)
+    model.observe(calls, 0, 0)
+    asked = np.array([8.0, 20, 40, 60, 80])
+    np.testing.assert_allclose(model.step_seconds(asked), [curve(r) for r in asked], rtol=tolerance)
+
+
+def test_with_one_number_of_rows_the_curve_is_flat() -> None:
+    model = LatencyModel()
+    model.observe(calls_of(lambda r: 0.01 * r, [8] * 30, noise=0.05), 0, 0)
+    assert float(model.step_seconds(64)) == pytest.approx(0.08, rel=0.05)
+    assert float(model.step_seconds(1)) == float(model.step_seconds(64))
+
+
+def test_prefill_is_told_apart_from_decoding() -> None:
+    model = LatencyModel()
+    for carried in (0, 10, 20, 30, 5, 15):
+        rows = [32 + carried - 3 * k for k in range(10)]
+        calls = calls_of(lambda r: 0.02 + 0.001 * r, rows)
+        first = DecodeSample(rows[0], 32, calls[0].seconds + 0.4 + 0.05 * carried)
+        model.observe([first, *calls[1:]], 1, carried)
+    np.testing.assert_allclose(model.step_seconds([1, 50]), [0.021, 0.07], rtol=0.01)
+    assert model.start_seconds(0) == pytest.approx(0.4, rel=0.05)
+    assert model.start_seconds(20) == pytest.approx(1.4, rel=0.05)
+
+
+def test_latency_says_when_it_knows_nothing() -> None:
+    model = LatencyModel()
+    model.observe([DecodeSample(4, 0, 1.0), DecodeSample(0, 3, 1.0)], 1, 0)
+    assert len(model) == 0
+    with pytest.raises(StateError, match="after the first step"):
+        model.step_seconds(1)
+
+
+def test_rows_drain_as_they_would_one_step_at_a_time() -> None:
+    step_seconds = np.array([1.0, 1.5, 3.0, 3.25])
+    remaining = np.array([2, 2, 5, 9])
+    now, ends = 0.0, {}
+    for token in range(1, 10):
+        now += step_seconds[(remaining >= token).sum() - 1]
+        ends.update(dict.fromkeys(np.flatnonzero(remaining == token), now))
+    np.testing.assert_allclose(drain_times(step_seconds, remaining), [ends[i] for i in range(4)])
+    assert float(drain_seconds(step_seconds, remaining)) == pytest.approx(now)
+    assert now == pytest.approx(2 * 3.25 + 3 * 1.5 + 4 * 1.0)
+
+
+# -- chunk size ---------------------------------------------------------------------------------
+
+
+def run_chunks(
+    chunk: ChunkSize, per_token_s: Callable[[int, int], float], lengths: Sequence[int], steps: int
+) -> list[int]:
+    """The sizes used, when a step at a size takes so many seconds a token."""
+    sizes = []
+    for step in range(steps):
+        sizes.append(chunk.tokens)
+        decode = [DecodeSample(2.0, 50, 0.1), DecodeSample(1.0, 100, 0.1)]  # 200 tokens
+        seconds = 200 * per_token_s(chunk.tokens, step)
+        chunk.observe(feedback(lengths=lengths, decode=decode, seconds=seconds))
+    return sizes
+
+
+def test_a_fixed_chunk_stays() -> None:
+    chunk = FixedChunk(100)
+    assert run_chunks(chunk, lambda size, step: 1.0, [600], 5) == [100] * 5
+    with pytest.raises(ConfigError, match="at least 1 token; got 0"):
+        FixedChunk(0)
+
+
+def test_chunks_take_turns_and_the_fastest_serves() -> None:
+    chunk = TunedChunk(window=12, max_new_tokens=1024)
+    times = {128: 3.0, 256: 2.0, 512: 1.0}
+    # Step 0 is slow and counts for nothing. In the second window 128 has become the fastest.
+    sizes = run_chunks(
+        chunk,
+        lambda size, step: 100.0 if step == 0 else times[size] if step < 13 else size,
+        [900],
+        25,
+    )
+    assert sizes[0] == 256
+    assert sizes[1:13] == [128, 256, 512] + [512] * 9
+    assert sizes[13:25] == [128, 256, 512] + [128] * 9
+
+
+def test_a_pause_does_not_decide_when_each_size_has_several_turns() -> None:
+    chunk = TunedChunk(window=50, max_new_tokens=1024)
+    pauses = {3: 50.0}  # the first turn of 512, which is the fastest
+    sizes = run_chunks(
+        chunk, lambda size, step: pauses.get(step, {128: 3.0, 256: 2.0, 512: 1.0}[size]), [900], 51
+    )
+    assert sizes[1:13] == [128, 256, 512] * 4
+    assert set(sizes[13:]) == {512}
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(1024, [128, 256, 512]), (511, [64, 128, 256]), (100, [16, 32, 64]), (12, [8]), (4, [8])],
+)
+def test_candidates_shrink_to_the_token_limit(limit: int, expected: list[int]) -> None:
+    chunk = TunedChunk(window=12, max_new_tokens=limit)
+    sizes = run_chunks(chunk, lambda size, step: size, [limit], 13)
+    assert sorted(set(sizes[1:])) == expected
+    assert sizes[-1] == expected[0]
+
+
+def test_candidates_follow_the_long_responses_seen() -> None:
+    chunk = TunedChunk(window=12, max_new_tokens=1024)
+    lengths = [*[60] * 94, *[130] * 6]  # the 95th percentile is 130
+    assert run_chunks(chunk, lambda size, step: size, lengths, 4)[1:] == [32, 64, 128]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"candidates": (4, 128)}, "at least 8 tokens"),
+        ({"candidates": ()}, "at least 8 tokens"),
+        ({"window": 3}, "window of 3 steps is too short to try 3"),
+    ],
+)
+def test_chunk_sizes_that_cannot_be_tuned(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TunedChunk(**{"max_new_tokens": 64, **arguments})
+
+
+# -- over-commitment by rewards ------------------------------------------------------------------
+
+
+def deltas(controller: Overcommit, rewards: Sequence[float]) -> list[int]:
+    seen = []
+    for reward in rewards:
+        controller.observe(feedback(reward))
+        seen.append(controller.delta)
+    return seen
+
+
+def test_equation_4_by_hand() -> None:
+    # Slopes over two differences: (1 - 0) / 2, (1 - 2) / 2, (1 - 1) / 2, (5 - 1) / 2.
+    rewards = [0, 2, 1, 1, 1, 5]
+    assert deltas(Equation4(4, 0, 8, window=2), rewards) == [4, 4, 5, 4, 3, 4]
+    assert deltas(Equation4(4, 0, 8, window=2, inc=3, dec=2), rewards) == [4, 4, 7, 5, 3, 6]
+    assert deltas(Equation4(4, 4, 5, window=2, inc=3, dec=2), rewards) == [4, 4, 5, 4, 4, 5]
+
+
+def test_equation_4_moves_every_so_many_steps() -> None:
+    rising = [float(i) for i in range(9)]
+    assert deltas(Equation4(0, 0, 9, window=1, every=3), rising) == [0, 1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_algorithm_1_by_hand() -> None:
+    # Means of 2 and 2: rising by 2 (delta - max(1, 8 // 4)), level, then falling (6 + 6 // 4).
+    rewards = [0, 1, 2, 3, 1, 1, 1, 1, 5, 5, 0, 0]
+    assert deltas(Algorithm1(8, 0, 12, window=2), rewards) == [8, 8, 8, *[6] * 7, 6, 7]
+    assert deltas(Algorithm1(3, 0, 12, window=1), [0, 1]) == [3, 2]  # max(1, 3 // 4) = 1
+    assert deltas(Algorithm1(8, 7, 12, window=1), [0, 1]) == [8, 7]
+    assert deltas(Algorithm1(8, 7, 9, window=1), [1, 0]) == [8, 9]
+
+
+def test_the_two_rules_move_in_opposite_directions() -> None:
+    rising = [float(i) for i in range(20)]
+    assert deltas(Equation4(8, 0, 16, window=2), rising)[-1] == 16
+    assert deltas(Algorithm1(8, 0, 16, window=2), rising)[-1] < 8
+
+
+def test_rules_refuse_contradictions() -> None:
+    assert FixedOvercommit(3).delta == 3
+    with pytest.raises(ConfigError, match="at least 0; got -1"):
+        FixedOvercommit(-1)
+    with pytest.raises(ConfigError, match="low = 4, start = 2, high = 8"):
+        Equation4(2, 4, 8, window=2)
+    with pytest.raises(ConfigError, match="at least 1 step; got 0"):
+        Algorithm1(2, 0, 8, window=0)
+    with pytest.raises(ConfigError, match="every is at least 1"):
+        Equation4(2, 0, 8, window=2, every=0)
+    with pytest.raises(ConfigError, match="batch = 10 and groups of 4"):
+        ThroughputOvercommit(10, 8, 2, group=4)
+    with pytest.raises(ConfigError, match="max_carries at least"):
+        ThroughputOvercommit(8, 8, -1)
+
+
+# -- over-commitment by prediction ---------------------------------------------------------------
+
+BATCH, HIGH, MAX_CARRIES, STEPS, CHUNK, OVERHEAD_S = 32, 128, 4, 120, 64, 0.5
+LIMIT = 1024
+
+Lengths = Callable[[int, int], float]
+Latency = Callable[[int], float]
+
+
+def simulate(
+    controller: Overcommit,
+    length: Lengths,
+    latency: Latency,
+    *,
+    prefill_s: float = 0.0,
+    group: int = 1,
+    steps: int = STEPS,
+) -> tuple[float, list[int]]:
+    """Seconds that a run takes, and the deltas: the true process, event by event.
+
+    Independent of what the controller assumes: a heap of rollouts by the decode step at which they
+    end, decode calls of 64 steps at most; a round ends with the first groups to end that make a
+    batch, among them all that were carried too often.
+    """
+    decoding: list[tuple[int, int]] = []  # decode step at which it ends, rollout
+    sizes: list[int] = []
+    open_in: dict[int, int] = {}  # of each group in flight, how many are being decoded
+    carries: dict[int, int] = {}
+    clock, total_s, chosen = 0, 0.0, []
+    for step in range(steps):
+        carried = len(decoding)
+        for _ in range((BATCH + controller.delta) // group - len(open_in)):
+            open_in[len(sizes) // group], carries[len(sizes) // group] = group, 0
+            for _ in range(group):
+                sizes.append(min(LIMIT, max(1, int(length(len(sizes), step)))))
+                heapq.heappush(decoding, (clock + sizes[-1], len(sizes) - 1))
+        due = [g for g in open_in if carries[g] >= MAX_CARRIES][: BATCH // group]
+        early = [g for g in open_in if not open_in[g] and g not in due]
+        batch = [g for g in due if not open_in[g]] + early[: BATCH // group - len(due)]
+        due_open = sum(open_in[g] > 0 for g in due)
+
+        lengths, calls, call_s, call_rows, call_start = [], [], prefill_s * carried, 0, clock
+        while len(batch) < BATCH // group:
+            until = min(decoding[0][0], call_start + CHUNK)
+            call_s += (until - clock) * latency(len(decoding))
+            call_rows += (until - clock) * len(decoding)
+            clock = until
+            while decoding and decoding[0][0] == clock:
+                rollout = heapq.heappop(decoding)[1]
+                lengths.append(sizes[rollout])
+                g = rollout // group
+                open_in[g] -= 1
+                due_open -= g in due and not open_in[g]
+                if not open_in[g] and (g in due or len(batch) + due_open < BATCH // group):
+                    batch.append(g)
+            if clock == call_start + CHUNK or len(batch) == BATCH // group:
+                ran = clock - call_start
+                calls.append(DecodeSample(call_rows / ran, ran, call_s))
+                call_s, call_rows, call_start = 0.0, 0, clock
+        step_s = sum(c.seconds for c in calls) + call_s + OVERHEAD_S
+        for g in batch:
+            del open_in[g], carries[g]
+        carries = {g: n + 1 for g, n in carries.items()}
+        total_s += step_s
+        controller.observe(feedback(0.0, lengths, calls, step_s, OVERHEAD_S))
+        chosen.append(controller.delta)
+    return total_s, chosen
+
+
+def lengths_of(name: str, seed: int = 1) -> Lengths:
+    rng = np.random.default_rng(seed)
+    u, z = rng.random(40_000), rng.standard_normal(40_000)
+    return {
+        "lognormal": lambda i, step: 60 * np.exp(z[i]),
+        "bimodal": lambda i, step: 40 + 8 * z[i] if u[i] < 0.85 else 500 + 50 * z[i],
+        "uniform": lambda i, step: 200 * u[i],
+        "geometric": lambda i, step: np.log(1 - u[i]) / np.log(1 - 1 / 80),
+        "drifting": lambda i, step: 30 * np.exp(0.015 * step + 0.8 * z[i]),
+        "pareto": lambda i, step: 30 * (1 - u[i]) ** (-1 / 1.1),
+    }[name]
+
+
+def bandwidth_bound(rows: int) -> float:
+    return 0.02 + 0.0005 * rows
+
+
+def saturating(rows: int) -> float:
+    return 0.02 + 0.0003 * rows + 0.004 * max(0, rows - 40)
+
+
+@pytest.mark.parametrize("latency", [bandwidth_bound, saturating])
+@pytest.mark.parametrize(
+    "name", ["lognormal", "bimodal", "uniform", "geometric", "drifting", "pareto"]
+)
+def test_prediction_keeps_up_with_the_best_fixed_delta(name: str, latency: Latency) -> None:
+    fixed = {
+        delta: simulate(FixedOvercommit(delta), lengths_of(name), latency)[0]
+        for delta in (0, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    }
+    best = min(fixed, key=lambda delta: fixed[delta])
+    assert fixed[0] > 1.3 * fixed[best]
+    if latency is saturating:
+        assert fixed[128] > 1.2 * fixed[best]  # too much delta hurts
+    controller = ThroughputOvercommit(BATCH, HIGH, MAX_CARRIES)
+    seconds, _ = simulate(controller, lengths_of(name), latency)
+    assert seconds <= 1.05 * fixed[best], f"best {best}: {seconds / fixed[best]:.3f}"
+
+
+def test_equal_lengths_leave_delta_at_zero() -> None:
+    controller = ThroughputOvercommit(BATCH, HIGH, MAX_CARRIES)
+    _, chosen = simulate(controller, lambda i, step: 64, lambda rows: 0.001 * rows, steps=12)
+    assert set(chosen[1:]) == {0}  # after one look at more rows
+
+
+def test_prefill_of_carried_rollouts_is_counted() -> None:
+    # Each carried rollout costs five decode steps again: with uniform lengths not worth it.
+    free, costly = (
+        simulate(
+            ThroughputOvercommit(BATCH, HIGH, MAX_CARRIES),
+            lengths_of("uniform"),
+            bandwidth_bound,
+            prefill_s=prefill_s,
+            steps=40,
+        )[1]
+        for prefill_s in (0.0, 0.2)
+    )
+    assert np.mean(free[20:]) >= 32
+    assert np.mean(costly[20:]) <= 4
+
+
+def test_deltas_are_whole_groups_within_the_bounds() -> None:
+    for high, max_carries, bound in ((50, 4, 48), (128, 1, 32)):
+        controller = ThroughputOvercommit(BATCH, high, max_carries, group=4)
+        _, chosen = simulate(
+            controller, lengths_of("lognormal"), bandwidth_bound, group=4, steps=30
+        )
+        assert all(delta % 4 == 0 and delta <= bound for delta in chosen)
+        assert max(chosen) > 16
+    never = ThroughputOvercommit(BATCH, HIGH, 0)
+    assert set(simulate(never, lengths_of("lognormal"), bandwidth_bound, steps=10)[1]) == {0}
+
+
+def test_generators_that_share_rows_are_seen_as_one_each() -> None:
+    """Two generators with half the rows each decide as one whose rows count half."""
+
+    def decide(generators: int) -> list[int]:
+        controller, chosen = ThroughputOvercommit(BATCH, HIGH, 4, generators=generators), []
+        rng = np.random.default_rng(0)
+        for _ in range(10):
+            lengths = np.ceil(rng.lognormal(4, 1, BATCH)).astype(int).tolist()
+            rows = [(BATCH + controller.delta) / generators * k / 8 for k in range(8, 0, -1)]
+            calls = [
+                DecodeSample(r, 64, 64 * saturating(round(r * generators)))
+                for r in rows
+                for _ in range(generators)
+            ]
+            controller.observe(feedback(0.0, lengths, calls, 1.0, 0.5))
+            chosen.append(controller.delta)
+        return chosen
+
+    assert decide(2) == decide(1)
+    assert decide(1)[-1] > 0
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+def varied(step: int) -> Feedback:
+    rng = np.random.default_rng(step)
+    calls = [DecodeSample(float(rng.integers(1, 40)), 32, float(rng.random())) for _ in range(6)]
+    lengths = rng.integers(1, 300, 16).tolist()
+    return feedback(float(rng.random()), lengths, calls, float(rng.random()), 0.1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TunedChunk(window=12, max_new_tokens=256),
+        lambda: FixedChunk(64),
+        lambda: FixedOvercommit(4),
+        lambda: Equation4(4, 0, 16, window=3, every=2),
+        lambda: Algorithm1(4, 0, 16, window=3),
+        lambda: ThroughputOvercommit(16, 64, 4),
+    ],
+    ids=["tuned", "fixed_chunk", "fixed", "equation4", "algorithm1", "throughput"],
+)
+def test_state_goes_out_and_in_at_any_step(make: Callable[[], Any]) -> None:
+    whole, parts = make(), make()
+    for step in range(30):
+        whole.observe(varied(step))
+        parts.observe(varied(step))
+        state = parts.state_dict()
+        assert is_plain(state)
+        parts = make()
+        parts.load_state_dict(state)
+        assert parts.state_dict() == whole.state_dict()
+        if isinstance(whole, FixedChunk | TunedChunk):
+            assert parts.tokens == whole.tokens
+        else:
+            assert parts.delta == whole.delta

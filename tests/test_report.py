@@ -1,0 +1,469 @@
+"""The report: what it computes of runs, and the page and the picture that it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stretto.cli.main import main
+from stretto.clock import ManualClock
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.observe import Recorder, RunDirectory, Spans, report
+from stretto.observe.progress import NoProgress
+from stretto.observe.report.page import html_page, length_edges, payload, quantile
+from stretto.observe.report.picture import seconds_text, tick_step
+from stretto.observe.report.runs import Run, StepSpans, differing_settings, load, shares
+from stretto.observe.report.steps import Bar, Wait, bars, waits
+from stretto.observe.spans import Span
+from stretto.observe.trace import TracedStep
+from stretto.types import FinishReason, Prompt, Rollout, RolloutState
+
+BATCH = 16
+SCORERS = ("reference", "critic")
+
+
+class FakeRun:
+    """A run with made-up costs: a decode step takes 20 ms and more with more rows, chunks of 64.
+
+    The plain one does each stage after the one before it. The overlapped one streams chunks to the
+    scorers and keeps ``delta`` responses in flight beyond the batch.
+    """
+
+    def __init__(self, overlapped: bool, seed: int) -> None:
+        self.clock = ManualClock()
+        self.spans = Spans(self.clock)
+        self.rng = np.random.default_rng(seed)
+        self.overlapped = overlapped
+        self.next_id = 0
+        self.flight: list[tuple[Rollout, int]] = []
+
+    def admit(self, wanted: int) -> None:
+        while len(self.flight) < wanted:
+            prompt = Prompt(self.next_id, (1,) * int(self.rng.integers(20, 60)), "")
+            length = int(np.clip(self.rng.lognormal(5.0, 0.8), 8, 2000))
+            self.flight.append((Rollout(self.next_id, prompt, self.next_id), length))
+            self.next_id += 1
+
+    def step(self, step: int, delta: int) -> list[Rollout]:
+        self.admit(BATCH + delta)
+        done: list[Rollout] = []
+        fed = {name: self.clock.now() for name in SCORERS}
+        waiting_since_s: float | None = None
+        while len(done) < BATCH:
+            start_s, ids = self.clock.now(), [r.id for r, _ in self.flight]
+            seconds = 64 * (0.02 + 0.001 * len(ids))
+            tokens = 0
+            for rollout, length in self.flight:
+                new = min(64, length - len(rollout))
+                tokens += new
+                rollout.tokens += [0] * new
+                rollout.versions += [step] * new
+            self.clock.advance(seconds)
+            now_s = self.clock.now()
+            self.spans.add(
+                "generator", "gen", start_s, now_s, rollouts=ids, tokens=tokens, version=step
+            )
+            done += [r for r, length in self.flight if len(r) == length]
+            self.flight = [(r, length) for r, length in self.flight if len(r) < length]
+            if self.overlapped:
+                for name in SCORERS:
+                    fed[name] = max(fed[name], now_s) + tokens * 0.0004
+                    start = fed[name] - tokens * 0.0004
+                    self.spans.add(name, "prefill", start, fed[name], rollouts=ids, tokens=tokens)
+            if waiting_since_s is None and len(done) >= 0.8 * BATCH:
+                waiting_since_s = now_s
+        batch, late = done[:BATCH], done[BATCH:]
+        self.flight = [(r, len(r)) for r in late] + self.flight
+        now_s = self.clock.now()
+        if waiting_since_s is not None:
+            self.spans.add("learner", "wait", waiting_since_s, now_s, cause="stragglers")
+        self.finish(step, batch, fed)
+        return batch
+
+    def finish(self, step: int, batch: list[Rollout], fed: Mapping[str, float]) -> None:
+        tokens, ids = sum(map(len, batch)), [r.id for r in batch]
+        scored_s = self.clock.now()
+        for name in SCORERS:
+            start_s = max(fed[name], self.clock.now()) if self.overlapped else scored_s
+            end_s = start_s + 64 * BATCH * 0.0001 if self.overlapped else start_s + tokens * 0.0004
+            self.spans.add(name, "score", start_s, end_s, rollouts=ids, tokens=tokens)
+            scored_s = max(scored_s, end_s)
+        self.spans.add("learner", "wait", self.clock.now(), scored_s, cause="scores")
+        self.clock.advance(scored_s - self.clock.now())
+        for name, seconds in (("update", tokens * 0.0012), ("publish", 0.15)):
+            with self.spans.span("learner", name, rollouts=ids, tokens=tokens, version=step):
+                self.clock.advance(seconds)
+        with self.spans.span("generator", "load", version=step):
+            self.clock.advance(0.2)
+
+
+def fake_run(
+    folder: Path, name: str, overlapped: bool, steps: int = 12, seed: int = 0
+) -> RunDirectory:
+    config = Config.model_validate(
+        {"steps": steps, "rollout": {"batch": BATCH}, "seed": 7 if overlapped else 8}
+    )
+    run = RunDirectory.create(folder, name, config)
+    fake = FakeRun(overlapped, seed)
+    rng = np.random.default_rng(seed + 100)
+    with Recorder(config, run, NoProgress()) as recorder:
+        for step in range(1, steps + 1):
+            delta = max(0, 8 - step // 40) if overlapped else 0
+            start_s = fake.clock.now()
+            batch = fake.step(step, delta)
+            rewards = {}
+            for rollout in batch:
+                rollout.state, rollout.finish = RolloutState.TRAINED, FinishReason.STOP
+                rewards[rollout.id] = float(4 * (1 - np.exp(-step / 120)) + rng.normal(0, 0.9))
+            seconds = fake.clock.now() - start_s
+            stats = {
+                "objective/scores": float(np.mean(list(rewards.values()))),
+                "timing_s/step": seconds,
+                "perf/samples_per_s": BATCH / seconds,
+                "schedule/overcommit": float(delta),
+                "schedule/carried": float(len(fake.flight)),
+                "schedule/chunk_tokens": float((128, 256, 512)[step % 3] if step % 50 < 9 else 256),
+                "staleness/mean": float(np.mean([step - min(r.versions) for r in batch])),
+            }
+            recorder.step(step, stats, window=fake.spans.take(), rollouts=batch, rewards=rewards)
+    return run
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [fake_run(folder, name, name == "oppo").path for name in ("sync", "oppo")]
+
+
+def made(name: str = "run", **given: Any) -> Run:
+    return Run(**{"name": name, "settings": {}, "metrics": [], "rollouts": [], **given})
+
+
+def span(role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> Span:
+    return Span(role, name, start_s, end_s, attributes)
+
+
+def embedded(html: str) -> tuple[Any, list[str]]:
+    """The page's data as a browser would find it, and all tags that it would see."""
+    tags: list[str] = []
+    data: list[str] = []
+
+    class Reader(HTMLParser):
+        inside = False
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append(tag)
+            self.inside = ("id", "data") in attrs
+
+        def handle_data(self, text: str) -> None:
+            if self.inside:
+                data.append(text)
+
+        def handle_endtag(self, tag: str) -> None:
+            self.inside = False
+
+    Reader().feed(html)
+    return json.loads("".join(data)), tags
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    for folder in ("a/tiny-001", "b/tiny-001", "b/tiny-002"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "metrics.jsonl").touch()
+    runs = load([tmp_path / f for f in ("a/tiny-001", "b/tiny-001", "b/tiny-002")])
+    assert [run.name for run in runs] == ["a/tiny-001", "b/tiny-001", "tiny-002"]
+
+
+def test_what_cannot_be_reported_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither config\.toml nor metrics\.jsonl"):
+        load([tmp_path])
+    with pytest.raises(ConfigError, match="at least one"):
+        load([])
+    run = RunDirectory.create(tmp_path, "tiny", Config()).path
+    with pytest.raises(ConfigError, match="given twice"):
+        load([run, run / ".." / run.name])
+    with pytest.raises(ConfigError, match="at most 6 runs"):
+        html_page([made()] * 7)
+
+
+def test_a_run_of_before_there_were_traces_says_what_it_lacks(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    for step in (1, 2, 3):
+        run.append_metrics(step, {"objective/scores": step / 2, "timing_s/step": 2.0})
+    data, _ = embedded(html_page(load([run.path])))
+    assert [text.partition(":")[0] for text in data["runs"][0]["missing"]] == [
+        "trace.json",
+        "rollouts.jsonl",
+    ]
+    assert data["runs"][0]["curves"]["reward"] == [[1, 2, 3], [2, 4, 6], [0.5, 1, 1.5]]
+    assert data["runs"][0]["timeline"] == {}
+    assert data["runs"][0]["lengths"] is None
+
+
+def test_spans_belong_to_every_step_that_they_touch(pair: list[Path]) -> None:
+    run = load(pair[1:])[0]
+    everything = RunDirectory(pair[1]).trace.read().spans
+    assert list(run.steps) == list(range(1, 13))
+    for step in run.steps.values():
+        start_s, end_s = step.step.start_s, step.step.end_s
+        naive = [s for s in everything if s.start_s < end_s and s.end_s > start_s]
+        assert list(step.spans) == naive
+    assert run.roles == ["generator", "critic", "reference", "learner"]
+
+
+def test_shares_are_weighted_by_time() -> None:
+    metrics = [
+        {"step": 1, "time_s": 10.0, "utilisation/generator": 0.5, "idle_s/generator/scores": 5.0},
+        {"step": 2, "time_s": 40.0, "utilisation/generator": 0.8, "idle_s/generator/scores": 4.0}
+        | {"idle_s/generator/data": 2.0, "utilisation/a/b.py:f": 1.0},
+    ]
+    generator, judge = shares(made(metrics=metrics))
+    assert (generator.role, generator.busy_s) == ("generator", 29.0)
+    assert list(generator.idle_s.items()) == [("data", 2.0), ("scores", 9.0)]
+    assert (judge.role, judge.busy_s, judge.idle_s) == ("a/b.py:f", 30.0, {})
+
+
+def test_shares_agree_with_the_table_of_the_run(pair: list[Path]) -> None:
+    run = load(pair[:1])[0]
+    total_s = run.times_s()[12]
+    for share in shares(run):
+        assert share.busy_s + sum(share.idle_s.values()) == pytest.approx(total_s)
+        busy = [s for s in RunDirectory(pair[0]).trace.read().spans if s.role == share.role]
+        naive = sum(s.end_s - s.start_s for s in busy if not s.waits)
+        assert share.busy_s == pytest.approx(naive)
+
+
+def test_only_settings_that_differ_are_listed() -> None:
+    runs = [
+        made(settings={"seed": 0, "out": "a", "observe.samples": 1, "rollout.batch": 8}),
+        made(settings={"seed": 0, "out": "b", "observe.samples": 2, "rollout.batch": 16, "new": 1}),
+        made(),
+    ]
+    assert differing_settings(runs) == [
+        ("new", [None, 1, None]),
+        ("rollout.batch", [8, 16, None]),
+    ]
+    assert differing_settings(runs[:1]) == []
+
+
+def test_lengths_are_counted_in_bins_three_to_a_doubling(pair: list[Path]) -> None:
+    assert length_edges(9) == [0, 1, 2, 3, 4, 5, 6, 8, 10]
+    assert length_edges(0) == [0, 1]
+    data = payload(load(pair))
+    for path, run in zip(pair, data["runs"], strict=True):
+        lengths = [r.tokens for r in RunDirectory(path).read_rollouts()]
+        counts, _ = np.histogram(lengths, data["edges"])
+        assert run["lengths"]["counts"] == counts.tolist()
+        assert run["lengths"]["total"] == 12 * BATCH
+        assert run["lengths"]["median"] == pytest.approx(np.quantile(lengths, 0.5))
+        assert run["lengths"]["p95"] == pytest.approx(np.quantile(lengths, 0.95))
+        assert run["lengths"]["max"] == max(lengths)
+
+
+def test_quantiles_interpolate() -> None:
+    assert quantile([1, 2, 4, 8], 0.5) == 3.0
+    assert quantile([7], 0.95) == 7
+
+
+def test_bars_are_cut_to_the_step_and_waits_fill_the_rest() -> None:
+    step = StepSpans(
+        TracedStep(3, 10.0, 20.0),
+        (
+            span("learner", "update", 16.0, 20.0, rollouts=[1, 2], rollouts_count=9, tokens=70),
+            span("generator", "gen", 8.0, 16.0, version=2),
+            span("task", "score/task", 15.0, 16.0),
+            span("learner", "wait", 9.0, 16.0, cause="stragglers"),
+        ),
+    )
+    assert bars(step) == [
+        Bar("generator", "gen", 10.0, 16.0, version=2),
+        Bar("task", "score", 15.0, 16.0),
+        Bar("learner", "update", 16.0, 20.0, 70, None, [1, 2], 9),
+    ]
+    assert waits(step, ["generator", "task", "learner"]) == [
+        Wait("generator", "weights", 16.0, 20.0),
+        Wait("task", "stragglers", 10.0, 15.0),
+        Wait("task", "weights", 16.0, 20.0),
+        Wait("learner", "stragglers", 10.0, 16.0),
+    ]
+
+
+def test_too_many_bars_are_joined_with_their_neighbours() -> None:
+    calls = [span("critic", "prefill", i / 100, (i + 1) / 100, tokens=2) for i in range(400)]
+    pause = [span("critic", "prefill", 6 + i / 100, 6 + (i + 1) / 100, tokens=1) for i in range(50)]
+    step = StepSpans(TracedStep(1, 0.0, 10.0), (*calls, *pause, span("learner", "update", 8, 9)))
+    first, second, update = bars(step)
+    assert (first.start_s, first.end_s, first.tokens, first.spans) == (0.0, 4.0, 800, 400)
+    assert (second.start_s, second.end_s, second.tokens, second.spans) == (6.0, 6.5, 50, 50)
+    assert update == Bar("learner", "update", 8, 9)
+
+
+def test_throughput_is_the_mean_over_time_not_over_steps() -> None:
+    metrics = [
+        {"step": 1, "time_s": 1.0, "perf/samples_per_s": 10.0},
+        {"step": 2, "time_s": 10.0, "perf/samples_per_s": 1.0},
+    ]
+    assert payload([made(metrics=metrics)])["runs"][0]["rate"] == pytest.approx(1.9)
+    assert payload([made()])["runs"][0]["rate"] is None
+
+
+def test_long_curves_are_averaged() -> None:
+    metrics = [
+        {"step": i, "time_s": 2.0 * i, "objective/scores": float(i % 2)} for i in range(1, 4001)
+    ]
+    steps, times_s, values = payload([made(metrics=metrics)])["runs"][0]["curves"]["reward"]
+    assert steps == list(range(4, 4001, 4))
+    assert times_s == [2 * step for step in steps]
+    assert values == [0.5] * 1000
+
+
+def test_long_timelines_show_every_nth_step(
+    pair: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = load(pair)
+    whole = payload(runs)["runs"]
+    assert [list(map(int, run["timeline"])) for run in whole] == [list(range(1, 13))] * 2
+    size = sum(len(json.dumps(rows)) for run in whole for rows in run["timeline"].values())
+    monkeypatch.setattr("stretto.observe.report.page.TIMELINE_CHARS", size * 0.4)
+    thinned = payload(runs, step=7)["runs"]
+    assert [list(map(int, run["timeline"])) for run in thinned] == [[1, 3, 6, 7, 9, 12]] * 2
+    assert thinned[0]["timeline"]["6"] == whole[0]["timeline"]["6"]
+
+
+def test_a_timeline_row_says_where_a_bar_stands(pair: list[Path]) -> None:
+    run = load(pair[:1])[0]
+    data = payload([run])
+    start_s, length_s, drawn, idle = data["runs"][0]["timeline"]["5"]
+    step = run.steps[5]
+    assert start_s == pytest.approx(step.step.start_s, rel=1e-5)
+    assert length_s == pytest.approx(step.step.end_s - step.step.start_s, rel=1e-5)
+    for row, bar in zip(drawn, bars(step), strict=True):
+        assert run.roles[row[0]] == bar.role
+        assert data["kinds"][row[1]][0] == f"var(--kind-{bar.kind})"
+        unit_s = length_s / data["resolution"]
+        assert row[2] * unit_s == pytest.approx(bar.start_s - start_s, abs=unit_s)
+        assert row[3] * unit_s == pytest.approx(bar.end_s - bar.start_s, abs=unit_s)
+        assert row[4:8] == [bar.tokens, bar.version, bar.count, bar.rollouts][: len(row) - 4]
+    assert sum(row[3] for row in [*drawn, *idle]) == pytest.approx(4 * data["resolution"], rel=0.01)
+
+
+def test_the_page_needs_nothing_else_and_data_cannot_break_it(pair: list[Path]) -> None:
+    runs = load(pair)
+    _, plain = embedded(html_page(runs))
+    evil = "</script><img src=x onerror=alert(1)><!-- $title {{data}} &amp;"
+    runs[0] = dataclasses.replace(runs[0], name=evil, settings={"stop": evil})
+    html = html_page(runs)
+    data, tags = embedded(html)
+    assert tags == plain
+    assert data["runs"][0]["name"] == evil
+    assert dict(data["settings"])["stop"] == [evil, None]
+    assert set(re.findall(r"https?://[^\"' ]+", html)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"\b(src|href)=|@import|url\((?!#)", re.sub(r"src=x", "", html))
+
+
+def test_four_runs_of_500_steps_stay_small(tmp_path: Path) -> None:
+    runs = load([fake_run(tmp_path, f"r{i}", bool(i), 500, i).path for i in range(2)])
+    html = html_page([dataclasses.replace(runs[i % 2], name=f"run {i}") for i in range(4)])
+    assert len(html.encode()) < 5e6
+    data, _ = embedded(html)
+    assert [run["steps"] for run in data["runs"]] == [500] * 4
+
+
+def test_the_picture_is_to_scale(pair: list[Path]) -> None:
+    runs = load(pair)
+    root = ET.fromstring(report.timeline_svg(runs, 5))
+    ns = "{http://www.w3.org/2000/svg}"
+    rects = [r.attrib for r in root.findall(f"{ns}rect") if "x" in r.attrib]
+    trains = [r for r in rects if r["fill"] == "var(--kind-update)" and r["height"] == "18"]
+    updates = [next(b for b in bars(run.steps[5]) if b.kind == "update") for run in runs]
+    longest_s = max(run.steps[5].step.end_s - run.steps[5].step.start_s for run in runs)
+    scale = (960 - 112 - 20) / longest_s
+    for rect, run, bar in zip(trains, runs, updates, strict=True):
+        start_s = run.steps[5].step.start_s
+        assert float(rect["x"]) == pytest.approx(112 + (bar.start_s - start_s) * scale, abs=0.01)
+        assert float(rect["width"]) + 0.6 == pytest.approx(
+            (bar.end_s - bar.start_s) * scale, abs=0.01
+        )
+    texts = ["".join(t.itertext()) for t in root.iter(f"{ns}text")]
+    assert [t for t in texts if t.startswith(("sync", "oppo"))] == [
+        f"{run.name}step 5, {seconds_text(run.steps[5].step.end_s - run.steps[5].step.start_s)}"
+        for run in runs
+    ]
+    assert {"generate", "prefill", "train", "waits for stragglers"} <= set(texts)
+    with pytest.raises(ConfigError, match="step 99 is not in the trace of 'sync-001': it has 1 to"):
+        report.timeline_svg(runs, 99)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.25, "250 ms"),
+        (1.2345, "1.23 s"),
+        (599, "599 s"),
+        (720, "12 min"),
+        (11520, "3.2 h"),
+        (3.6e6, "1000 h"),
+    ],
+)
+def test_times_are_written_with_three_digits(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("length", "ticks", "step"), [(10, 8, 2), (7, 8, 1), (0.3, 8, 0.05), (81, 8, 20), (80, 8, 10)]
+)
+def test_ticks_are_round(length: float, ticks: int, step: float) -> None:
+    assert tick_step(length, ticks) == pytest.approx(step)
+
+
+def test_the_command_writes_what_is_asked(
+    pair: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = list(map(str, pair))
+    assert main(["report", *runs]) == 0
+    assert embedded((tmp_path / "report.html").read_text())[0]["step"] is None
+    assert "report.html" in capsys.readouterr().out
+    assert main(["report", *runs, "--timeline", "step.svg", "--step", "5"]) == 0
+    assert (tmp_path / "step.svg").read_text() == report.timeline_svg(load(pair), 5)
+    assert main(["report", runs[0], "--out", "one.html", "--step", "7"]) == 0
+    assert embedded((tmp_path / "one.html").read_text())[0]["step"] == 7
+    for arguments, message in (
+        ([*runs, "--step", "99"], "step 99 is in no run's trace"),
+        ([*runs, "--step", "-1"], "steps count from 1"),
+        ([*runs, "--out", "no/such/folder.html"], "cannot write"),
+        ([str(tmp_path)], "not a run directory"),
+    ):
+        assert main(["report", *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
+    runs = load(pair)
+    file = tmp_path / "report.html"
+    file.write_text(html_page(runs, 5), encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr
+    drawn = sum(len(bars(run.steps[5])) for run in runs)
+    assert done.stdout.count('class="work"') == drawn
+    for title in ("against time", "Chunk size [tokens]", "responses", "rollout", "waits for data"):
+        assert title in done.stdout

@@ -1,0 +1,622 @@
+"""The simulated roles: costs, lengths, devices, decoding, faults; against hand-computed cases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from math import log
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.config import Section
+from stretto.errors import ConfigError, EngineError, StateError
+from stretto.observe.spans import Spans
+from stretto.runtime.sim.calibration import calibrate, fit_costs
+from stretto.runtime.sim.costs import (
+    DecodeCost,
+    GeneratorCost,
+    PrefillCost,
+    SampleCost,
+    TrainCost,
+    TransferCost,
+)
+from stretto.runtime.sim.devices import Device, Lane
+from stretto.runtime.sim.faults import Faults, InjectedError, faulty
+from stretto.runtime.sim.generator import SimGenerator
+from stretto.runtime.sim.hardware import (
+    Efficiency,
+    Placement,
+    generator_cost,
+    prefill_cost,
+    train_cost,
+)
+from stretto.runtime.sim.lengths import (
+    Bimodal,
+    Distribution,
+    Drifting,
+    Geometric,
+    HeavyTail,
+    Lengths,
+    Lognormal,
+    Replayed,
+    Uniform,
+)
+from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.runtime.sim.roles import LearningCurve, SimLearner, SimScorer
+from stretto.types import Chunk, FinishReason, Prompt, Rollout, Score, Weights
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+FREE = GeneratorCost()
+
+
+def rollout(id_: int, *, prompt: int = 10, group: int | None = None, tokens: int = 0) -> Rollout:
+    r = Rollout(id_, Prompt(id_, (0,) * prompt, ""), id_ if group is None else group)
+    if tokens:
+        r.append(Chunk(id_, 0, (0,) * tokens, (-1.0,) * tokens, 0))
+    return r
+
+
+def make(
+    spans: Spans,
+    cost: GeneratorCost = FREE,
+    lengths: Callable[[int], int] = lambda i: i,
+    limit: int = 1000,
+    device: Device | None = None,
+    **options: Any,
+) -> SimGenerator:
+    lane = Lane("generator", [device or Device(0)], spans)
+    return SimGenerator(lane, cost, lengths, max_new_tokens=limit, **options)
+
+
+def virtually(body: Callable[[Spans], Coroutine[Any, Any, Any]]) -> Any:
+    async def main() -> Any:
+        return await body(Spans(VirtualClock()))
+
+    return run(main())
+
+
+# -- costs ------------------------------------------------------------------------------------
+
+
+def test_decoding_costs_by_hand() -> None:
+    cost = DecodeCost(step_s=10.0, row_s=1.0, context_s=0.1)
+    # two rows with 30 tokens of context, which grows by two a step: 10 + 2 + 3.0, 3.2, 3.4
+    assert cost.seconds(2, 30, 3) == pytest.approx(15.0 + 15.2 + 15.4)
+    assert [cost.steps_within(2, 30, s) for s in (0.0, 1.0, 15.0, 15.1, 30.2, 30.3, 45.6)] == [
+        0, 1, 1, 2, 2, 3, 3,
+    ]  # fmt: skip
+
+
+@given(
+    st.floats(1e-6, 1), st.floats(0, 1e-2), st.floats(0, 1e-4), st.integers(1, 500),
+    st.integers(0, 10**6), st.integers(1, 3000),
+)  # fmt: skip
+def test_steps_and_seconds_are_inverse(
+    step_s: float, row_s: float, context_s: float, rows: int, context: int, steps: int
+) -> None:
+    cost = DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s)
+    naive = sum(step_s + row_s * rows + context_s * (context + i * rows) for i in range(steps))
+    assert cost.seconds(rows, context, steps) == pytest.approx(naive, rel=1e-9)
+    assert cost.steps_within(rows, context, cost.seconds(rows, context, steps)) == steps
+    halfway = cost.seconds(rows, context, steps) - step_s / 2
+    assert cost.steps_within(rows, context, halfway) == steps
+
+
+def test_roofline_costs_are_what_the_data_sheets_say() -> None:
+    perfect = Efficiency(memory=1, prefill=1, training=1, link=1, step_s=0, call_s=0, reduce_s=1e-5)
+    place = Placement(model="qwen2.5-7b", gpu="h200")
+    cost = generator_cost(place, perfect)
+    assert cost.decode.step_s == pytest.approx(15.22e9 / 4.8e12)  # 3.2 ms to read the weights
+    assert cost.decode.row_s == pytest.approx(2 * 7.61e9 / 989e12)
+    assert cost.cache_bytes == 2 * 28 * 4 * 128 * 2  # keys and values, 28 layers, 4 heads of 128
+    assert cost.decode.context_s == pytest.approx(57344 / 4.8e12)
+    assert cost.prefill.seconds(1000) == pytest.approx(1000 * 2 * 7.61e9 / 989e12)
+    assert cost.cache_tokens == int((0.9 * 141e9 - 15.22e9) / 57344)
+    with pytest.raises(ConfigError, match=r"130 GB of weights.*into 1 x 80 GB; raise tensor_par"):
+        generator_cost(Placement(model="llama-65b", gpu="h100"), perfect)
+    split = generator_cost(Placement(model="qwen2.5-7b", gpu="h200", tensor_parallel=4), perfect)
+    assert split.decode.step_s == pytest.approx(15.22e9 / 4.8e12 / 4 + 2 * 28 * 1e-5)
+    copies = Placement(model="qwen2.5-7b", gpu="h200", replicas=7)
+    assert prefill_cost(copies, perfect).token_s == pytest.approx(2 * 7.61e9 / 989e12 / 7)
+    train = train_cost(["qwen2.5-7b"] * 2, "h200", 7, 4, 4, perfect)
+    assert train.token_s == pytest.approx(4 * 6 * 2 * 7.61e9 / 989e12 / 7)
+    traffic = 3 * 2 * 2 * 7.61e9 / 450e9  # two gathers and a reduction of both models
+    assert train.step_s == pytest.approx(4 * (2 * 7.61e9 * 32 / 4.8e12 / 7 + traffic))
+
+
+def test_unknown_names_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown model 'qwen2\.5-7'.*'qwen2\.5-7b'"):
+        generator_cost(Placement(model="qwen2.5-7", gpu="h100"), Efficiency())
+    with pytest.raises(ConfigError, match="unknown GPU 'h20'"):
+        generator_cost(Placement(model="qwen2.5-7b", gpu="h20"), Efficiency())
+
+
+# -- lengths ----------------------------------------------------------------------------------
+
+
+def test_a_length_depends_on_seed_and_rollout_alone() -> None:
+    spec = Lognormal(median=100, p95=400)
+    forward = [Lengths(spec, 3)(i) for i in range(50)]
+    again = Lengths(spec, 3)
+    assert [again(i) for i in reversed(range(50))] == forward[::-1]
+    assert [Lengths(spec, 4)(i) for i in range(50)] != forward
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (Lognormal(median=100, p95=400), {50: 100, 95: 400}),
+        (Lognormal(median=100, p99=1000), {50: 100, 99: 1000}),
+        (Uniform(low=11, high=110), {0: 11, 50: 60, 100: 110}),
+        (Bimodal(short=100, long=1000, long_share=0.2, spread=0.1), {40: 100, 81: 910, 99: 1090}),
+        (Geometric(mean=200), {50: 200 * log(2), 95: 200 * log(20)}),
+        (Drifting(first=50, last=200, over=1, p95_ratio=3), {50: 200, 95: 600}),
+        (HeavyTail(shortest=50, exponent=2.0), {50: 50 * 2**0.5, 75: 100, 99: 500}),
+        (Replayed(tokens=(3, 5, 9)), {0: 3, 50: 5, 100: 9}),
+    ],
+    ids=lambda x: getattr(x, "kind", ""),
+)
+def test_distributions_have_the_percentiles_they_are_made_from(
+    spec: Distribution, expected: dict[int, float]
+) -> None:
+    lengths = [Lengths(spec, 0)(i) for i in range(30_000)]
+    for percent, tokens in expected.items():
+        assert np.percentile(lengths, percent) == pytest.approx(tokens, rel=0.05, abs=1)
+
+
+def test_geometric_and_uniform_means() -> None:
+    lengths = Lengths(Geometric(mean=7.0), 1)
+    assert np.mean([lengths(i) for i in range(30_000)]) == pytest.approx(7.0, rel=0.03)
+    drift = Lengths(Drifting(first=100, last=1600, over=1000, p95_ratio=1.0), 0)
+    assert [drift(i) for i in (0, 250, 500, 1000, 5000)] == [100, 200, 400, 1600, 1600]
+
+
+def test_lengths_replayed_from_a_ledger() -> None:
+    lengths = Lengths(Replayed.from_ledger({0: 4, 3: 8, 1: 6}), 0)
+    assert [lengths(i) for i in range(5)] == [4, 6, 6, 8, 4]  # 2 never ended: the median
+
+
+# -- devices ----------------------------------------------------------------------------------
+
+
+def test_roles_on_one_device_take_turns_and_others_do_not() -> None:
+    async def body(spans: Spans) -> Any:
+        shared, own = Device(0), Device(1)
+        a, b, c = (Lane(n, [d], spans) for n, d in zip("abc", (shared, shared, own), strict=True))
+        both = Lane("d", [own, shared], spans)
+        await asyncio.gather(
+            a.work("x", 2.0), b.work("y", 3.0), c.work("z", 4.0), both.work("w", 1.0)
+        )
+        return [(s.role, s.start_s, s.end_s) for s in spans.records], shared.busy_s, own.busy_s
+
+    spans, shared_s, own_s = virtually(body)
+    assert spans == [("a", 0.0, 2.0), ("c", 0.0, 4.0), ("b", 2.0, 5.0), ("d", 5.0, 6.0)]
+    assert (shared_s, own_s) == (6.0, 5.0)
+
+
+def test_a_cancelled_call_gives_its_devices_back() -> None:
+    async def body(spans: Spans) -> Any:
+        devices = [Device(0), Device(1)]
+        lane, other = Lane("a", devices, spans), Lane("b", devices[1:], spans)
+        first = asyncio.create_task(lane.work("x", 10.0))
+        queued = asyncio.create_task(Lane("c", devices, spans).work("x", 10.0))
+        await asyncio.sleep(1.0)
+        queued.cancel()
+        first.cancel()
+        await other.work("y", 1.0)
+        return asyncio.get_running_loop().time()
+
+    assert virtually(body) == 2.0
+
+
+# -- the generator ----------------------------------------------------------------------------
+
+
+def summary(chunks: Sequence[Chunk]) -> list[tuple[int, int, int, FinishReason | None]]:
+    return [(c.rollout_id, c.start, len(c.tokens), c.finish) for c in chunks]
+
+
+def test_decoding_by_hand() -> None:
+    """Rows of 2, 5 and 9 tokens; 1 s a step, 0.1 s a row, 0.01 s a token of context."""
+    cost = GeneratorCost(
+        decode=DecodeCost(step_s=1.0, row_s=0.1, context_s=0.01),
+        prefill=PrefillCost(call_s=0.5, token_s=0.01),
+    )
+
+    async def body(spans: Spans) -> Any:
+        g = make(spans, cost, {0: 2, 1: 5, 2: 9}.__getitem__, limit=8)
+        await g.admit([rollout(i) for i in range(3)])
+        calls = [summary(await g.decode(4)), summary(await g.decode(100))]
+        assert await g.decode(5) == []
+        return calls, spans.records
+
+    calls, spans = virtually(body)
+    assert calls == [
+        [(0, 0, 2, STOP), (1, 0, 4, None), (2, 0, 4, None)],
+        [(1, 4, 1, STOP), (2, 4, 4, LENGTH)],
+    ]
+    prefill = 0.5 + 0.3
+    three = (1.3 + 0.30) + (1.3 + 0.33)
+    two = (1.2 + 0.24) + (1.2 + 0.26)
+    assert spans[0].end_s == pytest.approx(prefill + three + two)
+    assert spans[0].attributes == {
+        "rollouts": [0, 1, 2], "tokens": 10, "version": 0, "steps": 4, "prefilled": 30,
+        "context": 30 + 33 + 24 + 26,
+    }  # fmt: skip
+    last = (1.2 + 0.28) + (1.1 + 0.15) + (1.1 + 0.16) + (1.1 + 0.17)
+    assert spans[1].end_s - spans[1].start_s == pytest.approx(last)
+
+
+def test_stop_after_returns_once_enough_have_ended() -> None:
+    async def body(spans: Spans) -> Any:
+        g = make(spans, lengths={5: 3, 1: 6, 2: 6, 3: 7}.__getitem__)
+        await g.admit([rollout(i) for i in (5, 3, 2, 1)])
+        return [summary(await g.decode(100, stop_after=n)) for n in (1, 1, 0)]
+
+    assert virtually(body) == [
+        [(5, 0, 3, STOP), (1, 0, 3, None), (2, 0, 3, None), (3, 0, 3, None)],
+        [(1, 3, 3, STOP), (2, 3, 3, STOP), (3, 3, 3, None)],  # both end in that step
+        [(3, 6, 1, STOP)],
+    ]
+
+
+def test_slots_are_handed_on_within_a_call() -> None:
+    async def body(spans: Spans) -> Any:
+        g = make(spans, lengths=lambda i: [2, 7, 3][i], slots=2)
+        await g.admit([rollout(i) for i in range(3)])
+        return [summary(await g.decode(n)) for n in (4, 4)]
+
+    assert virtually(body) == [
+        [(0, 0, 2, STOP), (1, 0, 4, None), (2, 0, 2, None)],
+        [(2, 2, 1, STOP), (1, 4, 3, STOP)],
+    ]
+
+
+def test_rollouts_wait_until_the_memory_has_room_for_them() -> None:
+    async def body(spans: Spans) -> Any:
+        cost = GeneratorCost(cache_tokens=40)
+        g = make(spans, cost, lambda i: [10, 5, 20, 5][i])  # prompts have 10 tokens each
+        await g.admit([rollout(i) for i in range(4)])
+        return summary(await g.decode(100))
+
+    # 20 + 15 tokens; 2 needs 30 and waits for both, and 3 behind it for 2
+    assert virtually(body) == [(1, 0, 5, STOP), (0, 0, 10, STOP), (2, 0, 20, STOP), (3, 0, 5, STOP)]
+
+
+def test_replicas_decode_at_their_own_pace() -> None:
+    """One copy has a row of 2, the other two rows: a step of its own takes longer."""
+    cost = GeneratorCost(decode=DecodeCost(row_s=1.0))
+
+    async def body(spans: Spans) -> Any:
+        g = make(spans, cost, lambda i: [2, 9, 5][i], replicas=2)
+        await g.admit([rollout(i) for i in range(3)])  # 0 and 2 to one, 1 to the other
+        calls = [summary(await g.decode(100, stop_after=1)), summary(await g.decode(100))]
+        return calls, [s.end_s for s in spans.records]
+
+    calls, ends = virtually(body)
+    # 0 ends at 4 s, after two steps of its copy; the other has made four by then
+    assert calls[0] == [(0, 0, 2, STOP), (1, 0, 4, None), (2, 0, 2, None)]
+    assert calls[1] == [(2, 2, 3, STOP), (1, 4, 5, STOP)]
+    assert ends == [4.0, 9.0]
+
+
+def naive(lengths: dict[int, int], order: Sequence[int], slots: int) -> list[int]:
+    """The order in which rollouts end, one step at a time."""
+    waiting, rows, ended = list(order), {}, []
+    while waiting or rows:
+        while waiting and len(rows) < slots:
+            rows[waiting.pop(0)] = 0
+        for id_ in list(rows):
+            rows[id_] += 1
+        done = sorted(id_ for id_, n in rows.items() if n == lengths[id_])
+        ended += done
+        for id_ in done:
+            del rows[id_]
+    return ended
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.dictionaries(st.integers(0, 99), st.integers(1, 30), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(0, 3)), min_size=1, max_size=10),
+)
+def test_any_calls_add_up_to_one(
+    lengths: dict[int, int], slots: int, calls: list[tuple[int, int]]
+) -> None:
+    """However decoding is cut into calls, rollouts end in the same order with the same tokens."""
+
+    async def body(spans: Spans) -> Any:
+        g = make(spans, lengths=lengths.__getitem__, slots=slots)
+        rollouts = {i: rollout(i) for i in lengths}
+        await g.admit(list(rollouts.values()))
+        ended: list[int] = []
+        while len(ended) < len(lengths):
+            max_tokens, stop_after = calls[len(ended) % len(calls)]
+            for chunk in await g.decode(max_tokens, stop_after):
+                rollouts[chunk.rollout_id].append(chunk)
+                if chunk.finish:
+                    ended.append(chunk.rollout_id)
+        assert {i: len(r) for i, r in rollouts.items()} == lengths
+        return ended
+
+    assert virtually(body) == naive(lengths, list(lengths), slots)
+
+
+def test_groups_share_the_prefill_of_their_prompt_and_new_weights_void_it() -> None:
+    cost = GeneratorCost(prefill=PrefillCost(token_s=1.0), load_s=0.25)
+
+    async def body(spans: Spans, carry: str) -> Any:
+        g = make(spans, cost, lambda i: 50, carry=carry)
+        await g.admit([rollout(i, group=i // 2) for i in range(4)])
+        await g.decode(5)
+        await g.load(Weights(7, "x"))
+        chunks = await g.decode(5)
+        assert {c.version for c in chunks} == {7}
+        return [s.end_s - s.start_s for s in spans.records]
+
+    # two prompts of 10 tokens; again, with the 5 tokens that each of the four has
+    assert virtually(lambda s: body(s, "recompute")) == [20.0, 0.25, 2 * 10 + 4 * 5]
+    assert virtually(lambda s: body(s, "reuse")) == [20.0, 0.25, 0.0]
+
+
+def test_moving_rollouts_with_and_without_their_cache() -> None:
+    cost = GeneratorCost(
+        prefill=PrefillCost(token_s=1.0),
+        cache_bytes=100.0,
+        transfer=TransferCost(latency_s=0.5, bytes_per_s=1000.0),
+    )
+
+    async def body(spans: Spans) -> Any:
+        a, b = make(spans, cost, lambda i: 50), make(spans, cost, lambda i: 50)
+        rollouts = [rollout(i) for i in range(2)]
+        await a.admit(rollouts)
+        for chunk in await a.decode(5):
+            rollouts[chunk.rollout_id].append(chunk)
+        for r, with_cache in zip(rollouts, (True, False), strict=True):
+            parcels = await a.export([r.id], with_cache)
+            assert [p.cached_tokens for p in parcels] == [15 if with_cache else 0]
+            await b.accept([r], parcels)
+        assert await a.decode(5) == []
+        assert summary(await b.decode(3)) == [(0, 5, 3, None), (1, 5, 3, None)]
+        return [(s.name, s.end_s - s.start_s) for s in spans.records]
+
+    # 15 tokens of 100 bytes at 1000 bytes a second and the latency; the other one is prefilled anew
+    assert virtually(body) == [("gen", 20.0), ("migrate", 2.0), ("migrate", 0.0), ("gen", 15.0)]
+
+
+def test_a_generator_refuses_what_a_real_one_would() -> None:
+    async def body(spans: Spans) -> None:
+        g = make(spans, lengths=lambda i: 5)
+        await g.admit([rollout(1)])
+        with pytest.raises(EngineError, match="rollout 1 is in the engine already"):
+            await g.admit([rollout(1)])
+        with pytest.raises(EngineError, match="rollout 2 has ended, at 5 tokens"):
+            await g.admit([rollout(2, tokens=5)])
+        with pytest.raises(EngineError, match="rollout 3 is not in this engine"):
+            await g.export([3], True)
+        await g.release([1, 99])
+        assert await g.decode(5) == []
+
+    virtually(body)
+
+
+# -- scorers and the learner ------------------------------------------------------------------
+
+
+def chunk(
+    id_: int, start: int, count: int, finish: FinishReason | None = None, v: int = 0
+) -> Chunk:
+    return Chunk(id_, start, (0,) * count, (-1.0,) * count, v, finish)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_streaming_scorer_has_only_the_rest_left(streams: bool) -> None:
+    async def body(spans: Spans) -> Any:
+        lane = Lane("reward", [Device(0)], spans)
+        cost = PrefillCost(call_s=1.0, token_s=0.1)
+        s = SimScorer(lane, cost, "reward", reward=lambda i, v: i + v / 10, streams=streams)
+        await s.admit([rollout(1), rollout(2, tokens=4)])
+        await s.extend([chunk(1, 0, 20), chunk(2, 4, 6, STOP)])
+        await s.extend([chunk(1, 20, 5, STOP, v=3)])
+        scores = await s.finish([2, 1])
+        return [(x.rollout_id, x.scalar) for x in scores], [
+            (x.name, round(x.end_s - x.start_s, 9), x.attributes["tokens"]) for x in spans.records
+        ]
+
+    scores, spans = virtually(body)
+    assert scores == [(2, 2.0), (1, pytest.approx(1.3))]
+    if streams:
+        assert spans == [("prefill", 6.0, 50), ("prefill", 1.5, 5), ("score", 0.0, 0)]
+    else:
+        assert spans == [("score", 1.0 + 5.5, 55)]
+
+
+def test_new_weights_void_what_a_critic_has_prefilled() -> None:
+    async def body(spans: Spans) -> Any:
+        s = SimScorer(
+            Lane("critic", [Device(0)], spans), PrefillCost(token_s=1.0), "values", follows="critic"
+        )
+        await s.admit([rollout(1)])
+        await s.extend([chunk(1, 0, 5)])
+        await s.load(Weights(1, "x"))
+        await s.extend([chunk(1, 5, 2, STOP)])
+        (score,) = await s.finish([1])
+        return score.values.shape, [x.end_s - x.start_s for x in spans.records]
+
+    assert virtually(body) == ((7,), [15.0, 17.0, 0.0])
+
+
+def test_a_function_costs_by_responses() -> None:
+    async def body(spans: Spans) -> Any:
+        s = SimScorer(Lane("task", [], spans), SampleCost(call_s=2.0, sample_s=0.5), "reward")
+        await s.admit([rollout(1), rollout(2)])
+        await s.extend([chunk(1, 0, 100, STOP), chunk(2, 0, 3, STOP)])
+        await s.finish([1, 2])
+        return [(x.name, x.end_s - x.start_s) for x in spans.records]
+
+    assert virtually(body) == [("score", 3.0)]
+
+
+def test_a_scorer_refuses_what_is_out_of_order() -> None:
+    async def body(spans: Spans) -> None:
+        s = SimScorer(Lane("reward", [Device(0)], spans), PrefillCost(), "reward")
+        await s.admit([rollout(1)])
+        for bad in (chunk(2, 0, 1), chunk(1, 1, 1)):
+            with pytest.raises(
+                EngineError, match=f"cannot take a chunk of rollout {bad.rollout_id}"
+            ):
+                await s.extend([bad])
+        await s.extend([chunk(1, 0, 1)])
+        with pytest.raises(EngineError, match="give it the last chunk first"):
+            await s.finish([1])
+        await s.release([1])
+        await s.admit([rollout(1)])
+
+    virtually(body)
+
+
+def test_the_learner_costs_by_tokens_and_reports_rewards() -> None:
+    async def body(spans: Spans) -> Any:
+        cost = TrainCost(step_s=3.0, token_s=0.1, publish_s=0.5)
+        learner = SimLearner(Lane("learner", [Device(0)], spans), cost, ("actor", "critic"))
+        batch = [rollout(1, tokens=10), rollout(2, tokens=30)]
+        for r, rewards in zip(batch, ((1.0, 0.5), (2.0, 0.0)), strict=True):
+            for name, x in zip(("model", "task"), rewards, strict=True):
+                r.scores[name] = Score(r.id, name, "reward", np.array([x], np.float32))
+            r.scores["critic"] = Score(r.id, "critic", "values", np.ones(len(r), np.float32))
+        await learner.publish()
+        weights = await learner.publish()
+        stats = await learner.train(batch)
+        return stats, weights, [(s.name, s.end_s - s.start_s) for s in spans.records]
+
+    stats, weights, spans = virtually(body)
+    assert stats == {"objective/scores": 1.75, "staleness/mean": 2.0, "staleness/max": 2.0}
+    assert {name: w.version for name, w in weights.items()} == {"actor": 2, "critic": 2}
+    assert spans == [("publish", 0.5), ("publish", 0.5), ("update", 3.0 + 0.1 * 60)]
+
+
+def test_rewards_follow_the_curve() -> None:
+    curve = LearningCurve(first=-1.0, last=3.0, versions=10.0, spread=0.5)
+    for version in (0, 10, 100):
+        rewards = [curve.reward(0, i, version) for i in range(4000)]
+        middle = 3.0 - 4.0 * np.exp(-version / 10)
+        assert np.mean(rewards) == pytest.approx(middle, abs=0.02)
+        assert max(abs(r - middle) for r in rewards) <= 0.5
+
+
+# -- faults -----------------------------------------------------------------------------------
+
+
+def test_faults_come_as_often_as_asked_and_the_same_again() -> None:
+    async def body(spans: Spans) -> list[str]:
+        loop, seen = asyncio.get_running_loop(), []
+        faults = Faults(seed=1, raises=0.2, hangs=0.1, dawdles=0.3, slow_factor=4.0)
+        for i in range(600):
+            learner = SimLearner(Lane("learner", [], spans), TrainCost(publish_s=1.0))
+            start_s = loop.time()
+            try:
+                async with asyncio.timeout(100.0):
+                    await faulty(learner, faults, f"learner {i}").publish()
+            except (InjectedError, TimeoutError) as error:
+                seen.append(type(error).__name__)
+            else:
+                seen.append(f"{loop.time() - start_s:g}")
+        return seen
+
+    seen = virtually(body)
+    assert virtually(body) == seen
+    shares = {what: seen.count(what) / 600 for what in set(seen)}
+    assert shares == {
+        "InjectedError": pytest.approx(0.2, abs=0.05),
+        "TimeoutError": pytest.approx(0.1, abs=0.05),
+        "4": pytest.approx(0.3, abs=0.05),
+        "1": pytest.approx(0.4, abs=0.05),
+    }
+
+
+def test_a_call_waits_for_the_faulty_one_before_it() -> None:
+    async def body(spans: Spans) -> Any:
+        lane = Lane("reward", [Device(0)], spans)
+        scorer = faulty(
+            SimScorer(lane, PrefillCost(call_s=1.0), "reward"),
+            Faults(dawdles=1.0, slow_factor=3.0, unscored=1.0),
+            "reward",
+        )
+        assert (scorer.name, scorer.kind) == ("reward", "reward")
+        await scorer.admit([rollout(1)])
+        first = asyncio.create_task(scorer.extend([chunk(1, 0, 5, STOP)]))
+        await asyncio.sleep(0)
+        (score,) = await scorer.finish([1])
+        return first.done(), asyncio.get_running_loop().time(), score.failure
+
+    assert virtually(body) == (True, 3.0, "made to fail")
+
+
+# -- calibration ------------------------------------------------------------------------------
+
+
+def test_costs_are_found_again_in_the_spans_they_made() -> None:
+    cost = GeneratorCost(
+        decode=DecodeCost(step_s=0.02, row_s=0.001, context_s=2e-6),
+        prefill=PrefillCost(call_s=0.01, token_s=5e-5),
+        load_s=0.3,
+    )
+    reward = PrefillCost(call_s=0.03, token_s=1e-4)
+    judged = SampleCost(call_s=0.1, sample_s=0.02)
+    training = TrainCost(step_s=1.0, token_s=0.002, publish_s=0.1)
+
+    async def body(spans: Spans) -> Any:
+        g = make(spans, cost, Lengths(Lognormal(median=40, p95=160), 0))
+        model = SimScorer(Lane("reward", [Device(1)], spans), reward, "reward")
+        judge = SimScorer(Lane("task", [], spans), judged, "reward")
+        learner = SimLearner(Lane("learner", [Device(2)], spans), training)
+        for step in range(12):
+            batch = [rollout(100 * step + i, prompt=20 + i) for i in range(4 + step)]
+            await g.admit(batch)
+            done: list[Rollout] = []
+            while len(done) < len(batch):
+                for c in await g.decode(16):
+                    r = batch[c.rollout_id % 100]
+                    r.append(c)
+                    done += [r] if c.finish else []
+            for scorer in (model, judge):
+                await scorer.admit(done)
+                await scorer.finish([r.id for r in done])
+            await learner.train(done)
+            await g.load((await learner.publish())["actor"])
+        return spans.records
+
+    found = calibrate(virtually(body))
+    assert numbers(found.generator.decode) == pytest.approx(numbers(cost.decode), rel=1e-3)
+    assert numbers(found.generator.prefill) == pytest.approx(numbers(cost.prefill), rel=1e-3)
+    assert found.generator.load_s == pytest.approx(0.3)
+    assert numbers(found.scorers["reward"]) == pytest.approx(numbers(reward), rel=1e-3)
+    assert numbers(found.scorers["task"]) == pytest.approx(numbers(judged), rel=1e-3)
+    assert numbers(found.learner) == pytest.approx(numbers(training), rel=1e-3)
+
+
+def numbers(cost: Section) -> dict[str, float]:
+    return cost.model_dump()
+
+
+def test_a_fit_stands_a_slow_first_call_and_stays_positive() -> None:
+    random = np.random.default_rng(0)
+    steps, tokens = random.integers(5, 50, 200), random.integers(100, 2000, 200)
+    features = np.stack([steps, tokens, -np.ones(200)], axis=1).astype(float)
+    seconds = 0.02 * steps + 1e-4 * tokens
+    seconds *= random.normal(1, 0.02, 200)
+    seconds[:3] += 60.0  # compilation, warm-up
+    per_step, per_token, extra = fit_costs(features, seconds)
+    assert per_step == pytest.approx(0.02, rel=0.03)
+    assert per_token == pytest.approx(1e-4, rel=0.03)
+    assert 0 <= extra < 0.01
+
+
+def test_calibration_needs_a_run() -> None:
+    with pytest.raises(StateError, match="there is no 'gen' of the generator"):
+        calibrate([])

@@ -1,0 +1,368 @@
+"""The real schedule on simulated clusters: hand-computed steps, and faults over many seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfig
+from stretto.errors import ConfigError, JudgeError, StalledError
+from stretto.observe.run_directory import RolloutRecord
+from stretto.observe.spans import Spans
+from stretto.runtime.sim.cluster import (
+    Cluster,
+    GeneratorRole,
+    LearnerRole,
+    ScorerRole,
+    Workload,
+    oppo_cluster,
+)
+from stretto.runtime.sim.costs import (
+    DecodeCost,
+    GeneratorCost,
+    PrefillCost,
+    SampleCost,
+    TrainCost,
+    TransferCost,
+)
+from stretto.runtime.sim.faults import Faults, InjectedError
+from stretto.runtime.sim.hardware import Efficiency
+from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, Uniform
+from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.runtime.sim.replay import recorded_cluster
+from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
+from stretto.types import Prompt, Rollout
+
+DEADLINE_S = 100.0
+
+
+def small_cluster(schedule: ScheduleConfig, lengths: tuple[int, ...], learner: int) -> Cluster:
+    """One second a decode step, 0.1 s a token to score, 5 s to train, 0.5 to publish, 0.25 to load.
+
+    The generator has device 0, the scorer device 1; the learner the one that is given.
+    """
+    return Cluster(
+        generators=(GeneratorRole(cost=GeneratorCost(decode=DecodeCost(step_s=1.0), load_s=0.25)),),
+        scorers=(ScorerRole(name="reward", devices=(1,), cost=PrefillCost(token_s=0.1)),),
+        learner=LearnerRole(devices=(learner,), cost=TrainCost(step_s=5.0, publish_s=0.5)),
+        workload=Workload(
+            batch=2,
+            steps=2,
+            max_new_tokens=30,
+            prompt_tokens=Replayed(tokens=(1,)),
+            response_tokens=Replayed(tokens=lengths),
+        ),
+        schedule=schedule,
+    )
+
+
+def test_the_plain_schedule_by_hand() -> None:
+    """20 s to decode, 32 tokens to score, 5.5 s for the learner; weights are loaded in between."""
+    result = simulate(small_cluster(ScheduleConfig(), (10, 20), 0))
+    assert result.makespan_s == pytest.approx(2 * (20 + 3.2 + 5.5) + 0.25)
+    assert result.samples_per_s == pytest.approx(4 / result.makespan_s)
+    assert [s["timing_s/step"] for s in result.steps] == pytest.approx([28.7, 28.95])
+    busy = {"generator": 40.25, "reward": 6.4, "learner": 11.0}
+    assert result.utilisation == pytest.approx(
+        {role: seconds / result.makespan_s for role, seconds in busy.items()}
+    )
+    assert result.device_utilisation == pytest.approx(
+        [51.25 / result.makespan_s, 6.4 / result.makespan_s]
+    )
+    ledger = result.ledger
+    assert (ledger["dispatched"], ledger["trained"], ledger["in_flight"]) == (4, 4, {})
+    for role in busy:  # every second is accounted for
+        idle_s = sum(s for (who, _), s in result.idle_s.items() if who == role)
+        assert busy[role] + idle_s == pytest.approx(result.makespan_s)
+
+
+def test_streamed_scoring_by_hand() -> None:
+    """Of 32 tokens to score only the last chunk's 10 come after the end of decoding."""
+    schedule = ScheduleConfig(score_on="chunk", chunk_tokens=10)
+    result = simulate(small_cluster(schedule, (10, 20), 0))
+    assert result.makespan_s == pytest.approx(2 * (20 + 1.0 + 5.5) + 0.25)
+    prefills = [(s.start_s, s.end_s) for s in result.spans if s.name == "prefill"]
+    assert prefills[:2] == [(10.0, pytest.approx(12.2)), (20.0, pytest.approx(21.0))]
+
+
+def test_one_version_of_lag_by_hand() -> None:
+    """The second batch is decoded while the first is scored and trained on."""
+    result = simulate(small_cluster(ScheduleConfig(lag=1), (10, 20), 2))
+    assert result.makespan_s == pytest.approx(40 + 3.2 + 5.5)
+    assert [s["staleness/mean"] for s in result.steps] == [0.0, 1.0]
+
+
+def test_overcommitment_by_hand() -> None:
+    """The long response is carried, and ends 10 s into the second step with the fresh ones."""
+    result = simulate(small_cluster(ScheduleConfig(overcommit=1), (10, 20, 10, 10, 10), 0))
+    first, second = 10 + 2.2 + 5.5, 0.25 + 10 + 3.2 + 5.5
+    assert result.makespan_s == pytest.approx(first + second)
+    assert result.ledger["dispatched"] == 5
+    assert len(result.ledger["in_flight"]) == 1
+
+
+def test_a_recorded_run_predicts_itself_and_another_schedule() -> None:
+    """Costs and lengths are taken from the spans and the books of a run, and nothing else."""
+    costs = small_cluster(ScheduleConfig(), (1,), 0)
+    cluster = costs.model_copy(
+        update={
+            "scorers": (costs.scorers[0].model_copy(update={"devices": (0,)}),),
+            "workload": costs.workload.model_copy(
+                update={
+                    "batch": 8,
+                    "steps": 12,
+                    "response_tokens": Bimodal(short=6, long=24, spread=0.5),
+                    "prompt_tokens": Uniform(low=2, high=9),
+                }
+            ),
+        }
+    )
+    config = Config(
+        steps=12,
+        rollout=RolloutConfig(batch=8, max_new_tokens=30),
+        algorithm=AlgorithmConfig(kl_coef=0),
+    )
+    real = simulate(cluster)
+    replayed = recorded_cluster(config, records(cluster), real.spans)
+    for knobs in ({}, {"overcommit": 6}):
+        schedule = ScheduleConfig.model_validate(knobs)
+        truth = simulate(cluster.model_copy(update={"schedule": schedule}))
+        predicted = simulate(replayed.model_copy(update={"schedule": schedule}))
+        assert predicted.makespan_s == pytest.approx(truth.makespan_s, rel=0.01)
+
+
+def records(cluster: Cluster) -> list[RolloutRecord]:
+    """What the run directory would have of the rollouts, as far as a replay looks at it."""
+    w = cluster.workload
+    prompts, responses = Lengths(w.prompt_tokens, w.seed + 1), Lengths(w.response_tokens, w.seed)
+    return [
+        RolloutRecord.of(
+            0, Rollout(i, Prompt(i, (0,) * prompts(i), ""), i, tokens=[0] * responses(i)), 0.5
+        )
+        for i in range(w.batch * w.steps)
+    ]
+
+
+def test_a_description_is_read_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        """
+        gpu = "a100-80gb"
+        [[generators]]
+        devices = [0, 1, 2, 3]
+        model = "llama-13b"
+        tensor_parallel = 2
+        [[scorers]]
+        name = "reward"
+        devices = [4]
+        model = "qwen2.5-3b"
+        [learner]
+        devices = [0, 1, 2, 3]
+        models = ["llama-13b"]
+        [workload]
+        batch = 16
+        steps = 2
+        response_tokens = { kind = "lognormal", median = 100, p99 = 900 }
+        [schedule]
+        preset = "oppo"
+        """
+    )
+    cluster = Cluster.read(file)
+    assert cluster.generators[0].replicas == 2
+    assert cluster.device_count == 5
+    assert cluster.workload.response_tokens == Lognormal(median=100, p99=900)
+    assert simulate(cluster).ledger["trained"] == 32
+    file.write_text(file.read_text().replace("tensor_parallel = 2", "tensor_parallel = 3"))
+    with pytest.raises(ConfigError, match="tensor_parallel must divide"):
+        Cluster.read(file)
+
+
+def test_wrong_descriptions_are_refused() -> None:
+    def described(**changes: Any) -> Cluster:
+        cluster = small_cluster(ScheduleConfig(), (1,), 0)
+        return Cluster.model_validate({**cluster.model_dump(), **changes})
+
+    with pytest.raises(ValueError, match="follows 'critic', but only"):
+        described(scorers=[{"name": "critic", "cost": {}, "follows": "critic"}])
+    with pytest.raises(ValueError, match="generator 1, but there are 1"):
+        described(scorers=[{"name": "reward", "cost": {}, "host": 1}])
+    with pytest.raises(ValueError, match="either from a model or from numbers"):
+        described(generators=[{"model": "llama-13b", "cost": {}}])
+
+
+def test_the_knobs_help_where_the_paper_says() -> None:
+    """OPPO's placement and batch, on public figures: every knob helps, and both help most."""
+    workload = Workload(steps=10, response_tokens=Lognormal(median=300, p95=1500))
+    cluster = oppo_cluster("qwen2.5-7b", "h200", workload, Efficiency())
+    knobs: dict[str, dict[str, Any]] = {
+        "neither": {},
+        "intra": {"score_on": "chunk"},
+        "inter": {"overcommit": 48},
+        "both": {"score_on": "chunk", "overcommit": 48},
+    }
+    rate = {
+        name: simulate(
+            cluster.model_copy(update={"schedule": ScheduleConfig(chunk_tokens=256, **given)})
+        ).samples_per_s
+        for name, given in knobs.items()
+    }
+    assert rate["intra"] > 1.02 * rate["neither"]
+    assert rate["inter"] > 1.3 * rate["neither"]
+    assert rate["both"] > 1.02 * rate["inter"]
+
+
+def random_cluster(seed: int) -> Cluster:
+    """A small cluster with knobs, placement and workload drawn from the seed."""
+    r = random.Random(seed)
+    engines = r.choice([1, 1, 2, 3])
+    group = r.choice([1, 1, 2])
+    shared = r.random() < 0.5  # the learner on the generators' devices
+    generators = tuple(
+        GeneratorRole(
+            devices=(i,),
+            slots=r.choice([0, 0, 2]),
+            cost=GeneratorCost(
+                decode=DecodeCost(step_s=r.choice([0.0, 0.01, 0.1]), row_s=0.001),
+                prefill=PrefillCost(call_s=r.choice([0.0, 0.05])),
+                load_s=r.choice([0.0, 0.2]),
+                transfer=TransferCost(latency_s=0.01),
+            ),
+        )
+        for i in range(engines)
+    )
+    reward = ScorerRole(
+        name="reward",
+        devices=(engines,),
+        cost=PrefillCost(call_s=r.choice([0.0, 0.1]), token_s=0.001),
+        streams=r.random() < 0.7,
+    )
+    critic = ScorerRole(
+        name="critic",
+        kind="values",
+        follows="critic",
+        devices=(0,),
+        host=r.choice([None, 0]),
+        cost=PrefillCost(token_s=0.001),
+    )
+    judge = ScorerRole(name="task", cost=SampleCost(call_s=0.05, sample_s=0.01))
+    return Cluster(
+        generators=generators,
+        scorers=tuple(r.sample([reward, critic, judge], r.randint(1, 3))),
+        learner=LearnerRole(
+            devices=(0,) if shared else (engines + 1,),
+            trains=("actor", "critic"),
+            cost=TrainCost(step_s=r.choice([0.0, 0.5]), token_s=0.001, publish_s=0.05),
+        ),
+        workload=Workload(
+            batch=4,
+            samples_per_prompt=group,
+            steps=3,
+            max_new_tokens=40,
+            prompt_tokens=Uniform(low=1, high=9),
+            response_tokens=r.choice(
+                [Uniform(low=1, high=50), Bimodal(short=4, long=60), Replayed(tokens=(7,))]
+            ),
+            on_failure=r.choice(["stop", "drop"]),
+            seed=seed,
+        ),
+        schedule=ScheduleConfig(
+            score_on=r.choice(["batch", "rollout", "chunk"]),
+            overcommit=r.choice([0, 0, 1, 4, 9]),
+            lag=r.choice([0, 0, 1, 2]),
+            batches_per_handover=r.choice([1, 1, 2]),
+            chunk_tokens=r.choice([1, 5, 16, 64]),
+            max_carries=r.choice([1, 2, 4]),
+            carry=r.choice(["recompute", "reuse"]),
+            deadline_s=DEADLINE_S,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that can be seen of a run."""
+
+    events: list[Any]
+    stats: list[Any]
+    ledger: dict[str, Any]
+    in_flight: int
+    error: str
+    end_s: float
+
+
+async def _outcome(cluster: Cluster, faults: Faults, cancel_s: float | None) -> Outcome:
+    clock = VirtualClock()
+    spans, stats, error = Spans(clock), [], ""
+    schedule = make_schedule(cluster, make_roles(cluster, spans, faults), spans)
+    task = asyncio.current_task()
+    assert task is not None
+    if cancel_s is not None:
+        asyncio.get_running_loop().call_later(cancel_s, task.cancel)
+    try:
+        async with schedule:
+            for _ in range(cluster.workload.steps):
+                step = await schedule.step()
+                stats.append((dict(step.stats), [r.id for r in step.batch]))
+    except asyncio.CancelledError:
+        if cancel_s is None:  # a deadlock ended the run, and will be raised
+            raise
+        error = "cancelled"
+    except (InjectedError, JudgeError) as e:
+        error = str(e)
+    except StalledError as e:
+        error = str(e)
+        if "has not answered for" not in error:  # a deadlock, which is what no seed may show
+            raise
+    ledger = schedule.ledger
+    events = [(s.role, s.name, s.start_s, s.end_s, s.attributes) for s in spans.records]
+    return Outcome(events, stats, ledger.state_dict(), ledger.in_flight, error, clock.now())
+
+
+def outcome(seed: int) -> Outcome:
+    r = random.Random(-seed - 1)
+    rate = r.choice([0.0, 0.003, 0.02])
+    faults = Faults(seed=seed, raises=rate, hangs=rate, dawdles=5 * rate, unscored=rate)
+    cancel_s = r.uniform(0.0, 20.0) if r.random() < 0.2 else None
+    main = _outcome(random_cluster(seed), faults, cancel_s)
+    return run(main, seed=seed, shuffle=r.random() < 0.5)
+
+
+def check(seed: int) -> Outcome:
+    """Run one seed, and see that the books balance and that it ended in time."""
+    o = outcome(seed)
+    rejected = sum(o.ledger["rejected"].values())
+    assert o.ledger["dispatched"] == o.in_flight + o.ledger["trained"] + rejected, seed
+    if o.error:
+        assert o.in_flight == 0, seed  # all that was in flight was rejected, with the cause
+    else:
+        assert len(o.stats) == 3, seed
+        trained = [id_ for _, ids in o.stats for id_ in ids]
+        assert len(trained) == len(set(trained)) == o.ledger["trained"], seed
+    # At any moment someone works, dawdles (up to ten times as long), or is about to be given up on.
+    worked_s = sum(end - start for _, name, start, end, _ in o.events if name != "wait")
+    assert o.end_s <= 10 * worked_s + DEADLINE_S, seed
+    return o
+
+
+def test_faults_leave_the_books_balanced_and_no_one_waits_for_ever() -> None:
+    seen = [check(seed) for seed in range(300)]
+    kinds = {"": 0, "cancelled": 0, "was made to fail": 0, "has not answered": 0}
+    for kind in kinds:
+        kinds[kind] = sum(kind in o.error if kind else not o.error for o in seen)
+    assert min(kinds.values()) >= 10, kinds  # the seeds cover every way to end
+
+
+@pytest.mark.parametrize("seed", range(0, 300, 15))
+def test_a_seed_replays_exactly(seed: int) -> None:
+    assert outcome(seed) == outcome(seed)
+
+
+@pytest.mark.slow
+def test_faults_over_ten_thousand_seeds() -> None:
+    for seed in range(10_000):
+        check(seed)
