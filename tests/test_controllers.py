@@ -201,7 +201,15 @@ def test_candidates_shrink_to_the_token_limit(limit: int, expected: list[int]) -
 def test_candidates_follow_the_long_responses_seen() -> None:
     chunk = TunedChunk(window=12, max_new_tokens=1024)
     lengths = [*[60] * 94, *[130] * 6]  # the 95th percentile is 130
-    assert run_chunks(chunk, lambda size, step: size, lengths, 4)[1:] == [32, 64, 128]
+    sizes = run_chunks(chunk, lambda size, step: size, lengths, 17)
+    assert sizes[1:4] == [128, 256, 512]
+    assert sizes[13:16] == [32, 64, 128]  # in the second window
+
+
+def test_of_chunks_about_as_fast_the_largest_serves() -> None:
+    chunk = TunedChunk(window=12, max_new_tokens=1024)
+    times = {128: 1.0, 256: 1.04, 512: 1.06}
+    assert run_chunks(chunk, lambda size, step: times[size], [900], 6)[4:] == [256, 256]
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,14 @@ class FakeScorer:
     """Half a second a call, and a tenth of one a token that is new to it."""
 
     def __init__(
-        self, world: World, name: str, kind: ScoreKind = "reward", follows: str = ""
+        self,
+        world: World,
+        name: str,
+        kind: ScoreKind = "reward",
+        follows: str = "",
+        worthwhile_tokens: int = 0,
     ) -> None:
+        self.worthwhile_tokens = worthwhile_tokens
         self.world, self.name, self.kind, self.follows = world, name, kind, follows
         self.tokens: dict[int, list[int]] = {}
         self.new: dict[int, int] = {}
@@ -323,6 +329,17 @@ def test_streaming_leaves_only_the_last_chunk_to_score() -> None:
     take(world, score_on="chunk", chunk=2, seats=seats)
     # 4 x 2 tokens every 2 s take 1.3 s each; after the last 1.3 s and then 0.5 s for the score.
     assert world.log[1:3] == ["9.8 judge finish [0, 1, 2, 3]", "9.8 train [0, 1, 2, 3]"]
+
+
+def test_a_scorer_works_when_it_is_worth_it_or_someone_waits() -> None:
+    """10 prompt tokens and 4 a second: 22 have come at 3 s, and 20 more at 8 s."""
+    world = World([8, 8, 8, 8])
+    seats = [Seat(FakeScorer(world, "judge", worthwhile_tokens=20))]
+    take(world, score_on="chunk", chunk=1, seats=seats)
+    work = [(a, b) for role, _, a, b in world.spans if role == "judge"]
+    assert work == [(0.0, 3.0), (3.0, 8.0)]
+    # 20 tokens in 2.5 s; then the scores in 0.5 s and 1.2 s for the 12 tokens known at admission.
+    assert world.log[1] == "12.2 judge finish [0, 1, 2, 3]"
 
 
 @pytest.mark.parametrize("score_on", ["batch", "rollout", "chunk"])

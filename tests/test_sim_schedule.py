@@ -249,10 +249,15 @@ def random_cluster(seed: int) -> Cluster:
         host=r.choice([None, 0]),
         cost=PrefillCost(token_s=0.001),
     )
+    seats = [critic.model_copy(update={"devices": (i,), "host": i}) for i in range(engines)]
     judge = ScorerRole(name="task", cost=SampleCost(call_s=0.05, sample_s=0.01))
     return Cluster(
         generators=generators,
-        scorers=tuple(r.sample([reward, critic, judge], r.randint(1, 3))),
+        scorers=(
+            (reward, *seats)
+            if r.random() < 0.3
+            else tuple(r.sample([reward, critic, judge], r.randint(1, 3)))
+        ),
         learner=LearnerRole(
             devices=(0,) if shared else (engines + 1,),
             trains=("actor", "critic"),
@@ -278,6 +283,7 @@ def random_cluster(seed: int) -> Cluster:
             chunk_tokens=r.choice([1, 5, 16, 64]),
             max_carries=r.choice([1, 2, 4]),
             carry=r.choice(["recompute", "reuse"]),
+            migrate=r.choice([*[0.5, 1.0] * 6, "auto"]) if engines > 1 else "off",
             deadline_s=DEADLINE_S,
         ),
     )
@@ -355,6 +361,7 @@ def test_faults_leave_the_books_balanced_and_no_one_waits_for_ever() -> None:
     for kind in kinds:
         kinds[kind] = sum(kind in o.error if kind else not o.error for o in seen)
     assert min(kinds.values()) >= 10, kinds  # the seeds cover every way to end
+    assert sum(any(name == "migrate" for _, name, *_ in o.events) for o in seen) >= 10
 
 
 @pytest.mark.parametrize("seed", range(0, 300, 15))

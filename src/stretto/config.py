@@ -190,7 +190,7 @@ class ScheduleConfig(Section):
     """Largest delta of 'auto'; 0 takes the batch size."""
     overcommit_window: PositiveInt = 10
     """Steps over which equation4 and algorithm1 look at the reward."""
-    max_carries: PositiveInt = 4
+    max_carries: PositiveInt = 8
     """A response that was carried this often is waited for."""
     carry: Literal["recompute", "reuse"] = "recompute"
     """What happens to the keys and values of a carried response when the weights change: computed anew, or kept as they are."""

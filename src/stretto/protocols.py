@@ -74,6 +74,11 @@ class Scorer(Protocol):
         """The trained model whose weights it loads at each hand-over; empty when it is frozen."""
         ...
 
+    @property
+    def worthwhile_tokens(self) -> int:
+        """Tokens that make a call worth its fixed cost; it gets fewer only when someone waits."""
+        ...
+
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Learn of rollouts whose chunks will follow; their prompts may be worked on already."""
         ...

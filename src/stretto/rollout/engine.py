@@ -270,19 +270,23 @@ class TorchEngine:
             self._rows.append(row)
 
     def _prefill(self) -> None:
-        """One bounded forward pass over rows that are not ready, if there are any."""
-        pending = [slot for slot, row in enumerate(self._rows) if not row.ready]
-        if not pending:
-            return
-        budget = self._config.prefill_tokens
-        if picked := pick_prefill(self._rows, pending, budget, self.version):
+        """Forward passes over rows that are not ready, if there are any, within the budget."""
+        left = budget = self._config.prefill_tokens
+        while left > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
+            picked = pick_prefill(self._rows, pending, left, self.version)
             rows = [self._rows[slot] for slot in picked]
-            parts = [row.tokens[row.cached : -1][:budget] for row in rows]
-            self._pass.prefill(picked, [row.cached for row in rows], parts)
-            for row, part in zip(rows, parts, strict=True):
-                row.cached += len(part)
-                self.prefilled_tokens += len(part)
-        self._copy_shared_prompts(pending)
+            missing = [row.tokens[row.cached : -1] for row in rows]
+            width = max(map(len, missing), default=left)
+            if left < budget and width > left:
+                return  # what a first pass leaves over is for whole rows
+            if rows:
+                parts = [tokens[:left] for tokens in missing]
+                self._pass.prefill(picked, [row.cached for row in rows], parts)
+                for row, part in zip(rows, parts, strict=True):
+                    row.cached += len(part)
+                    self.prefilled_tokens += len(part)
+            self._copy_shared_prompts(pending)
+            left -= width * max(len(rows), 1)
 
     def _copy_shared_prompts(self, pending: Sequence[int]) -> None:
         """Rollouts of one prompt prefill it once: the others copy its keys and values."""

@@ -122,7 +122,8 @@ def pick_prefill(
 ) -> list[int]:
     """Slots for one prefill pass: the longest first, padded width times rows within the budget.
 
-    Fresh rows and rows that go on do not mix, as fresh ones need no mask; of several rows with
+    No row is padded to more than its double: a second pass costs less. Fresh rows and rows that go
+    on do not mix, as fresh ones need no mask; of several rows with
     one prompt the others wait until the first has it under the present weights.
 
     Args:
@@ -144,7 +145,7 @@ def pick_prefill(
         if row.cached == 0 and row.prompt in taken:
             continue
         width = width or min(left[slot], budget)
-        if picked and (len(picked) + 1) * width > budget:
+        if picked and ((len(picked) + 1) * width > budget or 2 * left[slot] < width):
             break
         if picked and (row.cached == 0) != (rows[picked[0]].cached == 0):
             continue

@@ -17,6 +17,9 @@ LONG = 0.95
 REMEMBERED = 1024
 """Lengths that the quantile is taken from."""
 
+ABOUT = 1.05
+"""Times that differ by less than this factor count as equal: steps differ by as much anyway."""
+
 
 class ChunkSize(Protocol):
     """Decides the size of chunks, step by step."""
@@ -73,13 +76,13 @@ class TunedChunk:
     Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
     every window of steps the candidates take turns, each on steps of its own, for up to a quarter
     of the window in all; then the one with the least median time per decoded token serves for the
-    rest. At equal times the smaller one does. The first step of a run belongs to no window, as it
-    pays for what is done once; it runs the middle candidate.
+    rest, or the largest of those about as fast, as it needs fewer calls. The first step of a run
+    belongs to no window, as it pays for what is done once; it runs the middle candidate.
 
     When responses are short, all candidates are halved together until the largest is no longer than
-    a long response: the 95th percentile of recent lengths, or the token limit before any has
-    finished. None gets shorter than 8 tokens; those that become equal are one. The sizes are set
-    once a window.
+    a long response: the 95th percentile of recent lengths; in the first window the token limit, as
+    the first to finish are short whatever the others are. None gets shorter than 8 tokens; those
+    that become equal are one. The sizes are set once a window.
 
     State: the candidates in use, the size, the place in the window, the times so far, the lengths.
 
@@ -124,10 +127,10 @@ class TunedChunk:
         if 0 <= self._place < self._trial_steps and decoded:
             self._times[self._place % len(self._sizes)].append(feedback.seconds / decoded)
         self._place += 1
-        if self._place in (0, self._window):
+        if self._place == self._window:
             self._place = 0
-            if len(self._lengths):
-                self._sizes = self._scaled(self._lengths.quantile(LONG))
+            self._sizes = self._scaled(self._lengths.quantile(LONG))
+        if self._place == 0:
             self._times = [[] for _ in self._sizes]
         if self._place < self._trial_steps:
             self._tokens = self._sizes[self._place % len(self._sizes)]
@@ -164,4 +167,7 @@ class TunedChunk:
 
     def _fastest(self) -> int:
         timed = [(median(t), size) for t, size in zip(self._times, self._sizes, strict=True) if t]
-        return min(timed)[1] if timed else self._sizes[len(self._sizes) // 2]
+        if not timed:
+            return self._sizes[len(self._sizes) // 2]
+        best_s, _ = min(timed)
+        return max(size for seconds, size in timed if seconds <= ABOUT * best_s)

@@ -69,7 +69,7 @@ class Pool:
         for i, share in enumerate(shares):
             if share:
                 self._held[i].update((r.id, r) for r in share)
-                await self._answer(i, self._generators[i].admit(share), share)
+                await self._answer(i, self._generators[i].admit(share), [r.id for r in share])
 
     async def load(self, weights: Weights) -> None:
         """Give new weights to all generators."""
@@ -79,12 +79,6 @@ class Pool:
 
     async def _load(self, i: int, weights: Weights) -> None:
         await self._answer(i, self._generators[i].load(weights), ())
-
-    async def release(self) -> None:
-        """Let the generators forget what they hold."""
-        for i, held in enumerate(self._held):
-            await self._answer(i, self._generators[i].release(list(held)), held.values())
-            held.clear()
 
     async def decode(
         self,
@@ -123,7 +117,8 @@ class Pool:
         while wanted := missing():
             if held:
                 take(await self._decode(i, chunk_tokens(), wanted))
-                self._gather()
+                if missing():  # else other generators may have stopped already
+                    self._gather()
                 await self._move(i)
             elif self._inbound[i]:
                 self._arrivals[i].clear()
@@ -136,9 +131,7 @@ class Pool:
 
     async def _decode(self, i: int, max_tokens: int, stop_after: int) -> Sequence[Chunk]:
         held, start_s = self._held[i], self._clock.now()
-        chunks = await self._answer(
-            i, self._generators[i].decode(max_tokens, stop_after), held.values()
-        )
+        chunks = await self._answer(i, self._generators[i].decode(max_tokens, stop_after), held)
         if not chunks:
             raise LifecycleError(
                 f"{self._names[i]} is idle, but rollouts {sorted(held)} never ended"
@@ -191,9 +184,9 @@ class Pool:
     ) -> None:
         moved = [self._held[source].pop(id_) for id_ in ids]
         giver, taker = self._generators[source], self._generators[destination]
-        parcels = await self._answer(source, giver.export(ids, with_cache), moved)
+        parcels = await self._answer(source, giver.export(ids, with_cache), ids)
         self._held[destination].update((r.id, r) for r in moved)
-        await self._answer(destination, taker.accept(moved, parcels), moved)
+        await self._answer(destination, taker.accept(moved, parcels), ids)
 
-    async def _answer(self, i: int, work: Awaitable[T], rollouts: Iterable[Rollout]) -> T:
-        return await answered(work, self._deadline_s, self._names[i], (r.id for r in rollouts))
+    async def _answer(self, i: int, work: Awaitable[T], rollout_ids: Iterable[int]) -> T:
+        return await answered(work, self._deadline_s, self._names[i], rollout_ids)

@@ -35,8 +35,9 @@ class Seat:
 class Feed:
     """Hands one scorer whatever has arrived.
 
-    Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time.
-    Unblocked by any arrival, and by :meth:`resume` after a :meth:`pause`.
+    Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time,
+    and until there is enough to make a call worth its cost. Unblocked by that, by :meth:`hurry`
+    when someone waits for a score, and by :meth:`load_weights` after a :meth:`pause`.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Feed:
         self._admitted: dict[int, Rollout] = {}
         self._chunks: list[Chunk] = []
         self._wanted: list[int] = []
-        self._arrived = asyncio.Event()
+        self._tokens = 0  # in all of these
+        self._worthwhile_tokens = seat.scorer.worthwhile_tokens
+        self._worthwhile = asyncio.Event()
         self._turn = asyncio.Lock()
         self._paused = False
 
@@ -64,42 +67,52 @@ class Feed:
         """Chunks of this rollout will follow; tokens that it has are known from it."""
         self._admitted[rollout.id] = rollout
         self.load += 1
-        self._arrived.set()
+        self._arrived(len(rollout.prompt.tokens) + len(rollout))
 
     def extend(self, chunk: Chunk) -> None:
         """More tokens of an admitted rollout."""
         if chunk.rollout_id not in self._admitted:  # else it will be admitted with them
             self._chunks.append(chunk)
-            self._arrived.set()
+        self._arrived(len(chunk.tokens))
 
     def finish(self, rollout_id: int) -> None:
         """Ask for the score of an admitted rollout, all of which is there."""
         self._wanted.append(rollout_id)
-        self._arrived.set()
+        self._arrived(0)
 
     def look(self) -> None:
         """There are rollouts to draw, for whoever is free."""
         if self.free:
-            self._arrived.set()
+            self._worthwhile.set()
+
+    def hurry(self) -> None:
+        """Someone waits for what has been asked for."""
+        if self._wanted:
+            self._worthwhile.set()
+
+    def _arrived(self, tokens: int) -> None:
+        self._tokens += tokens
+        if self._tokens >= self._worthwhile_tokens:
+            self._worthwhile.set()
 
     async def run(self) -> None:
         """Serve for ever."""
         while True:
             idle_since_s = self._clock.now()
-            await self._arrived.wait()
+            await self._worthwhile.wait()
             async with self._turn:
                 self._phases.waited(short_name(self.scorer.name), idle_since_s)
-                self._arrived.clear()
+                self._worthwhile.clear()
                 await self._serve()
 
     async def _serve(self) -> None:
         for rollout in self.draw() if self.free else ():
             self.admit(rollout)
             self.finish(rollout.id)
-            self._arrived.set()  # look again afterwards: there may be more
+            self._worthwhile.set()  # look again afterwards: there may be more
         admitted = [_as_of_now(r) for r in self._admitted.values()]
         chunks, wanted = self._chunks, self._wanted
-        self._admitted, self._chunks, self._wanted = {}, [], []
+        self._admitted, self._chunks, self._wanted, self._tokens = {}, [], [], 0
         scorer = self.scorer
         if admitted:
             ids = [r.id for r in admitted]
@@ -237,10 +250,12 @@ class Scoring:
             self._ask(rollout, (t for t in self._teams if t.follows))
 
     def gathered(self, batch: Iterable[Rollout]) -> None:
-        """All rollouts of a round have ended."""
+        """All rollouts of a round have ended, and are waited for."""
         if self._score_on == "batch":
             for rollout in batch:
                 self._ask(rollout, self._teams)
+        for feed in self.feeds:
+            feed.hurry()
 
     def freed(self, host: int, free: bool = True) -> None:
         """A generator has, or has no longer, its device to spare."""

@@ -39,7 +39,7 @@ class Settings:
     score_on: ScoreOn = "batch"
     lag: int = 0
     batches_per_handover: int = 1
-    max_carries: int = 4
+    max_carries: int = 8
     deadline_s: float = 1800.0
 
 

@@ -43,6 +43,8 @@ class ModelScorer:
 
     Attributes:
         read_tokens: tokens that went through the model so far, padding not counted.
+        worthwhile_tokens: half of what fits into a forward pass; below that a pass costs about as
+            much, whatever is in it.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class ModelScorer:
         follows: str = "",
     ) -> None:
         self.name, self.kind, self.model, self.follows = name, kind, model, follows
-        self.read_tokens = 0
+        self.read_tokens, self.worthwhile_tokens = 0, token_budget // 2
         self._budget, self._say = token_budget, say
         self._pending = Pending(name)
         self._said_full = False

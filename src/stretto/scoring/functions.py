@@ -75,6 +75,7 @@ class FunctionScorer:
     """
 
     kind: ScoreKind = "reward"
+    worthwhile_tokens = 0
     follows = ""
 
     def __init__(

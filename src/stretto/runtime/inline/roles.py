@@ -28,6 +28,7 @@ class PlainScorer(Protocol):
     name: str
     kind: ScoreKind
     follows: str
+    worthwhile_tokens: int
 
     def admit(self, rollouts: Sequence[Rollout]) -> None: ...
     def extend(self, chunks: Sequence[Chunk]) -> None: ...
@@ -100,6 +101,10 @@ class InlineScorer(_Role):
     @property
     def follows(self) -> str:
         return self._scorer.follows
+
+    @property
+    def worthwhile_tokens(self) -> int:
+        return self._scorer.worthwhile_tokens
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         await self._lane.run(lambda: self._scorer.admit(rollouts))

@@ -81,6 +81,8 @@ class ScorerRole(Section):
     """The trained model whose weights it loads ('actor', 'critic'); empty: frozen."""
     streams: bool = True
     """Whether it can prefill tokens as they come."""
+    worthwhile_tokens: NonNegativeInt = 0
+    """Tokens that make a call worth its fixed cost."""
     host: NonNegativeInt | None = None
     """The generator on whose devices it lives."""
 

@@ -71,6 +71,7 @@ class SimScorer:
         reward: Callable[[int, int], float] = lambda rollout_id, version: 0.0,
         follows: str = "",
         streams: bool = True,
+        worthwhile_tokens: int = 0,
     ) -> None:
         """Make a scorer that knows no rollouts.
 
@@ -81,10 +82,12 @@ class SimScorer:
             reward: of a rollout id and the version of its last token; for kind ``reward``.
             follows: the trained model whose weights it loads.
             streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
+            worthwhile_tokens: that make a call worth its fixed cost.
         """
         self._lane, self._cost, self._reward = lane, cost, reward
         self._streams = streams and isinstance(cost, PrefillCost)
         self._kind, self._follows = kind, follows
+        self._worthwhile_tokens = worthwhile_tokens
         self._pending: dict[int, _Pending] = {}
 
     @property
@@ -101,6 +104,11 @@ class SimScorer:
     def follows(self) -> str:
         """The trained model whose weights it loads; empty when it is frozen."""
         return self._follows
+
+    @property
+    def worthwhile_tokens(self) -> int:
+        """Tokens that make a call worth its fixed cost."""
+        return self._worthwhile_tokens
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Learn of rollouts; their prompts are worked on with their first chunk.

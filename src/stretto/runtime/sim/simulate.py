@@ -173,6 +173,7 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
             reward=lambda id_, version: w.learning.reward(w.seed, id_, version),
             follows=s.follows,
             streams=s.streams,
+            worthwhile_tokens=s.worthwhile_tokens,
         )
         seats.append(Seat(put(scorer, f"{s.name} {i}"), s.host))
     learner = SimLearner(
