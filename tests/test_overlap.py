@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -180,6 +181,15 @@ def test_several_engines_share_the_work(
     assert all(torch.allclose(a[n], b[n], atol=2e-4) for n in a)
     moved = [s for s in two.trace.read().spans if s.name == "migrate"]
     assert bool(moved) == bool(migrate)
+
+
+def test_a_run_in_a_notebook(tiny_folder: Path, tmp_path: Path) -> None:
+    """Where an event loop is running already."""
+
+    async def cell() -> RunDirectory:
+        return run(settings(tiny_folder, steps=2), tmp_path)[0]
+
+    assert [m["step"] for m in asyncio.run(cell()).read_metrics()] == [1, 2]
 
 
 # -- the end of a run ----------------------------------------------------------------------------

@@ -135,7 +135,7 @@ class FakeScorer:
         follows: str = "",
         worthwhile_tokens: int = 0,
     ) -> None:
-        self.worthwhile_tokens = worthwhile_tokens
+        self.worthwhile_tokens, self.streams = worthwhile_tokens, True
         self.world, self.name, self.kind, self.follows = world, name, kind, follows
         self.tokens: dict[int, list[int]] = {}
         self.new: dict[int, int] = {}
@@ -446,6 +446,30 @@ def test_rollouts_are_spread_by_load() -> None:
     assert world.log[:2] == ["0 a admit [0, 2, 4]", "0 b admit [1, 3, 5]"]
 
 
+@pytest.mark.parametrize("score_on", ["batch", "rollout"])
+def test_several_generators_stop_when_together_they_have_enough(score_on: str) -> None:
+    """Two of four generators have long responses, which are carried: nobody decodes them whole."""
+    world = World([3, 50, 3, 50])
+    generators = [FakeGenerator(world, name) for name in "abcd"]
+    steps, _ = take(world, batch=2, delta=2, chunk=4, generators=generators, score_on=score_on)
+    assert ids(steps[0]) == [0, 2]
+    assert float(next(line for line in world.log if "train" in line).split()[0]) < 6
+
+
+@pytest.mark.parametrize("host", [None, 0])
+def test_all_values_of_a_batch_are_of_one_version(host: int | None) -> None:
+    """Also with lag, where several seats of the critic share its work."""
+    world = World([4, 2, 3, 1])
+    generators = [FakeGenerator(world, "a"), FakeGenerator(world, "b")]
+    seats = [
+        Seat(FakeScorer(world, "critic", "values", follows="critic"), i if host == 0 else None)
+        for i in range(2)
+    ]
+    steps, _ = take(world, 6, lag=1, generators=generators, seats=seats, score_on="rollout")
+    versions = [{float(r.scores["critic"].values[0]) for r in s.batch} for s in steps]
+    assert versions == [{0.0}, {0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
+
+
 # -- the buffer ----------------------------------------------------------------------------------
 
 
@@ -607,6 +631,27 @@ def test_a_role_that_raises_ends_the_run_with_its_error() -> None:
     world = World([3])
     with pytest.raises(ValueError, match="no room"):
         failing(two, world, steps=2, generators=[Broken(world)])
+
+
+def test_a_scorer_must_answer_for_each_rollout() -> None:
+    class Forgetful(FakeScorer):
+        async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
+            return (await super().finish(rollout_ids))[1:]
+
+    world = World([3])
+    with pytest.raises(LifecycleError, match=r"asked for rollouts \[0, 1, 2, 3\] and answered for"):
+        failing(Schedule.step, world, seats=[Seat(Forgetful(world, "judge"))])
+
+
+def test_a_timeout_of_a_role_s_own_is_not_taken_for_the_deadline() -> None:
+    class Slow(FakeScorer):
+        async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
+            raise TimeoutError("the service timed out")
+
+    world = World([3])
+    with pytest.raises(TimeoutError, match="the service timed out") as caught:
+        failing(Schedule.step, world, seats=[Seat(Slow(world, "judge"))])
+    assert caught.value.__notes__ == ["raised by judge, which worked on 4 rollout(s): 0, 1, 2, 3"]
 
 
 def test_a_cancelled_run_closes_its_books() -> None:

@@ -180,7 +180,7 @@ class ScheduleConfig(Section):
     """Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1."""
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two looks at what has ended, and that are streamed at a time; 0 tries several sizes and keeps the best."""
-    chunk_window: PositiveInt = 50
+    chunk_window: Annotated[int, Field(gt=3)] = 50
     """Steps between two trials of chunk sizes."""
     overcommit_rule: Literal["equation4", "algorithm1", "throughput"] = "equation4"
     """How 'auto' adapts delta. equation4: up by one while rewards rise, else down. algorithm1: by a quarter, the other way round. throughput: what the lengths and latencies seen predict to be fastest."""
@@ -197,22 +197,9 @@ class ScheduleConfig(Section):
     batches_per_handover: PositiveInt = 1
     """Steps taken on what one version of the weights has generated (the off-policy dial N); for several updates on one batch see training.epochs."""
     threads: tuple[()] | tuple[PositiveInt, PositiveInt, PositiveInt] = ()
-    """CPU threads of generation, scoring and training where they overlap; empty shares the cores out."""
+    """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
     deadline_s: Annotated[float, Field(gt=0)] = 1800.0
     """Seconds that a role may take to answer one call; then the run ends and says who did not answer."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if (
-            self.overcommit_start
-            and self.overcommit_max
-            and (self.overcommit_start > self.overcommit_max)
-        ):
-            raise ValueError(
-                f"schedule.overcommit_start = {self.overcommit_start} is above overcommit_max = "
-                f"{self.overcommit_max}; lower it"
-            )
-        return self
 
     def knob(self, name: Literal["score_on", "overcommit", "lag", "migrate"]) -> Any:
         """The value of one of the four knobs, from the preset where that is left to it."""
@@ -330,7 +317,13 @@ class Config(Section):
                 "training, as the learner's log-probabilities are of the full distribution; "
                 "set top_k = 0 and top_p = 1"
             )
-        if self.schedule.migrate not in ("preset", "off") and r.engines == 1:
+        start, high = self.schedule.overcommit_start, self.schedule.overcommit_max or r.batch
+        if start > high:
+            raise ValueError(
+                f"schedule.overcommit_start = {start} is above the largest delta, {high} "
+                "(schedule.overcommit_max, or else rollout.batch); lower it"
+            )
+        if self.schedule.migrate not in ("preset", "off", 0) and r.engines == 1:
             raise ValueError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
                 "rollout.engines is 1; raise that, or set migrate = 'off'"

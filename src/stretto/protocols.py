@@ -75,6 +75,11 @@ class Scorer(Protocol):
         ...
 
     @property
+    def streams(self) -> bool:
+        """Whether it works on rollouts before they have ended; else it gets whole ones."""
+        ...
+
+    @property
     def worthwhile_tokens(self) -> int:
         """Tokens that make a call worth its fixed cost; it gets fewer only when someone waits."""
         ...

@@ -153,7 +153,7 @@ class Rollout:
         group: shared by the rollouts of one prompt in one draw.
         tokens, logprobs, versions: one entry a response token. The log-probability is the
             behaviour policy's: of the distribution the token was sampled from.
-        carries: steps that went by without it while it was being decoded.
+        carries: rounds that went by without it since it was dispatched.
         rejected_because: set when the state is ``REJECTED``.
     """
 

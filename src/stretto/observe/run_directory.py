@@ -58,7 +58,7 @@ class RolloutRecord:
         finish: why the response ended, 'stop' or 'length'; ``None`` for one that never did.
         state: 'trained' or 'rejected'.
         because: why it was rejected.
-        carries: steps that went by without it while it was being decoded.
+        carries: rounds that went by without it since it was dispatched.
         oldest_version, newest_version: of the policies that sampled its tokens; ``None`` for a
             response without tokens.
         reward: as trained on; ``None`` for one that got none.

@@ -22,7 +22,7 @@ class Span:
     Attributes:
         role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
             'learner'. One track of a timeline each.
-        name: gen, prefill, score, update, publish, load, migrate; or :data:`WAIT`.
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate; or :data:`WAIT`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
             the ``cause``: data, stragglers, scores, weights.

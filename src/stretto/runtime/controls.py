@@ -34,12 +34,20 @@ class Migrating:
 
 def migrates(config: Config) -> bool:
     """Whether stragglers are moved together: it takes several engines."""
-    return config.schedule.knob("migrate") != "off" and config.rollout.engines > 1
+    return config.schedule.knob("migrate") not in ("off", 0) and config.rollout.engines > 1
+
+
+def hosts_scorers(config: Config) -> bool:
+    """Whether scorers sit with the engines, to work where nothing is left to decode.
+
+    Those that stream have a place of their own, as they work while everyone decodes.
+    """
+    return migrates(config) and config.schedule.knob("score_on") != "chunk"
 
 
 def model_seats(config: Config) -> int:
     """How many seats each model scorer has: one, or one with each engine that may be freed."""
-    return config.rollout.engines if migrates(config) else 1
+    return config.rollout.engines if hosts_scorers(config) else 1
 
 
 def controls(config: Config, migrating: Migrating | None) -> Controls:
@@ -83,7 +91,9 @@ def largest_overcommit(config: Config) -> int:
 
 def most_in_flight(config: Config) -> int:
     """The most rollouts that are being decoded at one time."""
-    return config.rollout.batch * config.schedule.batches_per_handover + largest_overcommit(config)
+    n = config.rollout.samples_per_prompt  # of which delta fills up the last group
+    delta = -(-largest_overcommit(config) // n) * n
+    return config.rollout.batch * config.schedule.batches_per_handover + delta
 
 
 def _overcommit(config: Config) -> Overcommit:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
+from typing import Any
 
 from stretto.clock import Clock
 from stretto.schedules.feedback import DecodeSample, Feedback
@@ -15,7 +16,10 @@ REWARD = "objective/scores"
 
 
 class Meter:
-    """Measures steps for people, and rounds for controllers. Nothing here outlives a round."""
+    """Measures steps for people, and rounds for controllers.
+
+    State: rewards and lengths of the round so far. Times are of this process alone.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -66,3 +70,11 @@ class Meter:
             "perf/throughput": tokens / step_s if step_s else 0.0,
             "perf/samples_per_s": len(batch) / step_s if step_s else 0.0,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {"rewards": list(self._rewards), "lengths": list(self._lengths)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._rewards, self._lengths = list(state["rewards"]), list(state["lengths"])

@@ -49,6 +49,11 @@ class Pool:
         self._names = names if len(generators) > 1 else ["generator"]
         self._idle_since_s = [clock.now()] * len(generators)
 
+    @property
+    def single(self) -> bool:
+        """Whether there is one generator only."""
+        return len(self._generators) == 1
+
     def holds(self, rollout: Rollout) -> bool:
         """Whether some generator has it."""
         return any(rollout.id in held for held in self._held)

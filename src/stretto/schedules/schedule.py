@@ -35,8 +35,13 @@ class Schedule:
     """Takes steps, one at a time; inside ``async with``, what overlaps goes on between them.
 
     State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers.
-    It can be taken out at any moment. Rollouts in it that had not ended are decoded from where they
-    were, and tokens on the way are sampled again, the same ones.
+    It is taken out between two steps, while :attr:`steady` is held. Rollouts in it that had not
+    ended are decoded from where they were, and tokens on the way are sampled again, the same ones.
+
+    Attributes:
+        ledger: the books.
+        steady: a lock that is held while weights are being loaded.
+        abandoned: after an error, what was in flight, rejected with the cause.
     """
 
     def __init__(
@@ -66,7 +71,10 @@ class Schedule:
         self._next_id, self._steps = 0, 0
         self._rounds, self._round_open = 0, False
         self._version, self._loaded = 0, 0  # published; in the generators
-        self._carried = 0  # by the last round
+        self._filled: dict[str, float] = {}  # figures of the round that is being generated
+        self._figures: deque[dict[str, float]] = deque()  # of each batch that was generated
+        self.steady = asyncio.Lock()
+        self.abandoned: Sequence[Rollout] = ()
         self._weights: Mapping[str, Weights] = {}  # published and not loaded
         self._changed = asyncio.Condition()
         self._work = asyncio.TaskGroup()
@@ -79,13 +87,15 @@ class Schedule:
         kept, rejected = self._sort_out(batch)
         stats = await self._train(kept)
         await self._publish()
-        return Step(kept, rejected, {**stats, **self._meter.figures(batch), **self._figures()})
+        rejections = {"rejected": float(self.ledger.rejected.total())}
+        figures = {**self._figures.popleft(), **rejections, **self._meter.figures(batch)}
+        return Step(kept, rejected, {**stats, **figures})
 
     async def _generate(self) -> None:
         """Make rounds of responses.
 
-        Consumes prompts and weights. Waits for the learner when it is ``lag`` versions behind, and
-        for enough responses to end. Unblocked by :meth:`_publish`.
+        Consumes prompts and weights. Waits for the learner when it is ``lag`` versions ahead of
+        what was published, and for enough responses to end. Unblocked by :meth:`_publish`.
         """
         while self._rounds < self._rounds_in_all or self._round_open:
             if not self._round_open:  # else it was taken up again in the middle of one
@@ -125,12 +135,12 @@ class Schedule:
 
     async def _load(self) -> None:
         """Bring generators, and scorers that follow a trained model, to the newest version."""
-        if self._loaded < self._version:
-            version, weights = self._version, self._weights
-            await self._pool.load(weights["actor"])
-            for feed in self._scoring.followers:
-                await feed.load_weights(weights[feed.scorer.follows])
-            self._loaded = version
+        async with self.steady:
+            if self._loaded < self._version:
+                version, weights = self._version, self._weights
+                await self._pool.load(weights["actor"])
+                await self._scoring.load(weights)
+                self._loaded = version
 
     def _fill(self, delta: int) -> None:
         """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``."""
@@ -145,6 +155,10 @@ class Schedule:
         for rollout in self._buffer.begin_round(self._round_size // n):
             self._scoring.chosen(rollout)
         self._rounds, self._round_open = self._rounds + 1, True
+        self._filled = {
+            "schedule/overcommit": float(delta),
+            "schedule/chunk_tokens": float(self._chunk_tokens()),
+        }
         self._phases.enter("data")
 
     async def _admit(self) -> None:
@@ -157,7 +171,13 @@ class Schedule:
         await self._pool.admit(new)
 
     def _chunk_tokens(self) -> int:
-        whole = self._settings.score_on == "batch" and self._migration is None
+        """Where nobody looks at responses in between, they are decoded to their ends in one call.
+
+        Unless several generators have more in flight than the round needs: none of them could tell
+        when the others have enough.
+        """
+        unseen = self._settings.score_on == "batch" and self._migration is None
+        whole = unseen and (self._pool.single or len(self._buffer) <= self._round_size)
         return self._settings.max_new_tokens if whole else self._chunk.tokens
 
     def _missing(self) -> int:
@@ -186,7 +206,8 @@ class Schedule:
         batch, carried = self._buffer.take()
         for rollout in carried:
             self.ledger.move(rollout, RolloutState.CARRIED)
-        self._carried = len(carried)
+        figures = {**self._filled, "schedule/carried": float(len(carried))}
+        self._figures.extend([figures] * self._settings.batches_per_handover)
         self._scoring.gathered(batch)
         self._generated.append(batch)
         self._round_open = False
@@ -233,8 +254,7 @@ class Schedule:
 
     async def _train(self, batch: Sequence[Rollout]) -> Stats:
         if not self._settings.lag:  # the learner's weights are the followers' own
-            for feed in self._scoring.followers:
-                await feed.pause()
+            await self._scoring.pause_followers()
         ids = [r.id for r in batch]
         deadline_s = self._settings.deadline_s
         stats = await answered(self._learner.train(batch), deadline_s, "the learner", ids)
@@ -260,14 +280,6 @@ class Schedule:
             self._weights = await answered(self._learner.publish(), deadline_s, "the learner")
             self._version += 1
             await self._notify()
-
-    def _figures(self) -> dict[str, float]:
-        return {
-            "rejected": float(self.ledger.rejected.total()),
-            "schedule/overcommit": float(self._overcommit.delta),
-            "schedule/chunk_tokens": float(self._chunk_tokens()),
-            "schedule/carried": float(self._carried),
-        }
 
     def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         self.ledger.move(rollout, state, because)
@@ -310,9 +322,11 @@ class Schedule:
             raise error from error.__cause__
         finally:
             if error is not None:
-                for rollout in list(self._rollouts.values()):
-                    because = f"the run ended: {type(error).__name__}"
-                    self._finish(rollout, RolloutState.REJECTED, because)
+                cancelled = isinstance(error, asyncio.CancelledError)
+                because = "cancelled" if cancelled else type(error).__name__
+                self.abandoned = list(self._rollouts.values())
+                for rollout in self.abandoned:
+                    self._finish(rollout, RolloutState.REJECTED, f"the run ended: {because}")
 
     def _ask_again(self) -> None:
         """After a restart: have everything scored that had ended and was not."""
@@ -335,6 +349,8 @@ class Schedule:
             "ready": [[r.state_dict() for r in batch] for batch in self._ready],
             "counts": [self._next_id, self._steps, self._rounds, self._version, self._loaded],
             "round_open": self._round_open,
+            "figures": [dict(self._filled), *map(dict, self._figures)],
+            "meter": self._meter.state_dict(),
             "weights": {
                 name: {
                     "version": w.version,
@@ -367,6 +383,9 @@ class Schedule:
         self._rollouts = {r.id: r for r in (*self._buffer, *waiting)}
         self._next_id, self._steps, self._rounds, self._version, self._loaded = state["counts"]
         self._round_open = state["round_open"]
+        self._filled, *figures = map(dict, state["figures"])
+        self._figures = deque(figures)
+        self._meter.load_state_dict(state["meter"])
         self._weights = {name: Weights(**w) for name, w in state["weights"].items()}
         self._chunk.load_state_dict(state["chunk"])
         self._overcommit.load_state_dict(state["overcommit"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stretto.clock import Clock
@@ -37,7 +37,8 @@ class Feed:
 
     Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time,
     and until there is enough to make a call worth its cost. Unblocked by that, by :meth:`hurry`
-    when someone waits for a score, and by :meth:`load_weights` after a :meth:`pause`.
+    when someone waits for a score, and by :meth:`load_weights` after a :meth:`pause`. A seat that
+    draws whole rollouts looks when the backlog is worth it, and when its host becomes free.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Feed:
         self._worthwhile_tokens = seat.scorer.worthwhile_tokens
         self._worthwhile = asyncio.Event()
         self._turn = asyncio.Lock()
-        self._paused = False
+        self.paused = False
 
     def admit(self, rollout: Rollout) -> None:
         """Chunks of this rollout will follow; tokens that it has are known from it."""
@@ -103,9 +104,10 @@ class Feed:
             async with self._turn:
                 self._phases.waited(short_name(self.scorer.name), idle_since_s)
                 self._worthwhile.clear()
-                await self._serve()
+                await self.serve()
 
-    async def _serve(self) -> None:
+    async def serve(self) -> None:
+        """Hand over what has arrived, now. Only where nobody else does."""
         for rollout in self.draw() if self.free else ():
             self.admit(rollout)
             self.finish(rollout.id)
@@ -122,27 +124,30 @@ class Feed:
             await answered(scorer.extend(chunks), self._deadline_s, scorer.name, ids)
         if wanted:
             scores = await answered(scorer.finish(wanted), self._deadline_s, scorer.name, wanted)
+            if [s.rollout_id for s in scores] != wanted:
+                raise LifecycleError(
+                    f"scorer '{scorer.name}' was asked for rollouts {wanted} and answered for "
+                    f"{[s.rollout_id for s in scores]}; a scorer answers for each, in order"
+                )
             self.load -= len(wanted)
             self._deliver(scores)
 
     async def pause(self) -> None:
         """Return when the scorer is idle, and keep it so."""
-        if not self._paused:
+        if not self.paused:
             await self._turn.acquire()
-            self._paused = True
+            self.paused = True
 
     async def load_weights(self, weights: Weights) -> None:
-        """Give the scorer new weights, and let it work again.
-
-        What was asked for before is scored with the old ones; unless the scorer was paused, as then
-        nothing was waited for.
-        """
-        if not self._paused:
-            await self.pause()
-            await self._serve()
+        """Give the paused scorer new weights, and let it work again."""
         await answered(self.scorer.load(weights), self._deadline_s, self.scorer.name)
-        self._paused = False
+        self.paused = False
         self._turn.release()
+
+    @property
+    def asked(self) -> bool:
+        """Whether scores are wanted that it has not been asked for."""
+        return bool(self._wanted)
 
 
 def _as_of_now(r: Rollout) -> Rollout:
@@ -157,16 +162,20 @@ def _as_of_now(r: Rollout) -> Rollout:
 class _Team:
     """The seats of one scorer.
 
-    Seats of their own follow rollouts chunk by chunk, where that is asked for. Otherwise, and where
-    seats have a host whose decoding they would hold up, they draw whole rollouts from a backlog.
+    Seats of their own follow rollouts chunk by chunk, where that is asked for and the scorer makes
+    use of it. Otherwise, and where seats have a host whose decoding they would hold up, they draw
+    whole rollouts from a backlog.
     """
 
     def __init__(self, feeds: Sequence[Feed], score_on: ScoreOn) -> None:
         self.feeds = feeds
         self.follows = feeds[0].scorer.follows
-        self.streams = score_on == "chunk" and all(f.host is None for f in feeds)
+        self.streams = score_on == "chunk" and all(
+            f.host is None and f.scorer.streams for f in feeds
+        )
         self.seat_of: dict[int, Feed] = {}
         self._backlog: deque[Rollout] = deque()
+        self._tokens = 0  # in the backlog
         for feed in feeds:
             feed.draw = self._draw
 
@@ -182,7 +191,9 @@ class _Team:
             feed.finish(rollout.id)
         else:
             self._backlog.append(rollout)
-            self.wake()
+            self._tokens += len(rollout.prompt.tokens) + len(rollout)
+            if self._tokens >= self.feeds[0].scorer.worthwhile_tokens:
+                self.wake()
 
     def wake(self) -> None:
         """Let free seats look at the backlog."""
@@ -190,10 +201,33 @@ class _Team:
             for feed in self.feeds:
                 feed.look()
 
+    def hurry(self) -> None:
+        """Someone waits for what has been asked for."""
+        self.wake()
+        for feed in self.feeds:
+            feed.hurry()
+
+    async def load(self, weights: Weights) -> None:
+        """Give new weights to all seats at once.
+
+        What was asked for before is scored with the old ones; but not by seats that were paused, as
+        then nothing was waited for.
+        """
+        late = [feed for feed in self.feeds if not feed.paused]
+        for feed in late:
+            await feed.pause()
+        while late and (self._backlog or any(feed.asked for feed in late)):
+            for feed in late:
+                await feed.serve()
+        for feed in self.feeds:
+            await feed.load_weights(weights)
+
     def _draw(self) -> list[Rollout]:
         """A seat's next share: small enough that another seat, free later, finds work too."""
         share = -(-len(self._backlog) // len(self.feeds))
-        return [self._backlog.popleft() for _ in range(share)]
+        drawn = [self._backlog.popleft() for _ in range(share)]
+        self._tokens -= sum(len(r.prompt.tokens) + len(r) for r in drawn)
+        return drawn
 
 
 class Scoring:
@@ -223,10 +257,17 @@ class Scoring:
         self._teams = [_Team(feeds, score_on) for feeds in by_name.values()]
         self._streaming = [t for t in self._teams if t.streams]
 
-    @property
-    def followers(self) -> Sequence[Feed]:
-        """The feeds of scorers that follow a trained model."""
-        return [f for f in self.feeds if f.scorer.follows]
+    async def pause_followers(self) -> None:
+        """Keep scorers idle that follow a trained model, until they load its next weights."""
+        for team in self._teams:
+            for feed in team.feeds if team.follows else ():
+                await feed.pause()
+
+    async def load(self, weights: Mapping[str, Weights]) -> None:
+        """Give new weights to scorers that follow a trained model."""
+        for team in self._teams:
+            if team.follows:
+                await team.load(weights[team.follows])
 
     def dispatched(self, rollouts: Iterable[Rollout]) -> None:
         """Rollouts are about to be decoded."""
@@ -254,8 +295,8 @@ class Scoring:
         if self._score_on == "batch":
             for rollout in batch:
                 self._ask(rollout, self._teams)
-        for feed in self.feeds:
-            feed.hurry()
+        for team in self._teams:
+            team.hurry()
 
     def freed(self, host: int, free: bool = True) -> None:
         """A generator has, or has no longer, its device to spare."""

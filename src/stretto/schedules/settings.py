@@ -22,7 +22,7 @@ class Settings:
         batch: responses a step.
         samples_per_prompt: responses to each prompt.
         max_new_tokens: token limit of a response.
-        steps: batches in the whole run; nothing is generated for steps beyond.
+        steps: batches in the whole run; no round is begun for steps beyond.
         drop_failures: leave a response out whose judge failed, instead of stopping.
         score_on: when scorers get to see a response.
         lag: versions that the generators may be behind the learner.

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from stretto.clock import Clock
-from stretto.errors import StalledError
+from stretto.errors import StalledError, StrettoError
 from stretto.protocols import Tracer
 
 T = TypeVar("T")
@@ -23,10 +23,15 @@ async def answered(
         StalledError: it did not answer within the deadline; names it and what it worked on.
     """
     try:
-        async with asyncio.timeout(deadline_s):
+        async with asyncio.timeout(deadline_s) as limit:
             return await work
-    except TimeoutError:
+    except StrettoError:
+        raise
+    except Exception as error:
         ids = sorted(rollout_ids)
+        if not limit.expired():
+            error.add_note(f"raised by {who}, which worked on {_listed(ids)}")
+            raise
         raise StalledError(
             f"{who} has not answered for {deadline_s:g} s; waited for {_listed(ids)}. If it is "
             "only slow, raise schedule.deadline_s",

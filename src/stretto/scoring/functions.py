@@ -76,6 +76,7 @@ class FunctionScorer:
 
     kind: ScoreKind = "reward"
     worthwhile_tokens = 0
+    streaming = False
     follows = ""
 
     def __init__(

@@ -219,7 +219,7 @@ def _reward_models(
                     tokenizer,
                     token_budget(config.training.microbatch_tokens, device),
                     config.rollout.stop,
-                    slots=scorer_slots(config, model),
+                    slots=scorer_slots(config, model, say),
                     say=say,
                 )
             )
@@ -258,10 +258,10 @@ def _model_scorers(
     budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
     scorers: list[PlainScorer] = []
     if reference is not None:
-        slots = scorer_slots(config, reference)
+        slots = scorer_slots(config, reference, say)
         temperature = config.rollout.temperature
         scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
-    slots = scorer_slots(config, critic)
+    slots = scorer_slots(config, critic, say)
     scorers.append(critic_scorer(critic, budget, slots=slots, say=say))
     return scorers
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable
-from queue import SimpleQueue
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import Queue, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
-
-PATIENCE_S = 5.0
-"""How long the end of a run waits for a call that was interrupted."""
 
 
 class Interrupted(BaseException):
@@ -50,6 +49,10 @@ class Lane:
             if not future.done():  # else nobody waits any more
                 set_it(value)
 
+        def tell(set_it: Callable[[Any], None], value: Any) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the run is over
+                loop.call_soon_threadsafe(settle, set_it, value)
+
         def work() -> None:
             if future.cancelled():
                 return
@@ -57,23 +60,29 @@ class Lane:
                 result = call()
             except Interrupted:
                 raise
+            except StopIteration as error:  # which a future refuses to hold
+                tell(future.set_exception, RuntimeError(f"a role raised {error!r}"))
             except BaseException as error:
-                loop.call_soon_threadsafe(settle, future.set_exception, error)
+                tell(future.set_exception, error)
             else:
-                loop.call_soon_threadsafe(settle, future.set_result, result)
+                tell(future.set_result, result)
 
         self._calls.put(work)
         return await future
 
-    def close(self) -> None:
-        """End the thread; a call that is under way is interrupted between two of its steps."""
+    def interrupt(self) -> None:
+        """Have the thread end; a call that is under way is broken off between two of its steps."""
         self._calls.put(None)
-        if self._busy and self._thread.ident is not None:
+        if self._busy and self._thread.is_alive():
             # What Ctrl-C does to the main thread: the exception surfaces at the next bytecode.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(self._thread.ident), ctypes.py_object(Interrupted)
+                ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(Interrupted)
             )
-        self._thread.join(PATIENCE_S)
+
+    def join(self, seconds: float) -> bool:
+        """Wait for the thread to end, at most so long; whether it has."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _work(self, threads: int) -> None:
         if threads:
@@ -81,7 +90,36 @@ class Lane:
         try:
             while (call := self._calls.get()) is not None:
                 self._busy = True
-                call()
-                self._busy = False
+                try:
+                    call()
+                finally:
+                    self._busy = False
         except Interrupted:
             pass
+
+
+def drive(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine to its end; in a thread where an event loop runs already, as in a notebook.
+
+    Ctrl-C cancels it, and is raised once it has ended.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        with asyncio.Runner() as runner:
+            runner.run(work)
+        return
+    loops: Queue[asyncio.AbstractEventLoop] = Queue()
+
+    async def main() -> None:
+        loops.put(asyncio.get_running_loop())
+        await work
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(asyncio.run, main())
+        loop = loops.get()
+        try:
+            done.result()
+        except KeyboardInterrupt:
+            loop.call_soon_threadsafe(lambda: [t.cancel() for t in asyncio.all_tasks(loop)])
+            raise

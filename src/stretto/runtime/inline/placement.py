@@ -9,7 +9,7 @@ which change only at a hand-over.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,17 +26,27 @@ from stretto.models.slots import slots_within
 from stretto.protocols import Tracer
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.stop import StopStrings
-from stretto.runtime.controls import Migrating, migrates, model_seats, most_in_flight
+from stretto.runtime.controls import (
+    Migrating,
+    hosts_scorers,
+    migrates,
+    model_seats,
+    most_in_flight,
+)
 from stretto.runtime.inline.lanes import Lane
 from stretto.runtime.inline.roles import (
     InlineGenerator,
     InlineLearner,
     InlineScorer,
+    Judge,
     PlainLearner,
     PlainScorer,
 )
 from stretto.schedules.migration import MigrationLimits
 from stretto.schedules.scoring import Seat
+
+PATIENCE_S = 3.0
+"""How long the end of a run waits for calls that were interrupted."""
 
 COPY_GAIN = 100.0
 """Keys and values are copied this much faster within one memory than they are computed."""
@@ -79,6 +89,8 @@ class Placement:
             with_own_weights(critic) if self._lagging else critic
             for _ in range(model_seats(config))
         ]
+        self._hosts = hosts_scorers(config)
+        self._judges: Sequence[Judge] = ()
         self._generating = with_own_weights(actor) if self._lagging else actor
         rows = most_in_flight(config)
         self.engines = [
@@ -125,7 +137,7 @@ class Placement:
         ]
 
     def seats(
-        self, judges: Sequence[PlainScorer], models: Sequence[Sequence[PlainScorer]], tracer: Tracer
+        self, judges: Sequence[Judge], models: Sequence[Sequence[PlainScorer]], tracer: Tracer
     ) -> list[Seat]:
         """The scorers. A judge works in a process of its own, models on a lane.
 
@@ -136,12 +148,13 @@ class Placement:
             tracer: gets their spans.
         """
         (lane,) = self._lanes["scorers"]
+        self._judges = judges
         seats = [
             Seat(InlineScorer(j, self._open(j.name, 1) if self.streams else lane, tracer))
             for j in judges
         ]
         for i, scorers in enumerate(models):
-            on, host = (self._lanes["generators"][i], i) if self._migrates else (lane, None)
+            on, host = (self._lanes["generators"][i], i) if self._hosts else (lane, None)
             seats += [Seat(InlineScorer(scorer, on, tracer), host) for scorer in scorers]
         return seats
 
@@ -153,12 +166,7 @@ class Placement:
         """See the class."""
         return {
             "engines": [engine.state_dict() for engine in self.engines],
-            "copies": {
-                name: {
-                    n: p for n, p in model.named_parameters() if n in self._trained[name.split()[0]]
-                }
-                for name, model in self._copies().items()
-            },
+            "copies": {name: self._own(name, model) for name, model in self._copies().items()},
         }
 
     def _own(self, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -175,10 +183,16 @@ class Placement:
             for n, saved in state["copies"][name].items():
                 parameters[n].copy_(saved)
 
-    def close(self) -> None:
-        """End all lanes, and what they are doing."""
-        for lane in self._opened:
-            lane.close()
+    def close(self) -> bool:
+        """End all lanes and what they are doing; whether they ended within :data:`PATIENCE_S`."""
+        lanes, self._opened = self._opened, []
+        for lane in lanes:
+            lane.interrupt()
+        for judge in self._judges:  # a lane that waits for one cannot be interrupted
+            judge.close()
+        until_s = time.monotonic() + PATIENCE_S
+        ended = [lane.join(max(until_s - time.monotonic(), 0.0)) for lane in lanes]
+        return all(ended)
 
     def _copies(self) -> dict[str, nn.Module]:
         if not self._lagging:
@@ -206,8 +220,9 @@ class Placement:
         cores = config.threads or torch.get_num_threads()
         training = max(cores // 2, 1) if self._lagging else cores
         left = cores - training if self._lagging else cores
-        scoring = max(left // 2, 1) if self.streams else max(left, 1)
-        generating = max((left - scoring if self.streams else left) // config.rollout.engines, 1)
+        beside = self.streams and not self._hosts
+        scoring = max(left // 2, 1) if beside else max(left, 1)
+        generating = max((left - scoring if beside else left) // config.rollout.engines, 1)
         return generating, scoring, training
 
     def _open(self, name: str, threads: int) -> Lane:
@@ -216,7 +231,7 @@ class Placement:
         return lane
 
 
-def scorer_slots(config: Config, model: nn.Module) -> int:
+def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -> int:
     """Rollouts that a scorer can follow within its share of free memory; 0 where none streams."""
     if config.schedule.knob("score_on") != "chunk":
         return 0
@@ -229,6 +244,11 @@ def scorer_slots(config: Config, model: nn.Module) -> int:
     positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     budget = int(MEMORY_SHARE * free_bytes)
     fit = slots_within(unwrapped(model).config, parameter.dtype, positions, budget)
+    if not fit:
+        say(
+            f"no response of up to {positions} tokens fits into a scorer's share of free memory "
+            f"({budget >> 20} MiB): whole responses are scored, once they have ended"
+        )
     return min(most_in_flight(config), fit)
 
 

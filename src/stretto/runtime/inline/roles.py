@@ -30,11 +30,20 @@ class PlainScorer(Protocol):
     follows: str
     worthwhile_tokens: int
 
+    @property
+    def streaming(self) -> bool: ...
+
     def admit(self, rollouts: Sequence[Rollout]) -> None: ...
     def extend(self, chunks: Sequence[Chunk]) -> None: ...
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]: ...
     def release(self, rollout_ids: Sequence[int]) -> None: ...
     def load(self, weights: Weights) -> None: ...
+
+
+class Judge(PlainScorer, Protocol):
+    """A scorer with a process of its own, which can be ended from another thread."""
+
+    def close(self) -> None: ...
 
 
 class PlainGenerator(Protocol):
@@ -101,6 +110,10 @@ class InlineScorer(_Role):
     @property
     def follows(self) -> str:
         return self._scorer.follows
+
+    @property
+    def streams(self) -> bool:
+        return self._scorer.streaming
 
     @property
     def worthwhile_tokens(self) -> int:

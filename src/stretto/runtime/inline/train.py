@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from stretto.errors import StrettoError
 from stretto.models.load import save_model
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.runtime.inline.build import Parts, build
+from stretto.runtime.inline.lanes import drive
 from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
 from stretto.training import checkpoint
@@ -65,11 +65,11 @@ def train(
         parts.spans.reset()
         run = _Run(config, parts, recorder, run_dir, done=first)
         try:
-            with asyncio.Runner() as runner:
-                runner.run(run.steps())
+            drive(run.steps())
         except (KeyboardInterrupt, StrettoError):
-            parts.placement.close()  # before weights are read that a lane may be changing
-            if run.done > first:
+            ended = parts.placement.close()  # before weights are read that a lane may be changing
+            run_dir.append_rollouts(run.done + 1, parts.schedule.abandoned, {})
+            if run.done > first and ended:
                 recorder.note(f"stopped after step {run.done}; saving the model as it is")
                 save_model(parts.actor, parts.tokenizer, run_dir.model)
             raise
@@ -105,7 +105,9 @@ class _Run:
             while self.done < self.config.steps:
                 self._record(await schedule.step())
                 if _due(self.done, self.config):
-                    checkpoint.save(self.run_dir.checkpoints, self.done, self.parts.state_dict())
+                    async with schedule.steady:
+                        state = self.parts.state_dict()
+                    checkpoint.save(self.run_dir.checkpoints, self.done, state)
 
     def _record(self, step: Step) -> None:
         self.done += 1

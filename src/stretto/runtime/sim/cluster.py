@@ -171,6 +171,11 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.schedule.migrate not in ("preset", "off", 0) and len(self.generators) == 1:
+            raise ValueError(
+                f"schedule.migrate = {self.schedule.migrate!r} moves responses between generators, "
+                "and there is one; describe several, or set migrate = 'off'"
+            )
         for scorer in self.scorers:
             if scorer.host is not None and scorer.host >= len(self.generators):
                 raise ValueError(

@@ -8,6 +8,7 @@ from stretto.config import Config
 from stretto.errors import StateError
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
+from stretto.runtime.controls import hosts_scorers
 from stretto.runtime.sim.calibration import calibrate
 from stretto.runtime.sim.cluster import (
     Cluster,
@@ -16,10 +17,13 @@ from stretto.runtime.sim.cluster import (
     ScorerRole,
     Workload,
 )
-from stretto.runtime.sim.costs import SampleCost
+from stretto.runtime.sim.costs import PrefillCost, SampleCost
 from stretto.runtime.sim.lengths import Replayed
 from stretto.runtime.sim.roles import LearningCurve
 from stretto.types import ScoreKind
+
+CPU_TOKEN_BUDGET = 1024
+"""Tokens of a pass on a CPU, where the settings leave it open."""
 
 _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
@@ -29,10 +33,11 @@ def recorded_cluster(
 ) -> Cluster:
     """The roles of a run in one process, with the costs and the lengths that were seen.
 
-    Where the run's knobs are all at zero its roles share one lane, so here they share one device;
-    else generators, scoring models and learner have a device each, and functions need none. Costs
-    contain what roles that worked at the same time took from each other. Rewards are constant at
-    their mean, as rewards of another schedule are not known.
+    Model scorers find a call worthwhile as they do on a CPU. Where the run's knobs are all at zero
+    its roles share one lane, so here they share one device; else generators, scoring models and
+    learner have a device each, and functions need none. Costs contain what roles that worked at the
+    same time took from each other. Rewards are constant at their mean, as rewards of another
+    schedule are not known.
 
     Args:
         config: of the run; another schedule may be put into the result.
@@ -49,16 +54,21 @@ def recorded_cluster(
     found = calibrate(spans)
     s, engines = config.schedule, config.rollout.engines
     apart = s.knob("score_on") != "batch" or s.knob("lag") or engines > 1
+    hosted = hosts_scorers(config)
+    worthwhile = (config.training.microbatch_tokens or CPU_TOKEN_BUDGET) // 2
     scoring, training = (engines, engines + 1) if apart else (0, 0)
     scorers = [
         ScorerRole(
             name=name,
             kind=_KINDS.get(name, "reward"),
             follows="critic" if name == "critic" else "",
-            devices=() if apart and isinstance(cost, SampleCost) else (scoring,),
+            devices=() if apart and isinstance(cost, SampleCost) else (i if hosted else scoring,),
+            host=i if hosted and isinstance(cost, PrefillCost) else None,
             cost=cost,
+            worthwhile_tokens=0 if isinstance(cost, SampleCost) else worthwhile,
         )
         for name, cost in found.scorers.items()
+        for i in range(engines if hosted and isinstance(cost, PrefillCost) else 1)
     ]
     rewards = [r.reward for r in rollouts if r.reward is not None]
     mean = sum(rewards) / len(rewards) if rewards else 0.0

@@ -106,6 +106,11 @@ class SimScorer:
         return self._follows
 
     @property
+    def streams(self) -> bool:
+        """Whether tokens are prefilled as they come."""
+        return self._streams
+
+    @property
     def worthwhile_tokens(self) -> int:
         """Tokens that make a call worth its fixed cost."""
         return self._worthwhile_tokens
