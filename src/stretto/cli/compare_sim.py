@@ -80,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
     folder = new_folder(options.out, f"{recipes.name_of(options.sim)}-compare")
     where = f"virtual time, with costs and lengths of {options.sim}"
     if recorded:
-        where += "; rewards under another schedule are not known, and all are the run's mean"
+        where += "; rewards are those of the run's responses, whatever trains on them"
     publish(collected, options.target, folder, arguments, where)
     return exit_status(collected)
 

@@ -138,10 +138,18 @@ class Workload(Section):
     """Lengths of responses, by rollout id, before the limit."""
     learning: LearningCurve = LearningCurve()
     """What training does to rewards."""
+    rewards: tuple[float | None, ...] = ()
+    """Rewards by rollout id, as recorded; what they leave out follows the learning curve."""
     on_failure: Literal["stop", "drop"] = "stop"
     """When a response gets no score: stop the run, or leave the response out."""
     seed: int = 0
     """Of lengths and rewards."""
+
+    def reward(self, rollout_id: int, version: int) -> float:
+        """Of a rollout, the last tokens of which a version has sampled."""
+        if rollout_id < len(self.rewards) and (known := self.rewards[rollout_id]) is not None:
+            return known
+        return self.learning.reward(self.seed, rollout_id, version)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -36,8 +36,7 @@ def recorded_cluster(
     Model scorers find a call worthwhile as they do on a CPU. Where the run's knobs are all at zero
     its roles share one lane, so here they share one device; else generators, scoring models and
     learner have a device each, and functions need none. Costs contain what roles that worked at the
-    same time took from each other. Rewards are constant at their mean, as rewards of another
-    schedule are not known.
+    same time took from each other. Rewards are those of the rollouts, under whatever schedule.
 
     Args:
         config: of the run; another schedule may be put into the result.
@@ -70,8 +69,9 @@ def recorded_cluster(
         for name, cost in found.scorers.items()
         for i in range(engines if hosted and isinstance(cost, PrefillCost) else 1)
     ]
-    rewards = [r.reward for r in rollouts if r.reward is not None]
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    sources = sum(name not in _KINDS for name in found.scorers)  # which are summed up again
+    by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
+    mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
     return Cluster(
         generators=tuple(
             GeneratorRole(devices=(i,), cost=found.generator, slots=config.rollout.slots)
@@ -87,6 +87,7 @@ def recorded_cluster(
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),
             response_tokens=Replayed.from_ledger({r.id: r.tokens for r in rollouts}),
             learning=LearningCurve(first=mean, last=mean, versions=0, spread=0),
+            rewards=tuple(by_id.get(i) for i in range(1 + max(by_id, default=-1))),
             on_failure=config.reward.on_failure,
             seed=config.seed,
         ),

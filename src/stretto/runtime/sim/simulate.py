@@ -170,7 +170,7 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
             lane(s.name, s.devices),
             cluster.cost_of_scorer(s),
             s.kind,
-            reward=lambda id_, version: w.learning.reward(w.seed, id_, version),
+            reward=w.reward,
             follows=s.follows,
             streams=s.streams,
             worthwhile_tokens=s.worthwhile_tokens,
