@@ -23,6 +23,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runtime import inline
 from stretto.runtime.inline.build import Parts, build
+from stretto.runtime.inline.lanes import Lane
 from stretto.types import Batch, Rollout, RolloutState
 from test_runtime import Kill, assert_same_run, run, settings, weights
 
@@ -190,6 +191,26 @@ def test_a_run_in_a_notebook(tiny_folder: Path, tmp_path: Path) -> None:
         return run(settings(tiny_folder, steps=2), tmp_path)[0]
 
     assert [m["step"] for m in asyncio.run(cell()).read_metrics()] == [1, 2]
+
+
+def test_each_lane_has_threads_of_its_own() -> None:
+    """Whatever lanes that started later, or worked in between, have set for themselves."""
+    one, other = Lane("one", 2), Lane("other", 1)
+    alone = Lane("alone", 1, beside=[one], alone=3)
+
+    async def numbers() -> list[int]:
+        found = [await lane.run(torch.get_num_threads) for lane in (one, other, alone, one)]
+        one.busy = True
+        return [*found, await alone.run(torch.get_num_threads)]
+
+    before = torch.get_num_threads()
+    try:
+        assert asyncio.run(numbers()) == [2, 1, 3, 2, 1]
+    finally:
+        one.busy = False
+        for lane in (one, other, alone):
+            lane.interrupt()
+        torch.set_num_threads(before)
 
 
 # -- the end of a run ----------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class History:
 
 
 def headline(config: Config) -> str:
-    """What will run, in two lines; with the numbers that follow from the settings."""
+    """What will run, in three lines; with the numbers that follow from the settings."""
     rollout, training = config.rollout, config.training
     task = f"{config.task.kind} {config.task.name}"
     prompts = rollout.batch // rollout.samples_per_prompt
@@ -139,7 +139,20 @@ def headline(config: Config) -> str:
         f"{config.algorithm.name} on {task} with {config.model.name}, {config.steps} steps\n"
         f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
         f"{training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
-        f"{rollout.batch // training.minibatches} responses"
+        f"{rollout.batch // training.minibatches} responses\n"
+        f"schedule: {_schedule(config)}"
+    )
+
+
+def _schedule(config: Config) -> str:
+    """The knobs, where the preset is only a name."""
+    s = config.schedule
+    migrate = s.knob("migrate")
+    if migrate not in ("off", 0) and config.rollout.engines == 1:
+        migrate = "off (there is one engine)"
+    return (
+        f"{s.preset}: score on {s.knob('score_on')}, overcommit {s.knob('overcommit')}, "
+        f"lag {s.knob('lag')}, migrate {migrate}"
     )
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import Queue, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+_SETTING_THREADS = Lock()
 
 
 class Interrupted(BaseException):
@@ -31,11 +33,20 @@ class Lane:
         name: of the thread.
         threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Lanes that
             work at the same time should share the cores out: threads that wait for each other spin.
+        beside: lanes that it shares cores with.
+        alone: threads of a call that begins while none of these works; 0 makes no difference. Only
+            where they do not begin before it has ended.
+
+    Attributes:
+        busy: whether a call is under way.
     """
 
-    def __init__(self, name: str, threads: int) -> None:
+    def __init__(
+        self, name: str, threads: int, *, beside: Sequence[Lane] = (), alone: int = 0
+    ) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._busy = False
+        self._shared, self._alone, self._beside = threads, alone, beside
+        self.busy = False
         # A daemon, so that a call that cannot be interrupted does not keep the process alive.
         self._thread = Thread(target=self._work, args=(threads,), name=name, daemon=True)
         self._thread.start()
@@ -73,7 +84,7 @@ class Lane:
     def interrupt(self) -> None:
         """Have the thread end; a call that is under way is broken off between two of its steps."""
         self._calls.put(None)
-        if self._busy and self._thread.is_alive():
+        if self.busy and self._thread.is_alive():
             # What Ctrl-C does to the main thread: the exception surfaces at the next bytecode.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(
                 ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(Interrupted)
@@ -86,16 +97,30 @@ class Lane:
 
     def _work(self, threads: int) -> None:
         if threads:
-            torch.set_num_threads(threads)
+            _use_threads(threads)
         try:
             while (call := self._calls.get()) is not None:
-                self._busy = True
+                self.busy = True
+                if self._alone:
+                    shares = any(lane.busy for lane in self._beside)
+                    torch.set_num_threads(self._shared if shares else self._alone)
                 try:
                     call()
                 finally:
-                    self._busy = False
+                    self.busy = False
         except Interrupted:
             pass
+
+
+def _use_threads(threads: int) -> None:
+    """Let this thread use so many CPU threads, whatever other threads set for themselves.
+
+    torch keeps one number for threads that have not asked yet, and a thread that has set its own
+    takes up that number all the same when it first asks: so it asks here, before another sets it.
+    """
+    with _SETTING_THREADS:
+        torch.set_num_threads(threads)
+        torch.get_num_threads()
 
 
 def drive(work: Coroutine[Any, Any, None]) -> None:

@@ -206,10 +206,12 @@ class Placement:
             one = self._open("main", config.threads)
             return {"generators": [one], "scorers": [one], "learner": [one]}
         generating, scoring, training = config.schedule.threads or self._share(config)
-        scorers = self._open("scorers", scoring)
+        generators = [self._open(f"generator {i}", generating) for i in range(engines)]
+        # Without lag nobody decodes again before all is scored: what is left has the cores.
+        cores = 0 if self._lagging or config.schedule.threads else self._cores(config)
         return {
-            "generators": [self._open(f"generator {i}", generating) for i in range(engines)],
-            "scorers": [scorers],
+            "generators": generators,
+            "scorers": [self._open("scorers", scoring, beside=generators, alone=cores)],
             "learner": [self._open("learner", training)],
         }
 
@@ -217,7 +219,7 @@ class Placement:
         """Threads of each generator, of scoring and of training: what works at the same time shares
         the cores, as threads of two roles on one core wait for each other.
         """
-        cores = config.threads or torch.get_num_threads()
+        cores = self._cores(config)
         training = max(cores // 2, 1) if self._lagging else cores
         left = cores - training if self._lagging else cores
         beside = self.streams and not self._hosts
@@ -225,8 +227,11 @@ class Placement:
         generating = max((left - scoring if beside else left) // config.rollout.engines, 1)
         return generating, scoring, training
 
-    def _open(self, name: str, threads: int) -> Lane:
-        lane = Lane(name, threads)
+    def _cores(self, config: Config) -> int:
+        return config.threads or torch.get_num_threads()
+
+    def _open(self, name: str, threads: int, **options: Any) -> Lane:
+        lane = Lane(name, threads, **options)
         self._opened.append(lane)
         return lane
 
