@@ -10,6 +10,7 @@ from stretto.observe.report import style
 from stretto.observe.report.runs import Run, StepSpans
 from stretto.observe.report.steps import bars, waits
 
+_NAME_CHARS = 14
 _WIDTH, _LEFT, _RIGHT = 960, 112, 20
 _LANE, _BAR, _HEAD, _AXIS, _LEGEND = 26, 18, 34, 34, 26
 
@@ -85,7 +86,8 @@ def _lanes(
     drawn = []
     for role, top in lane.items():
         drawn.append(
-            f'<text x="{_LEFT - 10}" y="{top + 13.5:.1f}" text-anchor="end">{escape(role)}</text>'
+            f'<text x="{_LEFT - 10}" y="{top + 13.5:.1f}" text-anchor="end">'
+            f"{escape(_cut(role))}</text>"
         )
     for wait in waits(of_run, run.roles):
         causes.add(wait.cause)
@@ -179,3 +181,8 @@ _UNIT_S = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 def _three_digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):g}"
+
+
+def _cut(role: str) -> str:
+    """A role's name as far as there is room for it."""
+    return role if len(role) <= _NAME_CHARS else f"{role[: _NAME_CHARS - 1]}…"
