@@ -45,9 +45,6 @@ def test_lengths_of_one_step_count_the_same() -> None:
     assert len(model) == 4
     assert model.mean() == pytest.approx(25)
     assert [model.quantile(q) for q in (0.0, 0.25, 0.5, 0.51, 1.0)] == [10, 10, 20, 30, 40]
-    assert model.expected_remaining(0) == pytest.approx(25)
-    assert model.expected_remaining(20) == pytest.approx((10 + 20) / 2)  # 30 and 40 are longer
-    assert model.expected_remaining(40) == 0.0
     assert model.sample(np.array([[0.0, 0.3], [0.74, 0.99]])).tolist() == [[10, 20], [30, 40]]
 
 

@@ -66,17 +66,6 @@ class LengthModel:
         place = int(np.searchsorted(np.cumsum(weights), share - 1e-12))
         return float(lengths[min(place, len(lengths) - 1)])
 
-    def expected_remaining(self, tokens: int) -> float:
-        """Tokens that a response of ``tokens`` so far will still get, on average.
-
-        0 when no response as long has been seen.
-        """
-        lengths, weights = self._weighted()
-        longer = lengths > tokens
-        if not longer.any():
-            return 0.0
-        return float((lengths[longer] - tokens) @ weights[longer] / weights[longer].sum())
-
     def sample(self, uniform: FloatArray) -> IntArray:
         """Lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
         lengths, weights = self._weighted()
