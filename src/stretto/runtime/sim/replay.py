@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from stretto.config import Config
 from stretto.errors import StateError
@@ -52,23 +53,8 @@ def recorded_cluster(
         )
     found = calibrate(spans)
     s, engines = config.schedule, config.rollout.engines
-    apart = s.knob("score_on") != "batch" or s.knob("lag") or engines > 1
-    hosted = hosts_scorers(config)
-    worthwhile = (config.training.microbatch_tokens or CPU_TOKEN_BUDGET) // 2
-    scoring, training = (engines, engines + 1) if apart else (0, 0)
-    scorers = [
-        ScorerRole(
-            name=name,
-            kind=_KINDS.get(name, "reward"),
-            follows="critic" if name == "critic" else "",
-            devices=() if apart and isinstance(cost, SampleCost) else (i if hosted else scoring,),
-            host=i if hosted and isinstance(cost, PrefillCost) else None,
-            cost=cost,
-            worthwhile_tokens=0 if isinstance(cost, SampleCost) else worthwhile,
-        )
-        for name, cost in found.scorers.items()
-        for i in range(engines if hosted and isinstance(cost, PrefillCost) else 1)
-    ]
+    apart = bool(s.knob("score_on") != "batch" or s.knob("lag") or engines > 1)
+    training = engines + 1 if apart else 0
     sources = sum(name not in _KINDS for name in found.scorers)  # which are summed up again
     by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
     mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
@@ -77,7 +63,7 @@ def recorded_cluster(
             GeneratorRole(devices=(i,), cost=found.generator, slots=config.rollout.slots)
             for i in range(engines)
         ),
-        scorers=tuple(scorers),
+        scorers=_scorers(config, found.scorers, apart),
         learner=LearnerRole(devices=(training,), trains=("actor", "critic"), cost=found.learner),
         workload=Workload(
             batch=config.rollout.batch,
@@ -93,3 +79,24 @@ def recorded_cluster(
         ),
         schedule=config.schedule,
     )
+
+
+def _scorers(
+    config: Config, costs: Mapping[str, PrefillCost | SampleCost], apart: bool
+) -> tuple[ScorerRole, ...]:
+    """The run's scorers where they had their lanes: with the engines, or on one of their own."""
+    engines, hosted = config.rollout.engines, hosts_scorers(config)
+    worthwhile = (config.training.microbatch_tokens or CPU_TOKEN_BUDGET) // 2
+    roles = []
+    for name, cost in costs.items():
+        common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward"), "cost": cost}
+        if isinstance(cost, SampleCost):
+            roles.append(ScorerRole(**common, devices=() if apart else (0,)))
+            continue
+        common["follows"] = "critic" if name == "critic" else ""
+        common["worthwhile_tokens"] = worthwhile
+        if hosted:
+            roles += [ScorerRole(**common, devices=(i,), host=i) for i in range(engines)]
+        else:
+            roles.append(ScorerRole(**common, devices=(engines if apart else 0,)))
+    return tuple(roles)
