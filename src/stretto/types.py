@@ -201,9 +201,9 @@ class Rollout:
         self.finish = chunk.finish
 
     @property
-    def oldest_version(self) -> int | None:
-        """The lowest policy version among the tokens; ``None`` while there are none."""
-        return min(self.versions, default=None)
+    def total_tokens(self) -> int:
+        """Prompt and response tokens so far."""
+        return len(self.prompt.tokens) + len(self.tokens)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the prompt (known by its id), as plain data."""

@@ -139,4 +139,4 @@ def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def microbatches(rollouts: Sequence[Rollout], budget: int) -> Iterable[list[int]]:
     """Micro-batches of whole rollouts by token budget, as indices into ``rollouts``."""
-    return by_token_budget([len(r.prompt.tokens) + len(r) for r in rollouts], budget)
+    return by_token_budget([r.total_tokens for r in rollouts], budget)

@@ -179,9 +179,9 @@ class TorchEngine:
             EngineError: a parcel is not its rollout's, or one cannot be admitted.
         """
         for r, parcel in zip(rollouts, parcels, strict=True):
-            if parcel.rollout_id != r.id or parcel.cached_tokens >= len(r.prompt.tokens) + len(r):
+            if parcel.rollout_id != r.id or parcel.cached_tokens >= r.total_tokens:
                 raise EngineError(
-                    f"rollout {r.id} with {len(r.prompt.tokens) + len(r)} tokens came with the "
+                    f"rollout {r.id} with {r.total_tokens} tokens came with the "
                     f"parcel of rollout {parcel.rollout_id}, whose cache covers "
                     f"{parcel.cached_tokens}; give each rollout its own parcel, and append every "
                     "chunk before it moves"

@@ -64,7 +64,7 @@ class Meter:
         """The step that ends now, for people."""
         now_s = self._clock.now()
         step_s, self._step_start_s = now_s - self._step_start_s, now_s
-        tokens = sum(len(r.prompt.tokens) + len(r) for r in batch)
+        tokens = sum(r.total_tokens for r in batch)
         return {
             "timing_s/step": step_s,
             "perf/throughput": tokens / step_s if step_s else 0.0,

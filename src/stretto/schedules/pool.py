@@ -159,7 +159,7 @@ class Pool:
             return
         self._migrated = True
         plan = self._migration.plan(
-            [[(r.id, len(r.prompt.tokens) + len(r)) for r in held.values()] for held in self._held]
+            [[(r.id, r.total_tokens) for r in held.values()] for held in self._held]
         )
         for move in plan.moves:
             self._moves.setdefault(move.source, []).append(move)

@@ -68,7 +68,7 @@ class Feed:
         """Chunks of this rollout will follow; tokens that it has are known from it."""
         self._admitted[rollout.id] = rollout
         self.load += 1
-        self._arrived(len(rollout.prompt.tokens) + len(rollout))
+        self._arrived(rollout.total_tokens)
 
     def extend(self, chunk: Chunk) -> None:
         """More tokens of an admitted rollout."""
@@ -191,7 +191,7 @@ class _Team:
             feed.finish(rollout.id)
         else:
             self._backlog.append(rollout)
-            self._tokens += len(rollout.prompt.tokens) + len(rollout)
+            self._tokens += rollout.total_tokens
             if self._tokens >= self.feeds[0].scorer.worthwhile_tokens:
                 self.wake()
 
@@ -226,7 +226,7 @@ class _Team:
         """A seat's next share: small enough that another seat, free later, finds work too."""
         share = -(-len(self._backlog) // len(self.feeds))
         drawn = [self._backlog.popleft() for _ in range(share)]
-        self._tokens -= sum(len(r.prompt.tokens) + len(r) for r in drawn)
+        self._tokens -= sum(r.total_tokens for r in drawn)
         return drawn
 
 

@@ -77,7 +77,7 @@ class TokenScorer(ModelScorer):
     ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
         for chosen in microbatches(rollouts, self._budget):
             part = [rollouts[i] for i in chosen]
-            self.read_tokens += sum(len(r.prompt.tokens) + len(r) - 1 for r in part)
+            self.read_tokens += sum(r.total_tokens - 1 for r in part)
             hidden = response_hidden(self.model, part)
             numbers = self._read(hidden, response_tokens(part, hidden.device))
             yield part, numbers.split([len(r) for r in part])

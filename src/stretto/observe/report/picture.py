@@ -89,26 +89,16 @@ def _lanes(
             f'<text x="{_LEFT - 10}" y="{top + 13.5:.1f}" text-anchor="end">'
             f"{escape(_cut(role))}</text>"
         )
+    filled = []
     for wait in waits(of_run, run.roles):
         causes.add(wait.cause)
-        drawn.append(
-            _rect(
-                _LEFT + (wait.start_s - start_s) * scale,
-                lane[wait.role],
-                (wait.end_s - wait.start_s) * scale,
-                _hatch(wait.cause),
-            )
-        )
+        filled.append((wait.role, wait.start_s, wait.end_s, _hatch(wait.cause)))
     for bar in bars(of_run):
         kinds.add(bar.kind)
-        drawn.append(
-            _rect(
-                _LEFT + (bar.start_s - start_s) * scale,
-                lane[bar.role],
-                (bar.end_s - bar.start_s) * scale,
-                style.kind_colour(bar.kind),
-            )
-        )
+        filled.append((bar.role, bar.start_s, bar.end_s, style.kind_colour(bar.kind)))
+    for role, from_s, to_s, fill in filled:
+        x, width = _LEFT + (from_s - start_s) * scale, (to_s - from_s) * scale
+        drawn.append(_rect(x, lane[role], width, fill))
     return drawn
 
 

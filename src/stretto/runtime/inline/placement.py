@@ -84,7 +84,6 @@ class Placement:
             "actor": [n for n, p in actor.named_parameters() if p.requires_grad],
             "critic": [n for n, p in critic.named_parameters() if p.requires_grad],
         }
-        self._migrates = migrates(config)
         self.critics = [
             with_own_weights(critic) if self._lagging else critic
             for _ in range(model_seats(config))
@@ -104,7 +103,7 @@ class Placement:
 
     def migrating(self, config: Config) -> Migrating | None:
         """What moving stragglers has to heed; measures how fast this device prefills."""
-        if not self._migrates:
+        if not migrates(config):
             return None
         rows, prefill = most_in_flight(config), prefill_tokens_per_s(self._generating)
         longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens

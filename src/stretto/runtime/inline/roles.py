@@ -207,7 +207,7 @@ class InlineLearner(_Role):
     async def train(self, batch: Batch) -> Stats:
         about = {
             "rollouts": [r.id for r in batch],
-            "tokens": sum(len(r.prompt.tokens) + len(r) for r in batch),
+            "tokens": sum(r.total_tokens for r in batch),
         }
         return await self._work("update", lambda: self._learner.train(batch), lambda _: about)
 

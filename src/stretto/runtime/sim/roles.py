@@ -215,7 +215,7 @@ class SimLearner:
     async def train(self, batch: Batch) -> Stats:
         """Take one step; returns the mean reward and what was trained on."""
         async with self._lane.turn:
-            tokens = sum(len(r.prompt.tokens) + len(r) for r in batch)
+            tokens = sum(r.total_tokens for r in batch)
             await self._lane.work("update", self._cost.seconds(tokens), tokens=tokens)
             rewards = [
                 sum(s.scalar for s in r.scores.values() if s.kind == "reward") for r in batch
