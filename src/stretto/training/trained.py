@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stretto.config import TrainingConfig
+from stretto.config import OptimizerConfig
 from stretto.errors import LearnerError
 
 BLOCK = 1 << 20
@@ -41,7 +41,7 @@ class TrainedModel:
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, config: TrainingConfig, *, updates: int, warmup: int
+        self, model: nn.Module, lr: float, config: OptimizerConfig, *, updates: int, warmup: int
     ) -> None:
         from transformers import get_scheduler
 

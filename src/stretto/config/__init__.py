@@ -1,0 +1,41 @@
+"""One recipe = one typed object. Every setting stands in this package, with its help.
+
+The sections are handed to the components they belong to; nothing else reads settings. Contradictions
+are refused here, at construction, before anything heavy is loaded.
+"""
+
+from stretto.config.algorithm import TRAITS, AlgorithmConfig, Traits
+from stretto.config.base import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section
+from stretto.config.run import Config
+from stretto.config.schedule import PRESETS, ScheduleConfig
+from stretto.config.sections import (
+    CriticConfig,
+    ModelConfig,
+    ObserveConfig,
+    RewardConfig,
+    RolloutConfig,
+    TaskConfig,
+)
+from stretto.config.training import OptimizerConfig, TrainingConfig
+
+__all__ = [
+    "PRESETS",
+    "TRAITS",
+    "AlgorithmConfig",
+    "Config",
+    "CriticConfig",
+    "Fraction",
+    "ModelConfig",
+    "NonNegative",
+    "NonNegativeInt",
+    "ObserveConfig",
+    "OptimizerConfig",
+    "PositiveInt",
+    "RewardConfig",
+    "RolloutConfig",
+    "ScheduleConfig",
+    "Section",
+    "TaskConfig",
+    "TrainingConfig",
+    "Traits",
+]

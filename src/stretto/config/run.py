@@ -1,0 +1,100 @@
+"""All settings of a training run."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import model_validator
+
+from stretto.config.algorithm import AlgorithmConfig
+from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
+from stretto.config.schedule import ScheduleConfig
+from stretto.config.sections import (
+    CriticConfig,
+    ModelConfig,
+    ObserveConfig,
+    RewardConfig,
+    RolloutConfig,
+    TaskConfig,
+)
+from stretto.config.training import TrainingConfig
+
+
+class Config(Section):
+    """Everything a training run is made of."""
+
+    seed: int = 0
+    """Of data order, sampling and initialisation."""
+    steps: PositiveInt = 100
+    """Batches to train on."""
+    out: str = "runs"
+    """Folder in which the run gets a folder of its own."""
+    threads: NonNegativeInt = 0
+    """CPU threads for tensor work; 0 leaves torch's choice."""
+    warmup_examples: NonNegativeInt = 0
+    """Supervised examples trained on before RL, made from the task's own answers (for models from scratch)."""
+    warmup_lr: Positive = 1e-3
+    """Learning rate of that warm-up."""
+    model: ModelConfig = ModelConfig()
+    critic: CriticConfig = CriticConfig()
+    task: TaskConfig = TaskConfig()
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        r, t = self.rollout, self.training
+        if r.temperature == 0:
+            raise ValueError(
+                "rollout.temperature is 0: greedy decoding has no log-probabilities to train on; "
+                "use a temperature above 0 (greedy is what 'stretto eval' does)"
+            )
+        if r.top_k or r.top_p < 1:
+            raise ValueError(
+                f"rollout.top_k = {r.top_k} and top_p = {r.top_p}: truncated sampling is refused in "
+                "training, as the learner's log-probabilities are of the full distribution; "
+                "set top_k = 0 and top_p = 1"
+            )
+        start, high = self.schedule.overcommit_start, self.schedule.overcommit_max or r.batch
+        if start > high:
+            raise ValueError(
+                f"schedule.overcommit_start = {start} is above the largest delta, {high} "
+                "(schedule.overcommit_max, or else rollout.batch); lower it"
+            )
+        if self.schedule.migrate not in ("preset", "off", 0) and r.engines == 1:
+            raise ValueError(
+                f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
+                "rollout.engines is 1; raise that, or set migrate = 'off'"
+            )
+        if r.batch % t.minibatches:
+            raise ValueError(
+                f"rollout.batch = {r.batch} does not split into training.minibatches = "
+                f"{t.minibatches} equal parts; choose a divisor"
+            )
+        if self.critic.init == "reward" and not any(
+            s.startswith("model:") for s in self.reward.sources
+        ):
+            raise ValueError(
+                "critic.init = 'reward' needs a reward model, and reward.sources has none; "
+                "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
+            )
+        self._check_algorithm()
+        return self
+
+    def _check_algorithm(self) -> None:
+        a, r = self.algorithm, self.rollout
+        if r.samples_per_prompt < a.traits.group:
+            raise ValueError(
+                f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
+                f"rollout.samples_per_prompt of at least {a.traits.group}; got "
+                f"{r.samples_per_prompt}"
+            )
+        if self.critic.freeze_steps and not a.traits.critic:
+            raise ValueError(
+                f"critic.freeze_steps = {self.critic.freeze_steps} trains the critic alone, and "
+                f"'{a.name}' has none; set it to 0"
+            )

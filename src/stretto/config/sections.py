@@ -1,0 +1,159 @@
+"""Settings of models, task, reward, generation and observation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from stretto.config.base import (
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Section,
+)
+
+
+class ModelConfig(Section):
+    """The actor, and with it the reference."""
+
+    name: str = "smollm2-135m"
+    """A known name ('smollm2-135m', 'tiny'), a local folder in Hugging Face format, or a hub name."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type. auto: bfloat16 where the hardware has it, else float32. Master weights are fp32."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the models live. auto: cuda when there is one."""
+    lora_rank: NonNegativeInt = 0
+    """Rank of LoRA adapters for actor and critic; 0 trains all weights."""
+    lora_alpha: NonNegative = 16.0
+    """LoRA scale: the update is multiplied by alpha / rank."""
+    lora_targets: tuple[str, ...] = ("all-linear",)
+    """Modules that get adapters, by the end of their name; 'all-linear' takes every linear layer but the head."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Allow a hub model to bring and run its own Python code."""
+
+
+class CriticConfig(Section):
+    """The value model of PPO."""
+
+    init: str = "actor"
+    """Backbone and head: 'actor' (the actor's weights, a zero head), 'reward' (from the reward model), or a model name."""
+    freeze_steps: NonNegativeInt = 0
+    """Train only the critic for this many first steps."""
+
+
+class TaskConfig(Section):
+    """Where prompts come from, and what the task's own judge makes of an answer."""
+
+    kind: Literal["reasoning-gym", "dataset", "gsm8k"] = "reasoning-gym"
+    """reasoning-gym: a procedural dataset with its verifier. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
+    name: str = "chain_sum"
+    """A reasoning-gym dataset, a .jsonl / .json / .parquet file, or a hub dataset."""
+    settings: dict[str, JsonValue] = {}
+    """Settings of the reasoning-gym dataset."""
+    split: str = "train"
+    """Split of a hub dataset."""
+    size: NonNegativeInt = 0
+    """Rows to use; 0 takes all of a file or the hub (reasoning-gym: 100,000)."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer_column: str = ""
+    """Column with the reference answer, judged by the task's verifier; empty when only reward functions judge."""
+    system: str = ""
+    """System message put before the prompt; with it, or with chat = on, text prompts become conversations."""
+    instruction: str = ""
+    """Text put after the prompt, on a line of its own."""
+    chat: Literal["auto", "on", "off"] = "auto"
+    """Apply the tokenizer's chat template. auto: where the tokenizer has one."""
+    extract: Literal["full", "last_number", "answer_tag"] = "full"
+    """What of the response the verifier sees: all, its last number, or what stands in <answer>...</answer>."""
+    max_prompt_tokens: PositiveInt = 512
+    """Longer prompts are left out, counted and reported."""
+
+
+class RewardConfig(Section):
+    """What a response is worth."""
+
+    sources: tuple[str, ...] = ("task",)
+    """Summed: 'task' (its verifier), 'file.py:name' (a function with TRL's or verl's signature), 'model:NAME' (a reward model)."""
+    weights: tuple[float, ...] = ()
+    """One factor a source; empty means 1 each."""
+    timeout_s: Positive = 30.0
+    """Seconds that a function may take for one batch of responses."""
+    on_failure: Literal["stop", "drop"] = "stop"
+    """When a function fails on a sample: stop the run, or drop the sample and report it."""
+    missing_eos: Literal["off", "replace", "subtract"] = "replace"
+    """For a response that hit the token limit: keep the score, replace it by the penalty, or subtract the penalty."""
+    missing_eos_penalty: float = -1.0
+    """replace: the score it gets. subtract: its absolute value is taken off."""
+
+    @property
+    def factors(self) -> dict[str, float]:
+        """The factor of each source, by name."""
+        weights = self.weights or (1.0,) * len(self.sources)
+        return dict(zip(self.sources, weights, strict=True))
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.sources:
+            raise ValueError("reward.sources is empty; name at least one, such as 'task'")
+        if len(set(self.sources)) != len(self.sources):
+            raise ValueError(f"reward.sources names one twice: {self.sources}; use weights instead")
+        if self.weights and len(self.weights) != len(self.sources):
+            raise ValueError(
+                f"reward.weights has {len(self.weights)} numbers for {len(self.sources)} sources; "
+                "give one a source, or none"
+            )
+        return self
+
+
+class RolloutConfig(Section):
+    """How the actor generates."""
+
+    batch: PositiveInt = 32
+    """Responses per step."""
+    samples_per_prompt: PositiveInt = 1
+    """Responses to each prompt; divides batch."""
+    max_new_tokens: PositiveInt = 64
+    """Token limit of a response."""
+    temperature: NonNegative = 1.0
+    """Softmax temperature; 0 is greedy (not for training)."""
+    top_k: NonNegativeInt = 0
+    """Sample among the k likeliest tokens; 0 is off. Refused in training, where the learner's distribution is the full one."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample among the likeliest tokens that hold this much probability; 1 is off. Refused in training, as top_k."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, besides the end-of-sequence token."""
+    slots: NonNegativeInt = 0
+    """Rollouts decoded together by an engine, each in a KV slot; 0 takes all that are in flight."""
+    engines: PositiveInt = 1
+    """Generation engines; rollouts are spread over them."""
+    prefill_tokens: PositiveInt = 4096
+    """Prompt tokens worked on between two decode steps, at most."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs, on CUDA."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.batch % self.samples_per_prompt:
+            raise ValueError(
+                f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
+                f"got {self.batch} and {self.samples_per_prompt}"
+            )
+        return self
+
+
+class ObserveConfig(Section):
+    """What a run shows and keeps."""
+
+    progress: Literal["auto", "rich", "plain", "off"] = "auto"
+    """Live display. auto: rich on a terminal, else plain lines."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl."""
+    samples: NonNegativeInt = 4
+    """Responses per step written to samples.jsonl."""
+    checkpoint_every: NonNegativeInt = 0
+    """Steps between checkpoints to resume from; 0 writes none but the model at the end."""
