@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stretto.config import Config
 from stretto.models.heads import critic_from_actor
-from stretto.training.learner import PPOLearner
+from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 from stretto.types import FinishReason, Prompt, Rollout, RolloutState, Score
 
@@ -117,18 +117,18 @@ def naive_values(critic: Any, rollout: Rollout) -> Tensor:
 
 def make_learner(
     actor: nn.Module,
-    critic: nn.Module,
+    critic: nn.Module | None,
     settings: Mapping[str, Any] | None = None,
     *,
     updates: int = 10,
     warmup: int = 0,
-) -> PPOLearner:
-    """A learner on two models; ``settings`` as a recipe has them."""
+) -> PolicyLearner:
+    """A learner on one or two models; ``settings`` as a recipe has them."""
     config = Config.model_validate(settings or {})
     t = config.training
-    return PPOLearner(
+    return PolicyLearner(
         TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
-        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup),
+        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup) if critic else None,
         config,
         {"task": 1.0},
     )

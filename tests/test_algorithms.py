@@ -1,9 +1,11 @@
-"""Advantages, KL, reductions and PPO against numbers worked out by hand and naive references."""
+"""Advantages, KL, reductions, rewards and PPO against hand-computed cases and naive loops."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,19 +15,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.algorithms.advantages import gae, whiten
+from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
-from stretto.algorithms.ppo import (
-    Experience,
-    LossTerm,
-    apply_missing_eos,
-    entropy_bonus,
-    explained_variance,
-    policy_loss,
-    prepare,
-    token_rewards,
-    value_loss,
+from stretto.algorithms.policy import drift, entropy_bonus
+from stretto.algorithms.ppo import explained_variance, policy_loss, value_loss
+from stretto.algorithms.reductions import (
+    Tally,
+    masked_mean,
+    masked_var,
+    response_weights,
+    token_weights,
 )
-from stretto.algorithms.reductions import Tally, masked_mean, masked_var, token_weights
+from stretto.algorithms.registry import prepare
+from stretto.algorithms.rewards import apply_missing_eos, make_rewards, token_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.errors import LearnerError, StateError
 
@@ -46,6 +48,27 @@ def soiled(x: Tensor, mask: Tensor, value: float) -> Tensor:
     wide = torch.full(mask.shape, value, dtype=x.dtype)
     wide[:, : x.shape[1]] = x
     return torch.where(mask, wide, value)
+
+
+def part_of(
+    mask: Tensor, mode: Any = "token_mean", longest: int = 1, **tensors: Tensor | None
+) -> Part:
+    """A whole mini-batch; advantages and old log-probs are 0 where not given."""
+    dtype = next((t.dtype for t in tensors.values() if t is not None), torch.float32)
+    zeros = torch.zeros(mask.shape, dtype=dtype)
+    return Part(
+        mask=mask,
+        weights=token_weights(mask, mode, longest).to(dtype),
+        means=token_weights(mask, "token_mean").to(dtype),
+        response_weights=response_weights(mask).to(dtype),
+        **{"advantages": zeros, "old_logprobs": zeros, **tensors},  # type: ignore[arg-type]
+    )
+
+
+def rows_of(part: Part, rows: slice | list[int]) -> Part:
+    """Some rows of a part, with the weights that they have in the whole."""
+    names = [name for name in Part.__slots__ if getattr(part, name) is not None]
+    return replace(part, **{name: getattr(part, name)[rows] for name in names})
 
 
 def naive_gae(
@@ -204,8 +227,18 @@ def test_token_weights_by_hand() -> None:
     np.testing.assert_allclose(
         token_weights(mask, "sequence_mean"), [[0.25, 0.25, 0], [0, 0, 0], [0.5, 0, 0]], rtol=1e-6
     )
-    for mode in ("token_mean", "sequence_mean"):
-        assert not token_weights(mask_of((0, 0), 3), mode).any()  # type: ignore[arg-type]
+    np.testing.assert_allclose(
+        token_weights(mask, "sequence_sum"), [[0.5, 0.5, 0], [0, 0, 0], [0.5, 0, 0]], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        token_weights(mask, "fixed_length", 8),
+        [[1 / 16, 1 / 16, 0], [0, 0, 0], [1 / 16, 0, 0]],
+        rtol=1e-6,
+    )
+    for mode in ("token_mean", "sequence_mean", "sequence_sum", "fixed_length"):
+        assert not token_weights(mask_of((0, 0), 3), mode, 3).any()  # type: ignore[arg-type]
+    assert response_weights(mask).tolist() == [0.5, 0.0, 0.5]
+    assert response_weights(mask_of((0, 0), 3)).tolist() == [0.0, 0.0]
 
 
 def test_masked_moments_equal_numpy() -> None:
@@ -232,10 +265,11 @@ def test_policy_loss_by_hand() -> None:
     ratios = torch.tensor([[1.5, 1.5, 0.5, 0.5]])
     old = torch.tensor([[-1.0, -2.0, -0.5, -3.0]])
     advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
-    weights = token_weights(mask_of((4,)), "token_mean")
-    term = policy_loss(old + ratios.log(), old, advantages, weights, 0.2)
+    part = part_of(mask_of((4,)), advantages=advantages, old_logprobs=old)
+    new = old + ratios.log()
+    term = policy_loss(new, part, AlgorithmConfig(clip=0.2))
     assert term.loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, rel=1e-6)
-    stats = term.tally.floats()
+    stats = (term.tally + drift(new, part)).floats()
     assert stats["loss/policy_avg"] == pytest.approx(0.15, rel=1e-5)
     assert stats["policy/clipfrac_avg"] == 0.5  # the first and the last
     assert stats["val/ratio"] == pytest.approx(1.0, rel=1e-6)
@@ -249,9 +283,8 @@ def test_value_loss_by_hand() -> None:
     # Old value 1, eps 0.5, returns 2. New values 1.2, 3, 0: clipped to 1.2, 1.5, 0.5.
     # squares: 0.64, 1, 4; clipped: 0.64, 0.25, 2.25; larger: 0.64, 1, 4.
     # And a token whose value ran past the return: V = 2 clipped to 1.5: max(0, 0.25) = 0.25.
-    values = torch.tensor([[1.2, 3.0, 0.0, 2.0]])
-    old, returns = torch.ones(1, 4), torch.full((1, 4), 2.0)
-    weights = token_weights(mask_of((4,)), "token_mean")
+    values = torch.tensor([1.2, 3.0, 0.0, 2.0])
+    old, returns, weights = torch.ones(4), torch.full((4,), 2.0), torch.full((4,), 0.25)
     term = value_loss(values, old, returns, weights, 0.5)
     assert term.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0.25) / 4, rel=1e-6)
     assert term.tally.floats()["val/clipfrac_avg"] == 0.25
@@ -261,36 +294,31 @@ def test_value_loss_by_hand() -> None:
 
 
 def test_entropy_bonus_by_hand() -> None:
-    weights = token_weights(mask_of((1, 2)), "sequence_mean")
-    term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), weights, 0.1)
+    part = part_of(mask_of((1, 2)), "sequence_mean")
+    term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), part, 0.1)
     assert term.loss.item() == pytest.approx(-0.1 * (2 + 2) / 2, rel=1e-6)
+    # The loss averages as it is asked to; the figure is over tokens, always.
     assert term.tally.floats() == {"policy/entropy_avg": pytest.approx(2.0, rel=1e-6)}
+    part = part_of(mask_of((1, 3)), "sequence_mean")
+    term = entropy_bonus(torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), part, 0.1)
+    assert term.loss.item() == pytest.approx(-0.1 * (8 + 4) / 2, rel=1e-6)
+    assert term.tally.floats() == {"policy/entropy_avg": pytest.approx(5.0, rel=1e-6)}
 
 
-def terms(logprobs: Tensor, values: Tensor, fixed: Experience, weights: Tensor) -> list[LossTerm]:
+def terms(logprobs: Tensor, values: Tensor, part: Part) -> list[LossTerm]:
+    m = part.mask
     return [
-        policy_loss(logprobs, fixed.old_logprobs, fixed.advantages, weights, 0.2),
-        value_loss(values, fixed.old_values, fixed.returns, weights, 0.3),
-        entropy_bonus(-logprobs, weights, 0.01),
+        policy_loss(logprobs, part, AlgorithmConfig(clip=0.2)),
+        value_loss(values[m], part.old_values[m], part.returns[m], part.weights[m], 0.3),
+        entropy_bonus(-logprobs, part, 0.01),
+        LossTerm(torch.zeros(()), drift(logprobs, part)),
     ]
 
 
-def fixed_of(mask: Tensor, dtype: torch.dtype = torch.float32) -> Experience:
-    shape = mask.shape
-    old = randn(4, *shape, dtype=dtype), randn(5, *shape, dtype=dtype)
-    rest = randn(6, *shape, dtype=dtype), randn(7, *shape, dtype=dtype)
-    return Experience(rest[0], rest[1], old[0], old[1], mask, {})
-
-
-def rows(fixed: Experience, select: slice) -> Experience:
-    return Experience(
-        fixed.advantages[select],
-        fixed.returns[select],
-        fixed.old_logprobs[select],
-        fixed.old_values[select],
-        fixed.mask[select],
-        {},
-    )
+def fixed_of(mask: Tensor, mode: str = "token_mean", dtype: torch.dtype = torch.float32) -> Part:
+    names = ("old_logprobs", "old_values", "advantages", "returns")
+    tensors = {name: randn(4 + i, *mask.shape, dtype=dtype) for i, name in enumerate(names)}
+    return part_of(mask, mode, **tensors)
 
 
 def total(parts: list[LossTerm]) -> Tensor:
@@ -300,12 +328,11 @@ def total(parts: list[LossTerm]) -> Tensor:
 @pytest.mark.parametrize("mode", ["token_mean", "sequence_mean"])
 def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
     mask = mask_of(LENGTHS)
-    fixed = fixed_of(mask)
-    weights = token_weights(mask, mode)  # type: ignore[arg-type]
+    fixed = fixed_of(mask, mode)
     new = (fixed.old_logprobs + 0.3 * randn(8, *mask.shape)).requires_grad_()
     values = (fixed.old_values + 0.3 * randn(9, *mask.shape)).requires_grad_()
 
-    whole = terms(new, values, fixed, weights)
+    whole = terms(new, values, fixed)
     expected = torch.autograd.grad(total(whole), [new, values])
     stats = sum((term.tally for term in whole), Tally()).floats()
 
@@ -315,10 +342,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
             term
             for start, stop in pairwise(bounds)
             for term in terms(
-                new[start:stop],
-                values[start:stop],
-                rows(fixed, slice(start, stop)),
-                weights[start:stop],
+                new[start:stop], values[start:stop], rows_of(fixed, slice(start, stop))
             )
         ]
         assert total(parts).item() == pytest.approx(total(whole).item(), rel=1e-5)
@@ -327,7 +351,11 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
         ):
             assert torch.equal(got, want)
         merged = sum((part.tally for part in parts), Tally()).floats()
-        assert merged == pytest.approx(stats, rel=1e-12)
+        # The loss itself is a sum in float32; figures are added up in float64.
+        assert merged.pop("loss/policy_avg") == pytest.approx(stats["loss/policy_avg"], rel=1e-6)
+        assert merged == pytest.approx(
+            {k: v for k, v in stats.items() if k != "loss/policy_avg"}, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
@@ -337,19 +365,13 @@ def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
     new, values = fixed.old_logprobs + 0.3 * randn(8, *mask.shape), randn(9, *mask.shape)
 
     clean_inputs = [new.requires_grad_(), values.requires_grad_()]
-    clean = terms(*clean_inputs, fixed, token_weights(mask, "token_mean"))
+    clean = terms(*clean_inputs, fixed)
     clean_gradients = torch.autograd.grad(total(clean), clean_inputs)
 
-    soiled_fixed = Experience(
-        soiled(fixed.advantages, wide, garbage),
-        soiled(fixed.returns, wide, garbage),
-        soiled(fixed.old_logprobs, wide, garbage),
-        soiled(fixed.old_values, wide, garbage),
-        wide,
-        {},
-    )
+    names = ("old_logprobs", "old_values", "advantages", "returns")
+    soiled_fixed = part_of(wide, **{n: soiled(getattr(fixed, n), wide, garbage) for n in names})
     inputs = [soiled(x.detach(), wide, garbage).requires_grad_() for x in clean_inputs]
-    found = terms(*inputs, soiled_fixed, token_weights(wide, "token_mean"))
+    found = terms(*inputs, soiled_fixed)
     for got, want in zip(found, clean, strict=True):
         assert torch.equal(got.loss, want.loss)
         assert got.tally.floats() == want.tally.floats()
@@ -360,23 +382,21 @@ def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
 
 def test_gradients_equal_finite_differences() -> None:
     mask = mask_of((4, 2))
-    fixed = fixed_of(mask, torch.float64)
-    weights = token_weights(mask, "sequence_mean").double()
+    fixed = fixed_of(mask, "sequence_mean", torch.float64)
     new = (fixed.old_logprobs + 0.3 * randn(10, *mask.shape)).requires_grad_()
     values = (fixed.old_values + 0.4 * randn(11, *mask.shape)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: terms(x, values, fixed, weights)[0].loss, new)
-    assert torch.autograd.gradcheck(lambda v: terms(new, v, fixed, weights)[1].loss, values)
+    assert torch.autograd.gradcheck(lambda x: terms(x, values, fixed)[0].loss, new)
+    assert torch.autograd.gradcheck(lambda v: terms(new, v, fixed)[1].loss, values)
 
 
 def test_on_policy_gradient_is_the_policy_gradient() -> None:
     mask = mask_of(LENGTHS)
     fixed = fixed_of(mask)
-    weights = token_weights(mask, "token_mean")
     logprobs = fixed.old_logprobs.clone().requires_grad_()
-    term = policy_loss(logprobs, fixed.old_logprobs, fixed.advantages, weights, 0.2)
+    term = policy_loss(logprobs, fixed, AlgorithmConfig(clip=0.2))
     (gradient,) = torch.autograd.grad(term.loss, logprobs)
-    assert torch.equal(gradient, torch.where(mask, -weights * fixed.advantages, 0.0))
-    assert term.tally.floats()["val/ratio"] == pytest.approx(1.0, rel=1e-6)
+    assert torch.equal(gradient, torch.where(mask, -fixed.weights * fixed.advantages, 0.0))
+    assert drift(logprobs, fixed).floats()["val/ratio"] == pytest.approx(1.0, rel=1e-6)
     assert term.tally.floats()["policy/clipfrac_avg"] == 0
 
 
@@ -392,14 +412,14 @@ def test_missing_eos() -> None:
 
 
 def test_token_rewards_by_hand() -> None:
+    scores = apply_missing_eos(
+        torch.tensor([3.0, 5.0, 7.0]), torch.tensor([True, False, True]), "replace", -1.0
+    )
     rewards = token_rewards(
-        scores=torch.tensor([3.0, 5.0, 7.0]),
+        scores=scores,
         kl=torch.tensor([[1.0, 2.0, float("nan")], [4.0, -2.0, 6.0], [float("inf")] * 3]),
         mask=mask_of((2, 3, 0)),
-        ended=torch.tensor([True, False, True]),
         kl_coef=0.5,
-        missing_eos="replace",
-        penalty=-1.0,
     )
     assert rewards.tolist() == [[-0.5, 2.0, 0.0], [-2.0, 1.0, -4.0], [0.0, 0.0, 0.0]]
 
@@ -414,23 +434,28 @@ def test_explained_variance_by_hand() -> None:
     assert math.isnan(explained_variance(returns, torch.ones(1, 4), mask))
 
 
+def scored(mask: Tensor, garbage: float = 0.0, **changes: Any) -> Scored:
+    """Three responses of up to four tokens, each to a prompt of its own."""
+    given = {
+        "mask": mask,
+        "logprobs": soiled(-randn(20, 3, 4).abs(), mask, garbage),
+        "ref_logprobs": soiled(-randn(21, 3, 4).abs(), mask, garbage),
+        "values": soiled(randn(22, 3, 4), mask, garbage),
+        "scores": torch.tensor([1.0, -2.0, 4.0]),
+        "ended": torch.tensor([True, True, False]),
+        "groups": torch.arange(3),
+    }
+    return Scored(**(given | changes))
+
+
+SUBTRACT = RewardConfig(missing_eos="subtract", missing_eos_penalty=-1.0)
+
+
 def prepared(mask: Tensor, garbage: float = 0.0, **settings: object) -> Experience:
-    reference = kl_coef = None
     algorithm = AlgorithmConfig.model_validate(settings)
-    if algorithm.kl_coef:
-        reference = soiled(-randn(21, 3, 4).abs(), mask, garbage)
-        kl_coef = 0.5
-    return prepare(
-        old_logprobs=soiled(-randn(20, 3, 4).abs(), mask, garbage),
-        ref_logprobs=reference,
-        old_values=soiled(randn(22, 3, 4), mask, garbage),
-        scores=torch.tensor([1.0, -2.0, 4.0]),
-        mask=mask,
-        ended=torch.tensor([True, True, False]),
-        algorithm=algorithm,
-        reward=RewardConfig(missing_eos="subtract", missing_eos_penalty=-1.0),
-        kl_coef=kl_coef or 0.0,
-    )
+    changes = {} if algorithm.kl_coef else {"ref_logprobs": None}
+    data = scored(mask, garbage, **changes)
+    return prepare(data, algorithm, SUBTRACT, 0.5 if algorithm.kl_coef else 0.0)
 
 
 def test_prepare_against_a_plain_computation() -> None:
@@ -504,24 +529,55 @@ def test_without_a_reference_no_kl_is_made_up() -> None:
     assert stats["objective/rlhf_reward"] == stats["objective/scores"] == pytest.approx(2 / 3)
 
 
+def test_rewards_of_whole_responses_are_scores_less_the_cost_of_the_kl() -> None:
+    """Also of an empty response, whose score no token carries."""
+    lengths = (4, 0, 3)
+    mask = mask_of(lengths)
+    data = scored(mask, float("nan"))
+    found = make_rewards(data, SUBTRACT, AlgorithmConfig(), 0.5)
+    kl = [
+        sum(float(data.logprobs[b, t] - data.ref_logprobs[b, t]) for t in range(n))
+        for b, n in enumerate(lengths)
+    ]
+    expected = [1 - 0.5 * kl[0], -2, 3 - 0.5 * kl[2]]
+    np.testing.assert_allclose(found.totals, expected, rtol=1e-5)
+    np.testing.assert_allclose(found.tokens.sum(1), [expected[0], 0, expected[2]], rtol=1e-5)
+    assert found.stats["objective/scores"] == pytest.approx((1 - 2 + 3) / 3)
+
+
+def test_a_kl_in_the_loss_costs_no_reward() -> None:
+    """It is one or the other, never both."""
+    mask = mask_of((4, 2, 3))
+    in_loss = AlgorithmConfig(kl_in="loss")
+    found = make_rewards(scored(mask), SUBTRACT, in_loss, 0.5)
+    assert found.totals.tolist() == found.scores.tolist() == [1.0, -2.0, 3.0]
+    is_last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
+    assert found.tokens.tolist() == torch.where(is_last, found.scores[:, None], 0.0).tolist()
+    assert found.stats["objective/rlhf_reward"] == found.stats["objective/scores"]
+    assert found.stats["objective/non_score_reward"] == 0
+    k3 = kl_estimate(scored(mask).logprobs, -randn(21, 3, 4).abs(), "k3")[mask].sum().item() / 3
+    assert found.stats["objective/kl"] == pytest.approx(k3, rel=1e-5)  # reported all the same
+    assert found.stats["objective/kl_coef"] == 0.5
+
+
 def test_prepare_refuses_numbers_it_cannot_learn_from() -> None:
     good = {
-        "old_logprobs": torch.zeros(1, 2),
+        "logprobs": torch.zeros(1, 2),
         "ref_logprobs": torch.zeros(1, 2),
-        "old_values": torch.zeros(1, 2),
+        "values": torch.zeros(1, 2),
         "scores": torch.zeros(1),
         "mask": mask_of((2,)),
         "ended": torch.tensor([True]),
-        "algorithm": AlgorithmConfig(),
-        "reward": RewardConfig(),
-        "kl_coef": 0.1,
+        "groups": torch.zeros(1, dtype=torch.long),
     }
     for change, message in (
         ({"scores": torch.tensor([float("nan")])}, "every score must be finite; 1 of 1"),
-        ({"old_values": torch.tensor([[0.0, float("inf")]])}, "every value must be finite; 1 of 2"),
+        ({"values": torch.tensor([[0.0, float("inf")]])}, "every value must be finite; 1 of 2"),
+        ({"logprobs": torch.tensor([[0.0, -float("inf")]])}, "every log-prob must be finite"),
         ({"ref_logprobs": torch.tensor([[-float("inf"), 0.0]])}, "every reference log-prob"),
         ({"mask": torch.zeros(1, 2, dtype=torch.bool)}, "at least one response token"),
         ({"ref_logprobs": None}, "needs the reference's log-probabilities"),
+        ({"values": None}, "PPO needs the critic's values"),
     ):
         with pytest.raises(LearnerError, match=message):
-            prepare(**(good | change))  # type: ignore[arg-type]
+            prepare(Scored(**(good | change)), AlgorithmConfig(), RewardConfig(), 0.1)

@@ -14,7 +14,7 @@ import pytest
 from stretto import __version__, recipes
 from stretto.cli import doctor
 from stretto.cli.main import COMMANDS, main
-from stretto.config import Config
+from stretto.config import Config, SftConfig
 from stretto.errors import JudgeError
 from stretto.observe import RunDirectory
 
@@ -236,6 +236,53 @@ def test_eval_prints_and_writes_the_figures(
     assert "accuracy     0.2500" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), ("posts.jsonl", "posts-held-out.jsonl")),
+        (("--task.name", "mine.jsonl"), ("mine.jsonl", "")),
+        (("--task.name=mine.jsonl",), ("mine.jsonl", "")),
+        (("--task.name", "mine.jsonl", "--task.held_out", "x.jsonl"), ("mine.jsonl", "x.jsonl")),
+        (("--task.held-out=x.jsonl", "--task.name", "m.jsonl"), ("m.jsonl", "x.jsonl")),
+        (("--task.system", "Be brief."), ("posts.jsonl", "posts-held-out.jsonl")),
+    ],
+)
+def test_rows_named_for_evaluation_are_those_that_are_measured(
+    runtime: Runtime, options: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    assert run("eval", "posts", *options) == 0
+    assert run("train", "posts", *options) == 0  # and those that its run will be measured on
+    for call in runtime.calls:
+        task = call["config"].task
+        assert (Path(task.name).name, Path(task.held_out).name) == expected
+
+
+def test_a_split_named_for_evaluation_is_measured(runtime: Runtime) -> None:
+    assert run("eval", "tldr", "--task.split", "test") == 0
+    task = runtime.calls[0]["config"].task
+    assert (task.split, task.held_out) == ("test", "")
+
+
+def test_the_settings_of_another_command_are_recognised(
+    runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = RunDirectory.create("runs", "sft", SftConfig())
+    assert run("eval", str(tuned.path)) == 2
+    error = capsys.readouterr().err
+    assert "holds settings of 'stretto sft', where those of 'stretto train' are taken" in error
+    assert "stretto eval RECIPE --model runs/sft-001" in error
+    assert "unknown setting" not in error
+    assert run("sft", str(RunDirectory.create("runs", "tiny", Config()).path)) == 2
+    assert "stretto sft RECIPE --model.name runs/tiny-001" in capsys.readouterr().err
+    assert run("reward", str(tuned.path)) == 2
+    assert "holds settings of 'stretto sft', where those of 'stretto reward'" in (
+        capsys.readouterr().err
+    )
+    Path("pairs.toml").write_text('[data]\nchosen_column = "a"')
+    assert run("train", "pairs.toml") == 2
+    assert "give it to 'stretto reward'" in capsys.readouterr().err
+
+
 def test_eval_of_a_run_takes_its_trained_model(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -287,8 +334,10 @@ def test_generate_reads_lines(
 def test_recipes_lists_them_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("recipes") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == recipes.names()
+    of_train = [line.split()[1] for line in lines if line.startswith("train ")]
+    assert of_train == recipes.names()
     assert lines[0].endswith(recipes.describe("arithmetic"))
+    assert len(lines) == sum(len(recipes.names(kind)) for kind in recipes.FOLDERS)
 
 
 def test_memory_prints_both_countings(capsys: pytest.CaptureFixture[str]) -> None:

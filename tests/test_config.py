@@ -2,13 +2,22 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from stretto import recipes
-from stretto.config import Config, ModelConfig
+from stretto.config import (
+    TRAITS,
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    RewardModelConfig,
+    SftConfig,
+)
 from stretto.errors import ConfigError, ModelError
 from stretto.models.memory import format_plan, measure, memory_plan, parse_parameters, plan_for
+from stretto.observe.progress import headline
 
 
 def write(folder: Path, text: str) -> Path:
@@ -18,7 +27,12 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_the_packaged_recipes_are_these() -> None:
-    assert recipes.names() == ["arithmetic", "gsm8k", "tiny", "tiny-tail"]
+    assert recipes.names() == [
+        "arithmetic", "gsm8k", "gsm8k-rho", "no-robots", "opencoder", "posts", "stack-exchange",
+        "tiny", "tiny-tail", "tldr",
+    ]  # fmt: skip
+    assert recipes.names(SftConfig) == ["no-robots", "opencoder", "posts", "tldr"]
+    assert recipes.names(RewardModelConfig) == ["no-robots", "posts", "stack-exchange", "tldr"]
 
 
 @pytest.mark.parametrize("name", recipes.names())
@@ -60,12 +74,14 @@ def test_dump_names_every_setting() -> None:
         ("[training]\nlr = -1.0", "training.lr = -1.0: must be greater than 0"),
         ("[training]\nlr = nan", "training.lr = nan: must be"),
         ("steps = 'many'", "steps = 'many': must be a valid integer"),
-        ("[algorithm]\nkl_estimator = 'k9'", "must be 'k1', 'k2' or 'k3'. Did you mean 'k"),
+        ("[algorithm]\nkl_estimator = 'k9'", "must be 'auto', 'k1', 'k2' or 'k3'. Did you mean 'k"),
         ("[algorithm]\naggregation = 'token'", "Did you mean 'token_mean'?"),
         ("[rollout]\nbatch = 33\nsamples_per_prompt = 2", "got 33 and 2"),
         ("[rollout]\ntop_k = 5", "truncated sampling is refused in training"),
         ("[critic]\ninit = 'reward'", "add 'model:NAME' to reward.sources"),
         ("[reward]\nsources = []", "name at least one, such as 'task'"),
+        ("[algorithm]\nname = 'gpro'", "must be 'ppo', 'rloo', 'proximal-rloo', 'copg', 'grpo'"),
+        ("[algorithm]\nname = 'rlo'", "Did you mean 'rloo'?"),
         ("steps = ", "is not valid TOML"),
     ],
 )
@@ -79,6 +95,87 @@ def test_a_bad_file_is_refused_in_readable_words(tmp_path: Path, text: str, mess
     assert "\n" not in said
 
 
+# -- rules of the algorithms ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_coef": 0, "kl_target": 1.0}, "give kl_coef a starting value"),
+        ({"correction": "mask"}, "set algorithm.old_policy = 'proximal'"),
+        ({"correction_cap": 0.5}, "choose 1 or more"),
+        (
+            {"name": "online-dpo", "old_policy": "proximal"},
+            "has no effect on 'online-dpo', whose loss has no ratio to an old policy",
+        ),
+        ({"name": "best-of-n", "old_policy": "proximal"}, "no effect on 'best-of-n'"),
+        (
+            {"name": "online-dpo", "old_policy": "proximal", "correction": "mask"},
+            "leave old_policy and correction out",
+        ),
+        (
+            {"name": "proximal-rloo", "aggregation": "token_mean"},
+            "'proximal-rloo' has a loss of whole responses; leave aggregation out",
+        ),
+        ({"name": "online-dpo", "aggregation": "sequence_sum"}, "leave aggregation out"),
+        (
+            {"name": "proximal-rloo", "old_policy": "proximal", "correction": "truncate"},
+            "set algorithm.correction_level = 'sequence'",
+        ),
+        ({"name": "online-dpo", "kl_coef": 0}, "the beta of 'online-dpo' and must be above 0"),
+        ({"name": "online-dpo", "kl_in": "loss"}, "leave algorithm.kl_in and kl_target out"),
+        ({"name": "online-dpo", "kl_target": 6.0}, "leave algorithm.kl_in and kl_target out"),
+    ],
+)
+def test_contradictions_of_an_algorithm_are_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    rollout = {"samples_per_prompt": 2}
+    with pytest.raises(ConfigError) as caught:
+        recipes.build({"algorithm": settings, "rollout": rollout}, "here")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.group > 1])
+def test_algorithms_that_compare_need_several_responses(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipes.build({"algorithm": {"name": name}}, "here")
+    assert f"'{name}' compares the responses to one prompt and needs" in str(caught.value)
+    assert "rollout.samples_per_prompt of at least 2; got 1" in str(caught.value)
+    given = {"algorithm": {"name": name}, "rollout": {"samples_per_prompt": 2}}
+    assert recipes.build(given, "here").algorithm.name == name
+    frozen = given | {"critic": {"freeze_steps": 3}}
+    with pytest.raises(ConfigError, match=f"trains the critic alone, and '{name}' has none"):
+        recipes.build(frozen, "here")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "estimator", "averaging"),
+    [
+        ("ppo", "reward", "k1", "token_mean"),
+        ("rloo", "reward", "k1", "sequence_sum"),
+        ("proximal-rloo", "reward", "k1", "sequence_mean"),
+        ("copg", "reward", "k1", "sequence_sum"),
+        ("grpo", "loss", "k3", "sequence_mean"),
+        ("online-dpo", "implicit", "k1", "sequence_mean"),
+        ("best-of-n", "reward", "k1", "token_mean"),
+    ],
+)
+def test_what_auto_means(name: str, place: str, estimator: str, averaging: str) -> None:
+    a = AlgorithmConfig(name=name)  # type: ignore[arg-type]
+    assert (a.kl_place, a.estimator, a.averaging) == (place, estimator, averaging)
+
+
+def test_what_is_said_is_taken() -> None:
+    a = AlgorithmConfig(
+        name="grpo", kl_in="reward", kl_estimator="k2", aggregation="fixed_length", kl_coef=0
+    )
+    assert (a.kl_place, a.estimator, a.averaging) == ("reward", "k2", "fixed_length")
+    assert not a.has_reference
+    assert AlgorithmConfig(name="rloo", kl_in="loss").estimator == "k3"
+    assert AlgorithmConfig(name="grpo", kl_in="reward").estimator == "k1"
+
+
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"steps = 0: .*; unknown setting 'modl'"):
         recipes.load(write(tmp_path, "steps = 0\nmodl = 1"))
@@ -87,7 +184,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 def test_unknown_recipe_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no recipe 'tinny'. Did you mean 'tiny'\?"):
         recipes.load("tinny")
-    with pytest.raises(ConfigError, match="Known: arithmetic, gsm8k, tiny"):
+    with pytest.raises(ConfigError, match="Known: arithmetic, gsm8k, gsm8k-rho"):
         recipes.describe("zzz")
 
 
@@ -170,6 +267,10 @@ def test_the_tiny_model_and_the_plan_of_its_run(
     plan = plan_for(recipes.build(settings, "here"))
     assert [r.role for r in plan.mixed.roles] == ["actor", "critic", "reference", "reward"]
     assert plan.mixed.roles[2].total_bytes == 4 * parameters
+    settings |= {"algorithm": {"name": "rloo"}, "rollout": {"samples_per_prompt": 2}}
+    plan = plan_for(recipes.build(settings, "here"))
+    assert [r.role for r in plan.mixed.roles] == ["actor", "reference", "reward"]
+    assert "(all trained in actor)" in format_plan(plan)
 
 
 def test_a_model_that_is_not_there_is_said_so() -> None:
@@ -186,3 +287,62 @@ def test_the_default_model_is_counted_by_its_shape() -> None:
     adapted = base.model_copy(update={"lora_rank": 2})
     rank_sum = 2 * (576 + 576) + 2 * (576 + 192) + 3 * (576 + 1536)
     assert measure(adapted) == (expected, 30 * 2 * rank_sum)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remarks"),
+    [
+        ({}, []),
+        ({"algorithm": {"lam": 0.9, "clip": 0.1}}, []),
+        (
+            {
+                "algorithm": {"name": "rloo", "lam": 0.9, "clip": 0.1, "group_std": False},
+                "training": {"critic_lr": 1e-3},
+            },
+            [
+                "without effect on 'rloo': algorithm.lam, training.critic_lr, algorithm.clip, "
+                "algorithm.group_std"
+            ],
+        ),
+        (
+            {"algorithm": {"name": "grpo", "kl_estimator": "k1"}},
+            ["the KL holds nothing back: k1's gradient in the loss has mean zero"],
+        ),
+        ({"algorithm": {"name": "grpo", "kl_estimator": "k1", "kl_coef": 0}}, []),
+        (
+            {"algorithm": {"name": "copg", "old_policy": "proximal"}},
+            ["algorithm.old_policy = 'proximal' costs a forward pass"],
+        ),
+    ],
+)
+def test_what_has_no_effect_is_remarked_on(settings: dict[str, Any], remarks: list[str]) -> None:
+    settings = {"rollout": {"samples_per_prompt": 2}, **settings}
+    config = Config.model_validate(settings)
+    assert len(config.remarks) == len(remarks)
+    for said, begin in zip(config.remarks, remarks, strict=True):
+        assert said.startswith(begin)
+        assert f"\nnote: {said}" in headline(config)
+
+
+def test_mini_batches_are_no_more_than_what_is_trained_on() -> None:
+    data: dict[str, Any] = {
+        "algorithm": {"name": "online-dpo"},
+        "rollout": {"batch": 32, "samples_per_prompt": 8},
+        "training": {"minibatches": 4},
+    }
+    Config.model_validate(data)
+    data["training"]["minibatches"] = 8
+    with pytest.raises(ValueError, match="splits 4 prompts; lower it to 4 or less"):
+        Config.model_validate(data)
+    Config.model_validate({**data, "algorithm": {"name": "rloo"}})
+
+
+def test_reward_models_count_with_their_own_size() -> None:
+    tiny = {"model": {"name": "tiny", "dtype": "float32"}, "algorithm": {"kl_coef": 0}}
+    sizes = {}
+    for source in ("model:tiny", "model:smollm2-135m"):
+        plan = plan_for(recipes.build({**tiny, "reward": {"sources": [source]}}, "here"))
+        (reward,) = [r for r in plan.mixed.roles if r.role == "reward"]
+        sizes[source] = reward.total_bytes
+    assert sizes["model:smollm2-135m"] == 4 * 134_515_008
+    assert sizes["model:tiny"] == 4 * 115_200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -498,3 +500,126 @@ def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: 
     (tmp_path / "reward.py").write_text("1 / 0")
     with pytest.raises(StrettoError, match="importing it raised ZeroDivisionError"):
         judge(scorer, ["a"])
+
+
+# --- functions that are objects ---------------------------------------------------------------
+
+
+def local(function: Callable[..., Any], **settings: Any) -> FunctionScorer:
+    return FunctionScorer("mine", TaskConfig(), 0, TOKENIZER, function=function, **settings)
+
+
+def test_an_object_is_judged_with_in_each_convention() -> None:
+    offset = 0.5
+
+    def trl(completions: list[str], prompts: list[str], n: list[int]) -> list[float]:
+        assert prompts == ["q0", "q1"]
+        return [len(c) + offset + k for c, k in zip(completions, n, strict=True)]
+
+    def verl(data_source: str, solution_str: str, ground_truth: str) -> dict[str, float]:
+        return {"score": float(solution_str == ground_truth)}
+
+    def openrlhf(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+        return [len(q) - len(p) for q, p in zip(queries, prompts, strict=True)]
+
+    scorer = local(trl, columns=["n"])
+    scores = judge(scorer, ["abc", "d"])
+    assert numbers(scores) == [3.5, 2.5]
+    assert {s.source for s in scores} == {"mine"}
+    assert (scorer.kind, scorer.streaming, scorer.follows) == ("reward", False, "")
+    prompt = Prompt(0, (0,), "", data=VERL)
+    assert numbers(judge(local(verl), ["7", "8"], [prompt] * 2)) == [1.0, 0.0]
+    assert numbers(judge(local(openrlhf, columns=["label"]), ["xy", ""])) == [2.0, 0.0]
+
+
+class Keeps:
+    """A judge with a state, as an object that is called."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, completions: list[str], **_: Any) -> list[int]:
+        self.seen += completions
+        return [len(self.seen)] * len(completions)
+
+    def method(self, completions: list[str]) -> list[int]:
+        return self(completions)
+
+
+def test_objects_methods_and_partials_are_called_in_this_process() -> None:
+    keeps = Keeps()
+    scorer = local(keeps)
+    assert numbers(judge(scorer, ["a", "b"])) + numbers(judge(scorer, ["c"])) == [2.0, 2.0, 3.0]
+    assert keeps.seen == ["a", "b", "c"]
+    assert numbers(judge(local(keeps.method), ["d"])) == [4.0]
+    scaled = partial(lambda completions, by: [by * len(c) for c in completions], by=3)
+    assert numbers(judge(local(scaled), ["ab"])) == [6.0]
+    scorer.close()
+    assert numbers(judge(scorer, ["e"])) == [5.0]
+
+
+def test_an_async_object_is_waited_for() -> None:
+    loops = set()
+
+    async def f(completions: list[str]) -> list[float]:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [len(c) for c in completions]
+
+    scorer = local(f)
+    assert numbers(judge(scorer, ["abc"])) + numbers(judge(scorer, ["d"])) == [3.0, 1.0]
+    assert len(loops) == 1
+
+
+def test_what_goes_wrong_in_an_object_is_a_failure_of_the_sample() -> None:
+    def f(completions: list[str]) -> list[float | None]:
+        if "bomb" in completions:
+            raise KeyError("kaputt")
+        return [None if c == "none" else 1.0 for c in completions]
+
+    scores = judge(local(f), ["a", "none", "bomb"])
+    assert numbers(scores) == [1.0, None, None]
+    assert "it returned None where a finite number is needed" in str(scores[1].failure)
+    assert "KeyError: 'kaputt' (test_functions.py, line " in str(scores[2].failure)
+    assert "raise KeyError" in str(scores[2].failure)
+    assert "'mine' failed on rollout 102" in str(scores[2].failure)
+
+
+def test_ctrl_c_in_an_object_is_the_user_s_own() -> None:
+    def f(completions: list[str]) -> list[float]:
+        raise KeyboardInterrupt
+
+    def one(solution_str: str, ground_truth: str) -> float:
+        raise KeyboardInterrupt
+
+    prompt = Prompt(0, (0,), "", data=VERL)
+    for function in (f, one):
+        with pytest.raises(KeyboardInterrupt):
+            judge(local(function), ["a"], [prompt])
+
+
+def test_objects_that_cannot_judge_are_refused() -> None:
+    def odd(a: int, b: int) -> int:
+        return a + b
+
+    with pytest.raises(ConfigError, match=r"'odd\(a: .*' in '.*test_functions.py' has a signature"):
+        local(odd)
+    with pytest.raises(ConfigError, match=r"parameters without a default .* columns .*: answer"):
+        local(lambda completions, answer: [0.0], columns=["n"])
+    with pytest.raises(ConfigError, match="'max' does not tell the names of its parameters"):
+        local(max)
+
+
+def test_what_an_object_does_to_its_arguments_stays_there() -> None:
+    """The rollouts that are trained on are not the lists that it gets."""
+
+    def f(completion_ids: list[list[int]]) -> list[float]:
+        for ids_ in completion_ids:
+            ids_.clear()
+        return [0.0] * len(completion_ids)
+
+    batch = rollouts(["abc"])
+    scorer = local(f)
+    scorer.admit(batch)
+    scorer.finish([100])
+    assert batch[0].tokens == [*ids("abc"), 1]

@@ -23,7 +23,6 @@ from helpers import (
     make_rollouts,
     naive_values,
 )
-from stretto.algorithms import ppo
 from stretto.config import Config, ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError
 from stretto.models import forward
@@ -34,7 +33,7 @@ from stretto.models.weights import fingerprint, load_weights
 from stretto.rollout.engine import TorchEngine
 from stretto.training import collate as collating
 from stretto.training.collate import collate, describe, total_reward
-from stretto.training.learner import PPOLearner
+from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
 from stretto.types import FinishReason, Prompt, Rollout, Score, Weights
@@ -53,7 +52,7 @@ def settings(**sections: Any) -> dict[str, Any]:
 
 
 def learned_gradients(
-    learner: PPOLearner, batch: Sequence[Rollout]
+    learner: PolicyLearner, batch: Sequence[Rollout]
 ) -> tuple[Grads, dict[str, Any]]:
     """Gradients of actor and critic in the learner's first update, which is not taken."""
     grads: Grads = {}
@@ -68,8 +67,8 @@ def learned_gradients(
 
         trained.update = update  # type: ignore[method-assign]
 
-    keep(learner._actor, "actor")
-    keep(learner._critic, "critic")
+    for name, trained in learner._trained.items():
+        keep(trained, name)
     stats = learner.train(batch)
     return grads, dict(stats)
 
@@ -89,7 +88,7 @@ def naive_experience(batch: Sequence[Rollout], config: Any) -> list[dict[str, li
         rewards = []
         for old, ref in zip(rollout.logprobs, reference, strict=True):
             d = old - ref
-            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[a.kl_estimator]
+            kl = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[a.estimator]
             rewards.append(-a.kl_coef * kl)
         rewards[-1] += score
         advantages, ahead = [0.0] * len(values), 0.0
@@ -108,9 +107,11 @@ def naive_experience(batch: Sequence[Rollout], config: Any) -> list[dict[str, li
     return out
 
 
-def given_experience(learner: PPOLearner, batch: Sequence[Rollout]) -> list[dict[str, list[float]]]:
+def given_experience(
+    learner: PolicyLearner, batch: Sequence[Rollout]
+) -> list[dict[str, list[float]]]:
     """The learner's own advantages and returns (float32), for comparisons beyond its precision."""
-    e = learner._prepare(collate(batch, {"task": 1.0}))
+    e = learner._prepare(collate(batch, {"task": 1.0}), None)
     return [
         {
             "advantages": e.advantages[b, : len(r)].tolist(),
@@ -120,6 +121,12 @@ def given_experience(learner: PPOLearner, batch: Sequence[Rollout]) -> list[dict
         }
         for b, r in enumerate(batch)
     ]
+
+
+def minibatches(learner: PolicyLearner, size: int) -> list[list[int]]:
+    """Rows of each mini-batch, where every response stands for itself."""
+    units = [(row,) for row in range(size)]
+    return [[row for (row,) in part] for part in learner._minibatches(size, units)]
 
 
 def naive_loss(
@@ -140,7 +147,7 @@ def naive_loss(
         values = naive_values(critic, r)
         old = e.get("old", r.logprobs)
         for t, token in enumerate(r.tokens):
-            w = 1 / tokens if a.aggregation == "token_mean" else 1 / (len(r) * len(batch))
+            w = 1 / tokens if a.averaging == "token_mean" else 1 / (len(r) * len(batch))
             at = table[len(r.prompt.tokens) + t - 1]
             ratio = (at[token] - old[t]).exp()
             adv = e["advantages"][t]
@@ -393,7 +400,7 @@ def test_epochs_of_minibatches_equal_a_naive_loop() -> None:
         for m, lr in ((naive_actor, 1e-3), (naive_critic, 2e-3))
     ]
     experience = given_experience(learner, batch)
-    order = list(learner._minibatches(6))
+    order = list(minibatches(learner, 6))
     assert sorted(chain(*order[:3])) == sorted(chain(*order[3:])) == list(range(6))
     assert order[:3] != order[3:]
     norms = []
@@ -428,7 +435,7 @@ def test_a_batch_smaller_than_its_minibatches_is_refused() -> None:
 def test_a_thinned_batch_splits_into_parts_that_cover_it() -> None:
     actor, critic = models()
     learner = make_learner(actor, critic, settings(training={"minibatches": 3}))
-    parts = list(learner._minibatches(5))
+    parts = list(minibatches(learner, 5))
     assert [len(p) for p in parts] == [2, 2, 1]
     assert sorted(chain(*parts)) == list(range(5))
 
@@ -791,9 +798,9 @@ def test_older_data_is_learned_from_by_the_ratio_to_the_policy_that_sampled_it()
 
 def publisher(
     actor: Any, critic: Any, given: Mapping[str, Any], snapshots: Sequence[str]
-) -> PPOLearner:
+) -> PolicyLearner:
     plain = make_learner(actor, critic, given)
-    return PPOLearner(
+    return PolicyLearner(
         plain._actor, plain._critic, plain._config, {"task": 1.0}, snapshots=snapshots
     )
 
@@ -908,10 +915,26 @@ def test_rewards_are_summed_with_their_weights() -> None:
     assert describe([r])["reward/model:x"] == 3.0
 
 
-@pytest.mark.parametrize("values", [{}, {"critic": [0.1]}, {"critic": [0.1, 0.2, 0.3]}])
-def test_values_that_do_not_fit_the_response_are_refused(values: dict[str, list[float]]) -> None:
+@pytest.mark.parametrize("values", [[0.1], [0.1, 0.2, 0.3]])
+def test_values_that_do_not_fit_the_response_are_refused(values: list[float]) -> None:
     with pytest.raises(LearnerError, match="rollout 4 needs one score of kind 'values' with 2"):
-        collate([finished({"task": [1.0], **values})], {"task": 1.0})
+        collate([finished({"task": [1.0], "critic": values})], {"task": 1.0})
+
+
+def test_a_batch_has_values_for_all_or_for_none() -> None:
+    valued, bare = finished({"task": [1.0], "critic": [0.1, 0.2]}), finished({"task": [1.0]})
+    with pytest.raises(LearnerError, match=r"kind 'values' with 2 numbers.*; got none"):
+        collate([valued, bare], {"task": 1.0})
+    assert collate([bare], {"task": 1.0}).values is None
+    with pytest.raises(LearnerError, match="PPO needs the critic's values"):
+        make_learner(*models(), {"algorithm": {"kl_coef": 0}}).train([bare])
+
+
+def test_groups_are_prompts() -> None:
+    rollouts = [finished({"task": [1.0]}) for _ in range(4)]
+    for r, prompt in zip(rollouts, [7, 3, 7, 3], strict=True):
+        r.prompt = Prompt(prompt, (1,), "")
+    assert collate(rollouts, {"task": 1.0}).groups.tolist() == [7, 3, 7, 3]
 
 
 # -- LoRA ----------------------------------------------------------------------------------------
@@ -950,10 +973,3 @@ def test_lora_trains_adapters_alone(tiny_folder: Path) -> None:
     assert moved == trainable
     assert all("lora_" in n or "score.modules_to_save" in n for n in moved)
     assert any("score.modules_to_save" in n for n in moved)
-
-
-def test_policy_loss_is_in_use_as_documented() -> None:
-    """One token, worked by hand: ratio e^0.3, advantage 2, clip 0.2, weight 1."""
-    one = torch.ones(1)
-    term = ppo.policy_loss(one * 0.3, one * 0.0, one * 2.0, one, 0.2)
-    assert term.loss.item() == pytest.approx(-2.4)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stretto import recipes
-from stretto.config import Config
+from stretto.config import TRAITS, Config
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runtime import inline
@@ -144,6 +144,73 @@ def test_a_killed_overlapped_run_resumes_as_if_nothing_had_happened(
         assert all(torch.allclose(a[n], b[n], atol=2e-4) for n in a)
     else:
         assert_same_run(again, whole)
+
+
+GROUPED: dict[str, Any] = {"batch": 4, "samples_per_prompt": 2, "max_new_tokens": 10}
+QUICK = ("ppo", "grpo", "online-dpo")
+"""Of each kind one: with a critic, of tokens, of pairs. The others run with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TRAITS],
+)
+def test_every_algorithm_runs_with_every_knob_on(
+    name: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Streams, over-commits and lags, on two engines that may migrate; groups arrive whole."""
+    config = settings(
+        tiny_folder,
+        steps=3,
+        rollout=GROUPED | {"engines": 2},
+        algorithm={"name": name},
+        schedule={"preset": "stretto", "chunk_tokens": 2, "migrate": 0.5},
+    )
+    run_dir, _ = run(config, tmp_path)
+    rows = [json.loads(line) for line in run_dir.rollouts_file.read_text().splitlines()]
+    assert len(rows) == 12
+    for step in (1, 2, 3):
+        groups = [r["group"] for r in rows if r["step"] == step]
+        assert [groups.count(g) for g in set(groups)] == [2, 2]
+    metrics = run_dir.read_metrics()
+    assert [m["step"] for m in metrics] == [1, 2, 3]
+    assert all(m["staleness/max"] <= 2 for m in metrics)
+    spans = {s.name for s in run_dir.trace.read().spans}
+    scorers = {"score/task", "score/reference"} | ({"score/critic"} if name == "ppo" else set())
+    assert {name for name in spans if name.startswith("score/")} == scorers
+
+
+@pytest.mark.parametrize(("name", "knob"), [("rloo", "carry"), ("online-dpo", "dial")])
+def test_a_killed_run_without_a_critic_resumes_as_if_nothing_had_happened(
+    name: str, knob: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(
+        tiny_folder,
+        steps=6,
+        rollout=GROUPED,
+        algorithm={"name": name},
+        schedule=OVERLAPS[knob],
+        observe={"checkpoint_every": 3},
+    )
+    whole, _ = run(config, tmp_path)
+    killed = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(KeyboardInterrupt):
+        inline.train(config, run_dir=killed, progress=Kill(4))
+    again = RunDirectory.open(killed.path)
+    inline.train(config, run_dir=again, resume=True, progress=NoProgress())
+    assert_same_run(again, whole)
+
+
+@pytest.mark.parametrize("name", ["grpo", "online-dpo"])
+def test_streaming_trains_groups_the_same_but_for_rounding(
+    name: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """When scorers look at responses does not matter to any algorithm."""
+    common: dict[str, Any] = {"steps": 3, "rollout": GROUPED, "algorithm": {"name": name}}
+    plain = trained(settings(tiny_folder, **common), tmp_path)
+    knobs = {"score_on": "chunk", "chunk_tokens": 3}
+    streamed = trained(settings(tiny_folder, **common, schedule=knobs), tmp_path)
+    assert all(torch.allclose(plain[n], streamed[n], atol=2e-4) for n in plain)
 
 
 def test_carried_rollouts_keep_their_versions(tiny_folder: Path, tmp_path: Path) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 
 from stretto import recipes, tasks
-from stretto.config import Config
+from stretto.config import Config, RewardModelConfig, Section, SftConfig
+from stretto.errors import ConfigError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runtime import inline
 from stretto.tasks.prompts import render
 from stretto.tasks.reasoning import DEFAULT_SIZE
+from stretto.training.supervised import updates
 
 GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
 
@@ -47,7 +49,16 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", recipes.names())
+def has_judge(name: str) -> bool:
+    """Whether the task judges by itself, and not a reward model or a function alone."""
+    task = recipes.load(name).task
+    return task.kind != "dataset" or bool(task.answer_column)
+
+
+JUDGED = list(filter(has_judge, recipes.names()))
+
+
+@pytest.mark.parametrize("name", JUDGED)
 def test_the_judge_of_each_recipe_knows_its_answers(name: str, gsm8k_file: Path) -> None:
     config = recipes.load(name)
     if config.task.kind == "gsm8k":
@@ -136,3 +147,67 @@ def test_tiny_learns(seed: int, tmp_path: Path) -> None:
     rewards = [step["objective/scores"] for step in lines(run_dir.metrics_file)]
     assert fmean(rewards[:10]) < 0.55
     assert fmean(rewards[-10:]) >= 0.8
+
+
+# -- recipes of the other commands ---------------------------------------------------------------
+
+OTHERS = [(kind, name) for kind in (SftConfig, RewardModelConfig) for name in recipes.names(kind)]
+
+
+@pytest.mark.parametrize(("kind", "name"), OTHERS)
+def test_recipes_of_other_commands_load_and_round_trip(
+    kind: type[Section], name: str, tmp_path: Path
+) -> None:
+    config = recipes.load(name, kind)
+    assert type(config) is kind
+    file = tmp_path / "again.toml"
+    file.write_text(recipes.dump(config))
+    assert recipes.load(file, kind) == config
+    assert 20 < len(recipes.describe(name, kind)) <= 120
+
+
+def test_recipes_of_a_huge_dataset_read_a_part_that_lasts() -> None:
+    """Its rows are not read one by one before a run starts."""
+    config, reward = (recipes.load("stack-exchange", kind) for kind in (Config, RewardModelConfig))
+    assert isinstance(config, Config)
+    assert isinstance(reward, RewardModelConfig)
+    assert config.steps * config.rollout.batch == 112_000 < config.task.size == 200_000
+    trained_on = round(reward.data.size * (1 - reward.data.held_out))
+    assert updates(reward, trained_on) == 383
+
+
+def test_demonstrations_of_conversations_meet_a_model_with_a_chat_template() -> None:
+    tuned = recipes.load("no-robots", SftConfig)
+    assert tuned.model.name.endswith("-Instruct")
+    names = {recipes.load("no-robots", kind).model.name for kind in (Config, RewardModelConfig)}
+    assert names == {tuned.model.name}
+
+
+def test_a_recipe_belongs_to_one_command(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no recipe 'arithmetic'\."):
+        recipes.load("arithmetic", SftConfig)
+    file = tmp_path / "own.toml"
+    file.write_text("[rollout]\nbatch = 4")
+    assert recipes.load(file).rollout.batch == 4
+    with pytest.raises(ConfigError, match="holds settings of 'stretto train', where those of"):
+        recipes.load(file, RewardModelConfig)
+    file.write_text("batch = 4\n[model]\nname = 'tiny'")  # for 'train' it is rollout.batch
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'batch'\. Did you mean 'rollout.batch'"
+    ):
+        recipes.load(file)
+    with pytest.raises(ConfigError, match=r"unknown setting 'data.epochs'.*'training.epochs'"):
+        recipes.build({"data": {"epochs": 3}}, "here", SftConfig)
+
+
+@pytest.mark.parametrize("kind", [SftConfig, RewardModelConfig])
+def test_settings_of_other_commands_are_few_and_have_their_help(kind: type[Section]) -> None:
+    assert len(recipes.setting_names(kind)) <= 50
+    sections: list[type[Section]] = [kind]
+    while sections:
+        section = sections.pop()
+        for key, info in section.model_fields.items():
+            if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+                sections.append(info.annotation)
+            else:
+                assert info.description, f"{section.__name__}.{key} has no help"

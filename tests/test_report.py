@@ -19,9 +19,10 @@ import pytest
 from stretto.cli.main import main
 from stretto.clock import ManualClock
 from stretto.config import Config
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, StateError
 from stretto.observe import Recorder, RunDirectory, Spans, report
 from stretto.observe.progress import NoProgress
+from stretto.observe.report import evaluations, outcomes
 from stretto.observe.report.page import html_page, length_edges, payload, quantile
 from stretto.observe.report.picture import seconds_text, tick_step
 from stretto.observe.report.runs import Run, StepSpans, differing_settings, load, shares
@@ -194,8 +195,8 @@ def test_what_cannot_be_reported_is_refused(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny", Config()).path
     with pytest.raises(ConfigError, match="given twice"):
         load([run, run / ".." / run.name])
-    with pytest.raises(ConfigError, match="at most 6 runs"):
-        html_page([made()] * 7)
+    with pytest.raises(ConfigError, match="timelines of at most 6 runs; got 7"):
+        html_page([made()] * 7, 1)
 
 
 def test_a_run_of_before_there_were_traces_says_what_it_lacks(tmp_path: Path) -> None:
@@ -359,6 +360,114 @@ def test_a_timeline_row_says_where_a_bar_stands(pair: list[Path]) -> None:
     assert sum(row[3] for row in [*drawn, *idle]) == pytest.approx(4 * data["resolution"], rel=0.01)
 
 
+def evaluated(
+    rate: float, kl: float | None = None, by: str = "model:gold", sft: str = "sft", **more: Any
+) -> dict[str, Any]:
+    """A record of an evaluation."""
+    figures: dict[str, Any] = {"win_rate": {"by": by, "rate": rate, "standard_error": 0.1}, **more}
+    if kl is not None:
+        figures["kl"] = {"sft": sft, "kl": kl, "standard_error": 0.5, "perplexity": 2 * kl}
+    return {"model": "m", "what": list(figures), "figures": figures, "settings": {}}
+
+
+def dialled(
+    algorithm: str, n: int, rewards: list[float], *evaluations: dict[str, Any], name: str = "run"
+) -> Run:
+    """A run with an algorithm and an off-policyness."""
+    return made(
+        name,
+        settings={"algorithm.name": algorithm, "schedule.batches_per_handover": n},
+        metrics=[{"step": i, "objective/scores": r} for i, r in enumerate(rewards, start=1)],
+        evaluations=evaluations,
+    )
+
+
+def test_evaluations_are_kept_with_their_run(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    assert evaluations.read(run.path) == []
+    for rate in (0.25, 0.5):
+        evaluations.append(run.path, evaluated(rate, 3.0))
+    assert load([run.path])[0].evaluations == [evaluated(0.25, 3.0), evaluated(0.5, 3.0)]
+    with pytest.raises(ConfigError, match="cannot keep the figures"):
+        evaluations.append(tmp_path / "nowhere", evaluated(0.5))
+    with (run.path / evaluations.FILE).open("a") as file:
+        file.write('{"model": "m"}\n')
+    with pytest.raises(StateError, match=r"evaluations\.jsonl', line 3 is no record"):
+        load([run.path])
+
+
+def test_win_rates_stand_with_the_kl_of_the_same_samples() -> None:
+    judged = {"judge": {"judge": "llm", "rate": 0.75, "standard_error": 0.2}}
+    runs = [
+        made(evaluations=[evaluated(0.5, 3.0, sft="runs/sft-001/model"), evaluated(0.9)]),
+        made(
+            evaluations=[
+                evaluated(0.25, 4.0, sft="runs/sft-001/model", **judged),
+                evaluated(0.1, 5.0, sft="other"),
+            ]
+        ),
+        made(),
+    ]
+
+    def point(run: int, rate: float, kl: float, error: float = 0.1) -> dict[str, float]:
+        return {
+            "run": run,
+            "rate": rate,
+            "rate_error": error,
+            "kl": kl,
+            "kl_error": 0.5,
+            "perplexity": 2 * kl,
+        }
+
+    assert outcomes.pareto(runs) == [
+        {"by": "model:gold", "sft": "sft-001", "points": [point(0, 0.5, 3.0), point(1, 0.25, 4.0)]},
+        {"by": "LLM judge llm", "sft": "sft-001", "points": [point(1, 0.75, 4.0, 0.2)]},
+        {"by": "model:gold", "sft": "other", "points": [point(1, 0.1, 5.0)]},
+    ]
+    assert outcomes.pareto([made()]) == []
+
+
+def test_outcomes_by_off_policyness_are_means_over_runs() -> None:
+    runs = [
+        dialled("ppo", 16, [0.0] * 18 + [2.0, 4.0], evaluated(0.4, 9.0)),
+        dialled("ppo", 1, [1.0], evaluated(0.9, 1.0), evaluated(0.5, 3.0)),
+        dialled("ppo", 1, [2.0]),
+        dialled("copg", 4, [], evaluated(0.6)),
+    ]
+    charts = {chart["title"]: chart for chart in outcomes.off_policy(runs)}
+    reward, rate, kl, perplexity = charts.values()
+    assert reward["lines"] == [
+        {
+            "algorithm": "ppo",
+            "points": [[1, 1.5], [16, 3.0]],
+            "runs": [[1, 1.0, 1], [1, 2.0, 2], [16, 3.0, 0]],
+        }
+    ]
+    assert [(line["algorithm"], line["points"]) for line in rate["lines"]] == [
+        ("ppo", [[1, 0.5], [16, 0.4]]),
+        ("copg", [[4, 0.6]]),
+    ]
+    assert (rate["is_share"], reward["is_share"]) == (True, False)
+    assert kl["lines"][0]["points"] == [[1, 3.0], [16, 9.0]]
+    assert perplexity["lines"][0]["points"] == [[1, 6.0], [16, 18.0]]
+    assert outcomes.off_policy(runs[1:3]) == []
+    assert outcomes.off_policy([made(), runs[0]]) == []
+
+
+def test_of_many_runs_only_what_they_came_to_is_shown(pair: list[Path]) -> None:
+    runs = load(pair)
+    many = [dataclasses.replace(runs[i % 2], name=f"r{i}") for i in range(5)]
+    many += [dialled("copg", n, [0.5], evaluated(0.5, 3.0)) for n in (1, 4)]
+    data, _ = embedded(html_page(many))
+    assert data["in_brief"] is True
+    assert data["algorithms"] == ["ppo", "copg"]
+    assert all(run["timeline"] == {} for run in data["runs"])
+    assert [point["run"] for point in data["pareto"][0]["points"]] == [5, 6]
+    colours = [f"--run-{i}:var(--group-{int(i > 4)});" for i in range(7)]
+    assert "".join(colours) in html_page(many)
+    assert embedded(html_page(many[:6]))[0]["in_brief"] is False
+
+
 def test_the_page_needs_nothing_else_and_data_cannot_break_it(pair: list[Path]) -> None:
     runs = load(pair)
     _, plain = embedded(html_page(runs))
@@ -454,16 +563,39 @@ def test_the_command_writes_what_is_asked(
         assert message in capsys.readouterr().err
 
 
+def dom(html: str, folder: Path) -> str:
+    """The page as a browser has it once its script has run, without a complaint."""
+    file = folder / "report.html"
+    file.write_text(html, encoding="utf-8")
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
+    assert "CONSOLE" not in done.stderr
+    return done.stdout
+
+
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
     runs = load(pair)
-    file = tmp_path / "report.html"
-    file.write_text(html_page(runs, 5), encoding="utf-8")
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, check=True, text=True, timeout=60)
-    assert "CONSOLE" not in done.stderr
+    page = dom(html_page(runs, 5), tmp_path)
     drawn = sum(len(bars(run.steps[5])) for run in runs)
-    assert done.stdout.count('class="work"') == drawn
+    assert page.count('class="work"') == drawn
     for title in ("against time", "Chunk size [tokens]", "responses", "rollout", "waits for data"):
-        assert title in done.stdout
+        assert title in page
+    assert "Win-rate against KL" not in page
+    assert "How off-policy" not in page
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
+    runs = [
+        dialled(name, n, [0.1, 0.5], evaluated(0.6 - n / 100, n), name=f"{name}-{n}")
+        for name in ("ppo", "online-dpo")
+        for n in (1, 2, 4, 8)
+    ]
+    page = dom(html_page(runs), tmp_path)
+    # Each run is a point against KL and against perplexity, and one in each of four charts by N.
+    assert page.count('class="work"') == len(runs) * (2 + 4)
+    for text in ("Win-rate against KL", "KL to sft [nats a response]", ">online-dpo-8<", "8 runs:"):
+        assert text in page
+    assert ">against time<" not in page

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from stretto import recipes, tasks
-from stretto.config import Config, RolloutConfig
+from stretto.config import TRAITS, Config, RolloutConfig
 from stretto.errors import ConfigError, JudgeError, StateError, TaskError
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
@@ -361,6 +361,9 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
 def letters(completions, **kwargs):
     return [c.count("a") / 8 for c in completions]
 
+def spread(completions, **kwargs):
+    return [sum(map(ord, c)) % 7 / 7 for c in completions]
+
 def fails(completions, **kwargs):
     return [float("nan") if i == 1 else 1.0 for i, c in enumerate(completions)]
 """
@@ -560,3 +563,98 @@ def test_evaluate_stops_at_a_failed_verdict(
     monkeypatch.setattr(FunctionScorer, "finish", finish)
     with pytest.raises(JudgeError, match="no verdict on 0"):
         inline.evaluate(settings(tiny_folder), model=str(tiny_folder), samples=3)
+
+
+# -- every algorithm -----------------------------------------------------------------------------
+
+PAIRS: dict[str, Any] = {"batch": 8, "samples_per_prompt": 4, "max_new_tokens": 8}
+CRITICLESS = [name for name, traits in TRAITS.items() if not traits.critic]
+
+
+@pytest.mark.parametrize("name", CRITICLESS)
+def test_a_run_without_a_critic(
+    name: str, tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    """No critic is made, scores, trains or is reported; what is learned is groups of four."""
+    config = settings(
+        tiny_folder,
+        steps=3,
+        rollout=PAIRS,
+        algorithm={"name": name},
+        reward={"sources": (f"{functions}:spread",), "missing_eos": "off"},
+        training={"lr": 1e-2},
+    )
+    run_dir, result = run(config, tmp_path)
+    metrics = lines(run_dir.metrics_file)
+    assert not [k for m in metrics for k in m if "critic" in k or "value" in k]
+    assert {"objective/kl", "group/reward_std", "group/all_equal"} < result.stats.keys()
+    assert metrics[0]["objective/kl"] == pytest.approx(0, abs=1e-5)
+    assert abs(metrics[0].get("val/ratio_max", 1.0) - 1) < 1e-5
+    before = load_file(tiny_folder / "model.safetensors")
+    assert any(not torch.equal(p, before[n]) for n, p in weights(run_dir).items())
+    groups = [m["group/all_equal"] for m in metrics]
+    rows = lines(run_dir.rollouts_file)
+    for step, share in enumerate(groups, 1):
+        rewards = [r["reward"] for r in rows if r["step"] == step]
+        both = [rewards[:4], rewards[4:]]
+        assert share == fmean(len(set(group)) == 1 for group in both)
+    if name == "online-dpo":
+        assert [m["dpo/pairs"] for m in metrics] == [2 - 2 * share for share in groups]
+
+
+def test_a_judge_that_fails_on_half_a_pair_leaves_the_other_half_out(
+    tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    """``fails`` gives no number for the second response of each batch."""
+    notes = Notes()
+    config = settings(
+        tiny_folder,
+        rollout={"batch": 4, "samples_per_prompt": 2},
+        algorithm={"name": "rloo"},
+        reward={"sources": (f"{functions}:fails",), "on_failure": "drop"},
+    )
+    run_dir, result = run(config, tmp_path, notes)
+    assert result.stats["rejected"] == 4
+    rows = lines(run_dir.rollouts_file)
+    states = {r["id"]: (r["state"], r["because"]) for r in rows}
+    for first in (0, 4):
+        assert states[first] == ("rejected", "group too small")
+        assert states[first + 1] == ("rejected", "judge failed")
+        assert states[first + 2] == states[first + 3] == ("trained", "")
+    told = [n for n in notes.notes if "left out rollout" in n]
+    assert told[0] == "step 1: left out rollout 0: group too small"
+    assert "left out rollout 1: " in told[1]
+
+
+def test_online_dpo_with_nothing_to_prefer_goes_on(
+    tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    """All rewards are the same: steps are counted, nothing moves."""
+    functions.write_text("def same(completions, **_): return [1.0] * len(completions)")
+    config = settings(
+        tiny_folder,
+        rollout=PAIRS,
+        algorithm={"name": "online-dpo"},
+        reward={"sources": (f"{functions}:same",), "missing_eos": "off"},
+    )
+    run_dir, result = run(config, tmp_path)
+    assert (result.steps, result.stats["dpo/pairs"], result.stats["policy/grad_norm"]) == (2, 0, 0)
+    before = load_file(tiny_folder / "model.safetensors")
+    after = weights(run_dir)
+    assert all(torch.equal(after[n], before[n]) for n in before if n in after)
+
+
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_importance_weights_of_lagging_data(
+    correction: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """On the step's own data they are 1, a version later they are not; ratios start at 1."""
+    algorithm = {"old_policy": "proximal", "correction": correction, "correction_cap": 3.0}
+    config = settings(
+        tiny_folder, steps=4, algorithm=algorithm, schedule={"lag": 1}, training={"lr": 3e-2}
+    )
+    metrics = lines(run(config, tmp_path)[0].metrics_file)
+    assert metrics[0]["correction/weight_mean"] == pytest.approx(1, abs=1e-5)
+    assert all(abs(m["correction/weight_mean"] - 1) > 1e-3 for m in metrics[1:])
+    for m in metrics:
+        assert abs(m["val/ratio_max"] - 1) < 1e-4 > abs(m["val/ratio_min"] - 1)

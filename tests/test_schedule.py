@@ -600,6 +600,79 @@ def test_a_batch_without_any_verdict_stops_even_so() -> None:
         failing(Schedule.step, world, drop_failures=True)
 
 
+def test_a_group_left_with_too_few_is_left_out_as_a_whole() -> None:
+    """Pairs 0 and 1, 2 and 3, ...: what 1's judge failed on leaves 0 with nothing to compare."""
+    world = World([3, 5, 2, 4], fails=[1])
+    steps, ledger = take(world, 2, samples=2, drop_failures=True, group_at_least=2)
+    assert [ids(s) for s in steps] == [[2, 3], [4, 5, 6, 7]]
+    assert {r.id: r.rejected_because for r in steps[0].rejected} == {
+        0: "group too small",
+        1: "judge failed",
+    }
+    assert steps[0].rejected[0].scores["judge"].scalar == 0.5
+    assert [s.stats["rejected"] for s in steps] == [2, 2]
+    assert ledger.rejected == {"judge failed": 1, "group too small": 1}
+    assert (ledger.dispatched, ledger.trained, ledger.in_flight) == (8, 6, 0)
+    assert_balanced(ledger)
+
+
+def test_a_group_with_enough_left_goes_on() -> None:
+    """Of four responses to each prompt two failed for the first, and three for the second."""
+    world = World([3, 5, 2, 4], fails=[0, 3, 4, 5, 7])
+    (step,), ledger = take(
+        world, batch=8, samples=4, drop_failures=True, group_at_least=2
+    )  # fmt: skip
+    assert ids(step) == [1, 2]
+    assert ledger.rejected == {"judge failed": 5, "group too small": 1}
+    assert_balanced(ledger)
+    (alone,), ledger = take(World([3], fails=[1]), samples=2, drop_failures=True)
+    assert ids(alone) == [0, 2, 3]  # an algorithm that compares nothing
+    assert ledger.rejected == {"judge failed": 1}
+
+
+def test_a_step_that_loses_every_group_stops() -> None:
+    world = World([3], fails=[1, 2])
+    with pytest.raises(JudgeError, match=r"2 of 4 .*, and no prompt has the 2 left") as caught:
+        failing(Schedule.step, world, samples=2, drop_failures=True, group_at_least=2)
+    assert caught.value.rollout_ids == (1, 2)
+    assert "on_failure" not in str(caught.value)
+    with pytest.raises(JudgeError, match=r"1 of 4 responses could not be judged\. The first"):
+        failing(Schedule.step, World([3], fails=[1]), samples=2, group_at_least=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"delta": 3, "score_on": "chunk"},
+        {"lag": 1, "delta": 4, "score_on": "rollout"},
+        {"batches_per_handover": 2, "lag": 1},
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_books_balance_whatever_is_left_out(options: dict[str, Any], seed: int) -> None:
+    """Dispatched = in flight + trained + rejected, and no group of fewer than two is trained on."""
+    world = World([3, 17, 2, 9, 5, 1, 30], fails=[0, 3, 4, 5, 11, 12, 18, 25, 26, 29, 33, 40])
+    steps, ledger = take(
+        world, 8, seed, batch=6, samples=3, drop_failures=True, group_at_least=2, **options
+    )
+    assert_balanced(ledger)
+    trained = [r for s in steps for r in s.batch]
+    rejected = [r for s in steps for r in s.rejected]
+    assert (ledger.trained, ledger.rejected.total()) == (len(trained), len(rejected))
+    assert len(trained) + len(rejected) == 48
+    for s in steps:
+        by_prompt: dict[int, list[int]] = {}
+        for r in s.batch:
+            by_prompt.setdefault(r.prompt.id, []).append(r.id)
+        assert all(len(group) >= 2 for group in by_prompt.values())
+    failed = {r.id for r in rejected if r.rejected_because == "judge failed"}
+    assert failed == world.fails & {r.id for r in (*trained, *rejected)}
+    for r in rejected:
+        if r.rejected_because == "group too small":
+            assert sum(x.group == r.group for x in rejected) == 3
+    assert ledger.rejected["group too small"] > 0
+
+
 def test_a_generator_that_gives_nothing_is_an_error_that_names_who_waits() -> None:
     world = World([3])
     generator = FakeGenerator(world)

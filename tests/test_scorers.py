@@ -207,23 +207,33 @@ def other_tokenizer(chat: bool) -> Any:
     if chat:
         tokenizer.chat_template = (
             "{% for m in messages %}{{ '[U]' if m['role'] == 'user' else '[A]' }}"
-            "{{ m['content'] }}<sep>{% endfor %}"
+            "{{ m['content'] + '<sep>\\n' }}{% endfor %}"
         )
     return tokenizer
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(chat: bool) -> None:
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(
+    chat: bool, listed: bool
+) -> None:
+    """Whole turns end as the model's config says, or with the tokenizer's own end token."""
     model, tokenizer = reward_model(vocabulary=263), other_tokenizer(chat)
+    if listed:
+        model.config.eos_token_id = [tokenizer.convert_tokens_to_ids("<sep>"), 3]
     scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 60, stop=["#"])
     rollouts = [*BYTE_ROLLOUTS, byte_rollout(9, "x", "cut before here# and no more")]
     texts = ["3", "yes, it is", "ü and the rest", "cut before here"]
+    closing = "<sep>" if listed else "<sep>\n<eos>"
     for r, text, score in zip(rollouts, texts, scores_of(scorer, rollouts), strict=True):
         # Turns without a template are read with an empty line between.
-        read = f"[U]{r.prompt.text}<sep>[A]{text}<sep>" if chat else f"{r.prompt.text}\n\n{text}"
+        read = f"[U]{r.prompt.text}<sep>\n[A]{text}" if chat else f"{r.prompt.text}\n\n{text}"
+        if r.finish is FinishReason.STOP:
+            read += closing if chat else "<eos>"
         tokens = tokenizer(read)["input_ids"]
         if "the" in read:
             assert 259 in tokens
+        assert scorer._tokens(r) == tokens
         assert score.scalar == pytest.approx(plain_score(model, tokens), rel=1e-4, abs=1e-5)
 
 
@@ -233,8 +243,34 @@ def test_plain_prompts_have_no_chat_form() -> None:
     plain = Rollout(1, Prompt(1, rollout.prompt.tokens, "the question "), 1, rollout.tokens)
     plain.finish = FinishReason.STOP
     scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 60)
-    expected = plain_score(model, tokenizer("the question the answer")["input_ids"])
+    expected = plain_score(model, tokenizer("the question the answer<eos>")["input_ids"])
     assert scores_of(scorer, [plain])[0].scalar == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_template_that_changes_the_prompt_ends_as_others_do() -> None:
+    """Once it is answered, the prompt is shown without what came before it."""
+    model, tokenizer = reward_model(vocabulary=263), other_tokenizer(chat=True)
+    template = tokenizer.chat_template
+    tokenizer.chat_template = "{% if messages | length == 1 %}the{% endif %}" + template
+    r = byte_rollout(1, "x", "<sep> yes")
+    for ends, closing in (([260], "<eos>"), ([tokenizer.convert_tokens_to_ids("<sep>")], "")):
+        model.config.eos_token_id = ends
+        scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 60)
+        read = "[U]x<sep>\n[A]<sep> yes<sep>" + ("\n<eos>" if closing else "")
+        assert scorer._tokens(r) == tokenizer(read)["input_ids"]
+
+
+def test_given_responses_end_with_the_actors_end_token() -> None:
+    """Their finish does not say so, as a stop string in them is no end."""
+    model, tokenizer = reward_model(vocabulary=263), other_tokenizer(chat=False)
+    rollout = byte_rollout(1, "the ", "end# of it")
+    given = Rollout(1, Prompt(1, rollout.prompt.tokens, "the "), 1, rollout.tokens)
+    given.finish = FinishReason.LENGTH
+    for ends, closing in ((frozenset({EOS}), "<eos>"), (frozenset[int](), "")):
+        scorer = RewardModelScorer(
+            "model:x", model, tokenizer, byte_tokenizer(), 60, ["#"], given_ends=ends
+        )
+        assert scorer._tokens(given) == tokenizer("the end# of it" + closing)["input_ids"]
 
 
 def bert(vocabulary: int = 259) -> Any:
@@ -261,6 +297,14 @@ def test_a_reward_model_that_is_an_encoder_is_run_whole() -> None:
     for r, score in zip(BYTE_ROLLOUTS, scores_of(scorer, BYTE_ROLLOUTS), strict=True):
         expected = plain_score(model, [*r.prompt.tokens, *r.tokens])
         assert score.scalar == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_an_encoder_reads_the_template_as_it_is() -> None:
+    model, tokenizer = bert(vocabulary=263), other_tokenizer(chat=True)
+    scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 1000)
+    for r, text in zip(BYTE_ROLLOUTS, ["3", "yes, it is", "ü and the rest"], strict=True):
+        read = f"[U]{r.prompt.text}<sep>\n[A]{text}<sep>\n"
+        assert scorer._tokens(r) == tokenizer(read)["input_ids"]
 
 
 def test_an_encoder_is_no_critic() -> None:

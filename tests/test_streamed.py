@@ -587,11 +587,14 @@ def trained(kind: str) -> Any:
     )
     words = CORPUS if kind == "bytes" else [w for line in CORPUS for w in line.split(" ")]
     tokenizer.train_from_iterator(words, trainer)
-    return hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    return hf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<sep>"
+    )
 
 
 TEMPLATE = (
-    "{% for m in messages %}{{ '<s>' + m['role'] + '\\n' + m['content'] | trim }}<sep>{% endfor %}"
+    "{% for m in messages %}{{ '<s>' + m['role'] + '\\n' + m['content'] | trim + '<sep>\\n' }}"
+    "{% endfor %}"
 )
 FORGETFUL = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]")
 
@@ -691,10 +694,30 @@ def test_what_a_template_takes_away_later_is_rolled_back_and_counted() -> None:
     r = text_rollout(0, thought + "</think>It is cold", chat=True, finish=FinishReason.STOP)
     scorer = judge(tokenizer, slots=1)
     got = stream(scorer, [r], 10)
-    read = Reading("x", tokenizer, byte_tokenizer())
+    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2}))
     assert scorer.rolled_back_tokens > 10
     assert tokenizer.decode(read.tokens(r)).endswith("\nIt is cold<sep>")
     assert_same(got, whole(judge(tokenizer, 0), [r]))
+
+
+@pytest.mark.parametrize("words", [3, 40])
+def test_the_prompts_tokens_stay_while_the_response_grows(words: int) -> None:
+    """The last word goes on in the response: in one text it would be tokenised in another way."""
+    tokenizer = other_tokenizer("bytes")
+    said = long_text(words) + " wea"
+    r = text_rollout(
+        0, "ther in the north and the wind is cold", chat=False, finish=FinishReason.STOP
+    )
+    r.prompt = Prompt(0, tuple(said.encode()), said)
+    ids = tokenizer(said)["input_ids"]
+    whole_text = said + "ther in the north and the wind is cold"
+    assert tokenizer(whole_text)["input_ids"][: len(ids)] != ids
+    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2})).tokens(r)
+    behind = "ther in the north and the wind is cold"
+    assert read == [*ids, *tokenizer(behind)["input_ids"], 2]
+    scorer = judge(tokenizer, slots=1)
+    assert_same(stream(scorer, [r], 5), whole(judge(tokenizer, 0), [r]))
+    assert scorer.rolled_back_tokens == 0
 
 
 def test_a_stop_string_that_is_cut_off_is_not_read() -> None:
@@ -743,9 +766,9 @@ def test_tokens_of_a_growing_text_are_the_first_ones_of_the_whole(kind: str) -> 
     expected = tokenizer(text)["input_ids"]
     sizes: list[int] = []
 
-    def encode(part: str, _: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        sizes.append(len(part))
-        encoded = tokenizer(part, return_offsets_mapping=True)
+    def encode(text: str, start: int) -> tuple[list[int], list[tuple[int, int]]]:
+        sizes.append(len(text) - start)
+        encoded = tokenizer(text[start:], return_offsets_mapping=True)
         return encoded["input_ids"], encoded["offset_mapping"]
 
     prefix = StablePrefix(encode)
@@ -765,8 +788,8 @@ def test_tokens_of_a_growing_text_are_the_first_ones_of_the_whole(kind: str) -> 
 def test_tokens_that_depend_on_what_comes_much_later_are_found_out() -> None:
     """Digits in groups of three from the right: each new one moves all the groups."""
 
-    def encode(text: str, _: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        groups = list(re.finditer(r"\d{1,3}(?=(?:\d{3})*(?!\d))", text))
+    def encode(text: str, start: int) -> tuple[list[int], list[tuple[int, int]]]:
+        groups = list(re.finditer(r"\d{1,3}(?=(?:\d{3})*(?!\d))", text[start:]))
         return [int(g[0]) for g in groups], [g.span() for g in groups]
 
     rng = random.Random(2)
@@ -776,7 +799,7 @@ def test_tokens_that_depend_on_what_comes_much_later_are_found_out() -> None:
         before = list(prefix.tokens)
         kept = prefix.grow(digits[:at])
         assert prefix.tokens
-        assert prefix.tokens == encode(digits[:at], True)[0][: len(prefix.tokens)]
+        assert prefix.tokens == encode(digits[:at], 0)[0][: len(prefix.tokens)]
         assert prefix.tokens[:kept] == before[:kept]
         assert kept == len(before) or prefix.tokens[kept] != before[kept]
 
@@ -784,8 +807,8 @@ def test_tokens_that_depend_on_what_comes_much_later_are_found_out() -> None:
 def test_a_text_that_changes_is_tokenised_anew() -> None:
     tokenizer = trained("bytes")
 
-    def encode(part: str, _: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = tokenizer(part, return_offsets_mapping=True)
+    def encode(text: str, start: int) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = tokenizer(text[start:], return_offsets_mapping=True)
         return encoded["input_ids"], encoded["offset_mapping"]
 
     prefix = StablePrefix(encode, held=3)

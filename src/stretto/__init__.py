@@ -1,6 +1,95 @@
 """Stretto: reinforcement learning from feedback on language models.
 
+What the commands do is there as functions (:mod:`stretto.api`), and for scripts that were written
+for TRL's PPO trainer there are ``PPOConfig`` and ``PPOTrainer`` (:mod:`stretto.trl`).
+
 Importing this package loads nothing heavy; nor do ``stretto.config`` and ``stretto.recipes``.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stretto.api import (
+        align,
+        benchmark,
+        compare,
+        evaluate,
+        generate,
+        label,
+        label_responses,
+        load_recipe,
+        measure,
+        report,
+        resume,
+        resume_alignment,
+        sft,
+        simulate,
+        train,
+        train_reward_model,
+    )
+    from stretto.config import Config, RewardModelConfig, SftConfig
+    from stretto.trl import PPOConfig, PPOTrainer
+
 __version__ = "0.1.0"
+
+_EXPORTS = {
+    "stretto.api": (
+        "align",
+        "benchmark",
+        "compare",
+        "evaluate",
+        "generate",
+        "label",
+        "label_responses",
+        "load_recipe",
+        "measure",
+        "report",
+        "resume",
+        "resume_alignment",
+        "sft",
+        "simulate",
+        "train",
+        "train_reward_model",
+    ),
+    "stretto.config": ("Config", "RewardModelConfig", "SftConfig"),
+    "stretto.trl": ("PPOConfig", "PPOTrainer"),
+}
+"""What can be imported from here, by the module that has it; loaded when it is first asked for."""
+
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
+
+__all__ = [
+    "Config",
+    "PPOConfig",
+    "PPOTrainer",
+    "RewardModelConfig",
+    "SftConfig",
+    "__version__",
+    "align",
+    "benchmark",
+    "compare",
+    "evaluate",
+    "generate",
+    "label",
+    "label_responses",
+    "load_recipe",
+    "measure",
+    "report",
+    "resume",
+    "resume_alignment",
+    "sft",
+    "simulate",
+    "train",
+    "train_reward_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'stretto' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

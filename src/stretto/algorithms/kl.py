@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.config.algorithm import Estimator
 from stretto.errors import LearnerError, StateError
-
-Estimator = Literal["k1", "k2", "k3"]
 
 _ERROR_CLIP = 0.2
 """Ziegler et al. 2019, section 2.2: the proportional error is held within +-0.2."""

@@ -10,34 +10,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token_mean", "sequence_mean"]
+from stretto.config.algorithm import Aggregation
 
 
-def token_weights(mask: Tensor, mode: Aggregation) -> Tensor:
-    """The weight of each token in a loss.
+def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:
+    """The weight of each token in a loss of tokens.
+
+    An empty response has no tokens to average and is not counted among the responses; without any
+    token, all weights are zero.
 
     Args:
         mask: [B, T] bool, of *all* responses of one optimizer step. Micro-batches take rows of
             the result.
         mode: ``token_mean`` gives ``mask / tokens``, every token counting alike;
             ``sequence_mean`` gives ``mask / (length_b * responses)``, every response counting
-            alike.
+            alike; ``sequence_sum`` gives ``mask / responses``; ``fixed_length`` gives
+            ``mask / (longest * responses)``.
+        longest: tokens that a response may have at most.
 
     Returns:
-        [B, T] float32, zero outside the mask, summing to 1. An empty response has no tokens to
-        average and is not counted among the responses; without any token, all weights are zero.
+        [B, T] float32, zero outside the mask; the means' weights sum to 1.
     """
     lengths = mask.sum(dim=1, keepdim=True)
-    if mode == "token_mean":
-        denominator = lengths.sum().expand_as(lengths)
-    else:
-        denominator = lengths * (lengths > 0).sum()
+    responses = (lengths > 0).sum()
+    denominator = {
+        "token_mean": lengths.sum(),
+        "sequence_mean": lengths * responses,
+        "sequence_sum": responses,
+        "fixed_length": longest * responses,
+    }[mode].expand_as(lengths)
     return torch.where(mask, 1.0 / denominator.clamp_min(1), 0.0)
+
+
+def response_weights(mask: Tensor) -> Tensor:
+    """The weight of each response in a loss of whole responses: 1 / responses.
+
+    Args:
+        mask: [B, T] bool, as in :func:`token_weights`.
+
+    Returns:
+        [B] float32, zero for an empty response, summing to 1 unless all are.
+    """
+    present = mask.any(dim=1)
+    return torch.where(present, 1.0 / present.sum().clamp_min(1), 0.0)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:

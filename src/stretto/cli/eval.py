@@ -1,11 +1,13 @@
-"""``stretto eval``: pass@1, greedy, on a task's held-out rows."""
+"""``stretto eval``: a model on a task's held-out rows: pass@1, win-rates, KL, benchmarks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -17,9 +19,14 @@ from stretto.cli.settings import (
     check_task,
     leading_recipe,
     parse_with_config,
-    trained_model,
 )
+from stretto.config import Config
 from stretto.errors import ConfigError
+from stretto.models.resolve import trained_model
+from stretto.observe.report import evaluations
+
+if TYPE_CHECKING:
+    from stretto.evaluation import Measured
 
 SETTINGS = (
     "seed",
@@ -37,12 +44,24 @@ SETTINGS = (
 )
 """What an evaluation depends on, besides the model."""
 
+SAMPLES = 200
+"""Rows to answer, where it is not said how many."""
+
+SAMPLED = ("win_rate_by", "sft", "judge")
+"""Options that ask for measures of sampled responses."""
+
 _DESCRIPTION = (
-    "Measure pass@1: the share of greedy answers that the task's own verifier takes for right. "
+    "Measure a model. Without further options: pass@1, the share of greedy answers that the task's "
+    "own verifier takes for right. --win-rate-by, --sft and --judge sample one response to each "
+    "prompt instead and measure those; --lm-eval runs benchmarks. "
     "Procedural tasks draw rows with another seed than training; for a file or a hub dataset, name "
-    "one (--task.name) or a split (--task.split) that training does not see. Options come after "
-    "the recipe."
+    "one (--task.name) or a split (--task.split) that training does not see. The figures of a "
+    "run's trained model are also added to evaluations.jsonl in its folder, where 'stretto report' "
+    "finds them. Options come after the recipe."
 )
+
+MEASURES = ("accuracy", "win_rate", "kl", "judge", "benchmarks")
+"""Figures that say what was measured."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -52,35 +71,125 @@ def run(arguments: Sequence[str]) -> int:
     start = recipes.load(recipe or "arithmetic")
     config, own = parse_with_config("eval", _DESCRIPTION, arguments, start, _options(), SETTINGS)
     check_recipe_is_first(arguments, own["recipe"])
-    check_task(config, own["recipe"])
-    if own["samples"] < 1:
-        raise ConfigError(f"--samples {own['samples']}: must be 1 or more")
-    model = _model(own["model"], own["recipe"], config.model.name)
+    _check(own)
+    sampled, benchmarks = any(own[name] for name in SAMPLED), _names(own["lm_eval"])
+    if sampled or not benchmarks:
+        check_task(config, own["recipe"])
+    if own["temperature"] is not None:
+        rollout = config.rollout.model_copy(update={"temperature": own["temperature"]})
+        config = config.model_copy(update={"rollout": rollout})
+    model, folder = _model(own["model"], own["recipe"], config.model.name)
 
+    print(f"model        {model}")
+    figures: dict[str, Any] = {}
+    if sampled:
+        figures |= _sampled(config, own, model)
+    elif not benchmarks:
+        figures |= _pass_at_1(config, own, model)
+    if benchmarks:
+        figures["benchmarks"] = _benchmarks(config, own, model, benchmarks)
+    what = [name for name in MEASURES if name in figures]
+    settings = config.model_dump()
+    if folder:
+        record = {"model": model, "what": what, "figures": figures, "settings": settings}
+        evaluations.append(folder, record)
+    if own["out"]:
+        _write(Path(own["out"]), {"model": model, **figures, "settings": settings})
+    return 0
+
+
+def _pass_at_1(config: Config, own: Mapping[str, Any], model: str) -> dict[str, Any]:
+    from stretto.evaluation.measures import rows_of
     from stretto.runtime import inline
 
-    result = inline.evaluate(config, model=model, samples=own["samples"])
-    figures = {
+    rows, held_out = rows_of(config)
+    result = inline.evaluate(config, model=model, samples=own["samples"] or SAMPLES)
+    _print_rows(config, rows, held_out, result.samples, result.skipped)
+    _print("accuracy", f"{result.accuracy:.4f}")
+    _print_lengths(result.mean_tokens, result.ended)
+    return {
+        "rows": rows,
+        "held_out": held_out,
         "accuracy": result.accuracy,
         "mean_tokens": result.mean_tokens,
         "ended": result.ended,
         "samples": result.samples,
         "skipped": result.skipped,
     }
-    print(f"model        {model}")
-    print(f"task         {config.task.kind} {config.task.name}")
-    print(f"samples      {result.samples}")
-    if result.skipped:
-        print(f"left out     {result.skipped} rows with longer prompts than task.max_prompt_tokens")
-    if config.task.kind != "reasoning-gym":
-        print("rows         as named; whether training saw them is not known here")
-    print(f"accuracy     {result.accuracy:.4f}")
-    print(f"mean tokens  {result.mean_tokens:.1f}")
-    print(f"ended        {result.ended:.4f}")
-    if own["out"]:
-        record = {"model": model, **figures, "settings": config.model_dump()}
-        _write(Path(own["out"]), record)
-    return 0
+
+
+def _sampled(config: Config, own: Mapping[str, Any], model: str) -> dict[str, Any]:
+    from stretto import evaluation
+
+    judge = None
+    if own["judge"]:
+        limits = {"concurrency": own["judge_concurrency"], "timeout_s": own["judge_timeout"]}
+        given = {name: value for name, value in limits.items() if value is not None}
+        judge = evaluation.LlmJudge(own["judge"], own["judge_url"], **given)
+    measured = evaluation.measure(
+        config,
+        policy=model,
+        samples=own["samples"] or SAMPLES,
+        by=own["win_rate_by"],
+        sft=own["sft"],
+        judge=judge,
+        reference_column=own["reference_column"],
+    )
+    _print_rows(config, measured.rows, measured.held_out, measured.samples, measured.skipped)
+    _print("temperature", f"{measured.temperature:g}")
+    _print_measured(measured)
+    _print_lengths(measured.mean_tokens, measured.ended)
+    figures = {name: value for name, value in asdict(measured).items() if value is not None}
+    del figures["win_rates"]  # of one source, which is there already
+    return figures
+
+
+def _benchmarks(
+    config: Config, own: Mapping[str, Any], model: str, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    from stretto import evaluation
+
+    figures = evaluation.benchmark(config, model=model, tasks=names, limit=own["lm_eval_limit"])
+    for f in figures:
+        error = "" if f.standard_error is None else f" ± {f.standard_error:.4f}"
+        _print(f.task, f"{f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")
+    return [asdict(f) for f in figures]
+
+
+def _print_rows(config: Config, rows: str, held_out: bool, samples: int, skipped: int) -> None:
+    _print("task", config.task.kind)
+    seen = "held out from training" if held_out else "whether training sees them is not known here"
+    _print("rows", f"{rows}; {seen}")
+    _print("samples", str(samples))
+    if skipped:
+        _print("left out", f"{skipped} rows with longer prompts than task.max_prompt_tokens")
+
+
+def _print_measured(measured: Measured) -> None:
+    if (win := measured.win_rate) is not None:
+        counts = f"{win.wins} won, {win.ties} tied, {win.losses} lost"
+        _print("win-rate", f"{win.rate:.4f} ± {win.standard_error:.4f} by {win.by} ({counts})")
+        _print("reward", f"{win.score:.4f}, of the references {win.reference_score:.4f}")
+    if (kl := measured.kl) is not None:
+        _print("KL", f"{kl.kl:.4f} ± {kl.standard_error:.4f} nats a response, to {kl.sft}")
+        _print("perplexity", f"{kl.perplexity:.4f} of {kl.sft} on the samples")
+    if (judged := measured.judge) is not None:
+        counts = f"{judged.wins} won, {judged.ties} tied, {judged.losses} lost"
+        rate = f"{judged.rate:.4f} ± {judged.standard_error:.4f}"
+        _print("LLM judge", f"{rate} by {judged.judge} ({counts})")
+        _print("consistent", f"{judged.consistent:.4f} of the pairs, with the sides swapped")
+        if judged.unparsable:
+            pairs = f"{judged.left_out} pairs left out"
+            _print("unparsable", f"{judged.unparsable} answers of the judge; {pairs}")
+
+
+def _print_lengths(mean_tokens: float, ended: float) -> None:
+    _print("mean tokens", f"{mean_tokens:.1f}")
+    _print("ended", f"{ended:.4f}")
+
+
+def _print(name: str, value: str) -> None:
+    print(f"{name:<12} {value}", flush=True)
 
 
 def _options() -> dict[str, Option]:
@@ -93,16 +202,117 @@ def _options() -> dict[str, Option]:
             "Without it: the run's trained model, or the recipe's model before training.",
             "MODEL",
         ),
-        "samples": Option(int, 200, "Rows to answer.", "INT"),
+        "samples": Option(int | None, None, f"Rows to answer. Without it: {SAMPLES}.", "INT"),
         "out": Option(str, "", "Write the figures and settings to this JSON file.", "FILE"),
+        "temperature": Option(
+            float | None,
+            None,
+            "Of sampled responses; without it: the recipe's. pass@1 is greedy.",
+            "FLOAT",
+        ),
+        "win_rate_by": Option(
+            str,
+            "",
+            "Win-rate against reference responses by this gold reward: 'model:NAME' (a reward "
+            "model or the run of one), 'file.py:function', or 'task'.",
+            "SOURCE",
+        ),
+        "reference_column": Option(
+            str,
+            "",
+            "Column with the reference responses: text, or a conversation that ends with the "
+            "assistant's turn. Without it: the task's own answers.",
+            "COLUMN",
+        ),
+        "sft": Option(
+            str,
+            "",
+            "KL to this model (what the policy was trained from, or the run of it), and its "
+            "perplexity on the policy's samples.",
+            "MODEL",
+        ),
+        **_judge_options(),
     }
 
 
-def _model(asked: str, recipe: str, otherwise: str) -> str:
-    if asked:
-        return trained_model(asked)
+def _judge_options() -> dict[str, Option]:
+    return {
+        "judge": Option(
+            str,
+            "",
+            "Win-rate against reference responses by this LLM, which sees each pair in both "
+            "orders. The key is taken from OPENAI_API_KEY. Needs the extra 'judge'.",
+            "MODEL",
+        ),
+        "judge_url": Option(
+            str,
+            "",
+            "OpenAI-compatible endpoint of the judge, such as http://localhost:8000/v1. Without "
+            "it: OPENAI_BASE_URL, else OpenAI's.",
+            "URL",
+        ),
+        "judge_concurrency": Option(
+            int | None, None, "Questions to the judge at a time. Without it: 8.", "INT"
+        ),
+        "judge_timeout": Option(
+            float | None,
+            None,
+            "Seconds for one question to the judge, retries included. Without it: 120.",
+            "FLOAT",
+        ),
+        "lm_eval": Option(
+            str,
+            "",
+            "Benchmarks of lm-evaluation-harness, with commas between: arc_challenge, arc_easy, "
+            "hellaswag, truthfulqa_mc2 (0-shot), gsm8k (5-shot), any other that it knows, or a "
+            ".yaml file that defines one. Needs the extra 'lm-eval'.",
+            "NAMES",
+        ),
+        "lm_eval_limit": Option(int, 0, "Examples of each benchmark; 0 takes all.", "INT"),
+    }
+
+
+def _check(own: Mapping[str, Any]) -> None:
+    """Refuse numbers out of range, and options without the one that they belong to.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    for name, least in (("samples", 1), ("lm_eval_limit", 0)):
+        if own[name] is not None and own[name] < least:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {own[name]}: must be {least} or more")
+    if own["temperature"] is not None and not 0 <= own["temperature"] < math.inf:
+        raise ConfigError(f"--temperature {own['temperature']}: must be 0 or more")
+    sampled, defaults = any(own[name] for name in SAMPLED), _options()
+    if own["samples"] is not None and own["lm_eval"] and not sampled:
+        raise ConfigError(
+            "--samples has no effect on benchmarks, which have rows of their own; --lm-eval-limit "
+            "says how many of them to take"
+        )
+    for name, used, by in (
+        ("temperature", sampled, SAMPLED),
+        ("reference_column", own["win_rate_by"] or own["judge"], ("win_rate_by", "judge")),
+        ("judge_url", own["judge"], ("judge",)),
+        ("judge_concurrency", own["judge"], ("judge",)),
+        ("judge_timeout", own["judge"], ("judge",)),
+        ("lm_eval_limit", own["lm_eval"], ("lm_eval",)),
+    ):
+        if own[name] != defaults[name].default and not used:
+            options = " or ".join("--" + option.replace("_", "-") for option in by)
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect without {options}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _model(asked: str, recipe: str, otherwise: str) -> tuple[str, Path | None]:
+    """The model to measure, and the folder of the run that it comes from, if any."""
     is_run = recipe not in recipes.names() and Path(recipe).is_dir()
-    return trained_model(recipe) if is_run else otherwise
+    name = asked or (recipe if is_run else otherwise)
+    model = trained_model(name)
+    return model, Path(name) if model != name else None
 
 
 def _write(file: Path, record: dict[str, Any]) -> None:

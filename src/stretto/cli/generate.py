@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import ValidationError
 
-from stretto.cli.settings import trained_model
 from stretto.config import RolloutConfig
 from stretto.errors import ConfigError
 
@@ -68,7 +67,7 @@ def _generate(
 
     from stretto.runtime import inline
 
-    answers = inline.generate(trained_model(model), asked, rollout, seed=seed, chat=chat)
+    answers = inline.generate(model, asked, rollout, seed=seed, chat=chat)
     for index, text in _in_order(answers):
         print(text if len(asked) == 1 else f"[{index + 1}] {text}", flush=True)
 

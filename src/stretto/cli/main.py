@@ -17,9 +17,13 @@ from stretto.process import keep_freed_memory
 
 COMMANDS = {
     "train": "train a model with reinforcement learning",
+    "sft": "fine-tune a model on demonstrations",
+    "reward": "train a reward model on preferences, or let one label pairs",
+    "align": "all three stages: demonstrations, reward model, reinforcement learning",
     "generate": "let a model answer prompts",
-    "eval": "measure a model on a task (pass@1, greedy)",
-    "recipes": "list the recipes that 'train' and 'eval' take",
+    "eval": "measure a model: pass@1, win-rates, KL, benchmarks",
+    "label": "label preferences with a gold reward",
+    "recipes": "list the recipes that commands take by name",
     "compare": "run the same training under several schedules, side by side",
     "report": "show runs: timelines, rewards, utilisation, lengths",
     "doctor": "say what this machine has, and what would not work on it",

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import tyro
 
-from stretto.cli.settings import trained_model
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.memory import format_plan, measure, memory_plan, parse_parameters
@@ -37,9 +36,7 @@ def _plan(
     parameters = parse_parameters(model)
     trained = None
     if parameters is None:
-        chosen = ModelConfig(
-            name=trained_model(model), lora_rank=lora_rank, lora_targets=lora_targets
-        )
+        chosen = ModelConfig(name=model, lora_rank=lora_rank, lora_targets=lora_targets)
         parameters, trained = measure(chosen)
     elif lora_rank:
         raise ConfigError(

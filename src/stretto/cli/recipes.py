@@ -10,14 +10,18 @@ from stretto import recipes
 
 
 def run(arguments: Sequence[str]) -> int:
-    """List the recipes with their descriptions."""
+    """List the recipes with their commands and descriptions."""
     tyro.cli(_list, prog="stretto recipes", args=list(arguments))
     return 0
 
 
 def _list() -> None:
-    """List the recipes that 'stretto train' and 'stretto eval' take by name."""
-    names = recipes.names()
-    width = max(map(len, names))
-    for name in names:
-        print(f"{name:<{width}}  {recipes.describe(name)}")
+    """List the recipes that commands take by name; 'stretto eval' takes those of 'train'."""
+    rows = [
+        (folder or "train", name, recipes.describe(name, kind))
+        for kind, folder in recipes.FOLDERS.items()
+        for name in recipes.names(kind)
+    ]
+    width = max(len(name) for _, name, _ in rows)
+    for command, name, description in rows:
+        print(f"{command:<6}  {name:<{width}}  {description}")

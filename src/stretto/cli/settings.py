@@ -11,16 +11,18 @@ import dataclasses
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tomli_w
 import tyro
 from pydantic import BaseModel
 
 from stretto import recipes
-from stretto.config import Config
+from stretto.api.settings import HELD_OUT, ROWS, other_rows
+from stretto.config import Config, Section
 from stretto.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
@@ -39,17 +41,20 @@ def parse_with_config(
     command: str,
     description: str,
     arguments: Sequence[str],
-    config: Config,
+    config: S,
     options: Mapping[str, Option],
     only: Sequence[str] = (),
-) -> tuple[Config, dict[str, Any]]:
+) -> tuple[S, dict[str, Any]]:
     """Parse options that override settings, and the command's own.
+
+    Rows that are named in place of others take ``task.held_out`` with them, see
+    :data:`stretto.api.settings.ROWS`.
 
     Args:
         command: its name, for usage and messages.
         description: shown on top of the help.
         arguments: what follows the command's name.
-        config: where settings take their defaults from.
+        config: where settings take their defaults from; the result is of its class.
         options: the command's own options, by name.
         only: dotted settings or sections to offer; empty offers all.
 
@@ -58,7 +63,7 @@ def parse_with_config(
         SystemExit: help was asked for (0), or the command line does not parse (2).
     """
     defaults = config.model_dump()
-    settings = _mirror(Config, tuple(only), "")
+    settings = _mirror(type(config), tuple(only), "")
     own = _own(options)
     # Both without a prefix of their own: --steps, not --settings.steps.
     flat = tyro.conf.arg(name="")
@@ -74,7 +79,15 @@ def parse_with_config(
         default=both(own_defaults, _fill(settings, defaults)),
     )
     merged = _merge(defaults, parsed.settings)
-    return recipes.build(merged, "command line"), dataclasses.asdict(parsed.own)
+    if isinstance(config, Config) and other_rows(_named(arguments, (*ROWS, HELD_OUT))):
+        merged["task"]["held_out"] = ""
+    return recipes.build(merged, "command line", type(config)), dataclasses.asdict(parsed.own)
+
+
+def _named(arguments: Sequence[str], settings: Sequence[str]) -> set[str]:
+    """Those of the settings that the command line names, in either of tyro's spellings."""
+    given = {a.partition("=")[0].removeprefix("--").replace("-", "_") for a in arguments}
+    return given.intersection(settings)
 
 
 def leading_recipe(arguments: Sequence[str]) -> str:
@@ -103,23 +116,6 @@ def check_task(config: Config, recipe: str) -> None:
             f"task.name is empty: '{recipe}' brings no data of its own; "
             "give its file with --task.name PATH"
         )
-
-
-def trained_model(name: str) -> str:
-    """The model that ``name`` stands for: a run's trained one where it is a run's folder.
-
-    Raises:
-        ConfigError: the run has not saved a model.
-    """
-    folder = Path(name)
-    if not (folder / "config.toml").is_file():
-        return name
-    if not (folder / "model").is_dir():
-        raise ConfigError(
-            f"the run '{name}' has no trained model: it is saved when training ends, or is stopped "
-            "after its first step. Train again, or resume the run if it has checkpoints"
-        )
-    return str(folder / "model")
 
 
 def _own(options: Mapping[str, Option]) -> type[Any]:

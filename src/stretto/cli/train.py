@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from typing import Any
 
 import tyro
 
 from stretto import recipes
+from stretto.api import RESUMABLE, check_resumable, execute
+from stretto.cli import dry_run
 from stretto.cli.settings import (
     RECIPE_HELP,
     Option,
@@ -18,13 +18,10 @@ from stretto.cli.settings import (
     parse_with_config,
 )
 from stretto.config import Config
-from stretto.errors import ConfigError, StrettoError
-from stretto.observe import RunDirectory, make_progress
+from stretto.errors import ConfigError
+from stretto.observe import RunDirectory
 
 DEFAULT_RECIPE = "arithmetic"
-
-RESUMABLE = ("steps", "threads", "observe")
-"""Settings that a resumed run may change; any other would make it a different run."""
 
 _DESCRIPTION = (
     "Train a model. The settings come from the recipe (defaults below are the recipe's) and from "
@@ -34,45 +31,27 @@ _DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> int:
     """Train, and say where the results are."""
-    config, recipe, resume = parse(arguments)
+    config, recipe, resume, is_dry = parse(arguments)
+    if is_dry:
+        print(dry_run.describe_run(config))
+        return 0
 
-    from stretto.models.memory import format_plan, plan_for
-
-    progress = make_progress(config.observe.progress)
-    try:
-        plan = format_plan(plan_for(config))
-        if resume:
-            run_dir = RunDirectory.open(resume)
-            run_dir.save_config(config)
-        else:
-            run_dir = RunDirectory.create(config.out, recipes.name_of(recipe), config)
-        progress.start(config, plan)
-        progress.note(f"{'resuming' if resume else 'run directory'}: {run_dir.path}")
-
-        from stretto.runtime import inline
-
-        try:
-            inline.train(config, run_dir=run_dir, resume=bool(resume), progress=progress)
-        except (KeyboardInterrupt, StrettoError):
-            progress.close()
-            if run_dir.metrics_file.exists():
-                progress.note(f"stopped; what was done so far is in {run_dir.path}")
-            elif not resume:  # a run that never took a step leaves nothing behind
-                shutil.rmtree(run_dir.path)
-            raise
-        progress.close()
-        progress.note(f"done; metrics, samples and the trained model are in {run_dir.path}")
-    finally:
-        progress.close()
+    if resume:
+        run_dir = RunDirectory.open(resume)
+        run_dir.save_config(config)
+    else:
+        run_dir = RunDirectory.create(config.out, recipes.name_of(recipe), config)
+    execute(config, run_dir, resuming=bool(resume))
     return 0
 
 
-def parse(arguments: Sequence[str]) -> tuple[Config, str, str]:
-    """The settings, the recipe's name, and the run directory to resume ('' for a new run).
+def parse(arguments: Sequence[str]) -> tuple[Config, str, str, bool]:
+    """The settings, the recipe's name, the run directory to resume ('' for a new run), and whether
+    only the plan is asked for.
 
     Raises:
         ConfigError: an unknown recipe, invalid settings, or a resumed run changed beyond
-            :data:`RESUMABLE`.
+            :data:`~stretto.api.RESUMABLE`.
     """
     given, resumed = leading_recipe(arguments), _value_of("--resume", arguments)
     if given and resumed:
@@ -86,9 +65,9 @@ def parse(arguments: Sequence[str]) -> tuple[Config, str, str]:
         raise ConfigError("--resume was given twice; name one run directory")
     check_recipe_is_first(arguments, own["recipe"])
     if resumed:
-        _check_resumable(start, config)
+        check_resumable(start, config)
     check_task(config, recipe)
-    return config, recipe, resumed
+    return config, recipe, resumed, own["dry_run"]
 
 
 def _options() -> dict[str, Option]:
@@ -99,6 +78,7 @@ def _options() -> dict[str, Option]:
             f"{RECIPE_HELP} Without one: {DEFAULT_RECIPE}.",
             "RECIPE",
         ),
+        "dry_run": dry_run.OPTION,
         "resume": Option(
             str,
             "",
@@ -117,26 +97,3 @@ def _value_of(option: str, arguments: Sequence[str]) -> str:
         if argument.startswith(f"{option}="):
             return argument.partition("=")[2]
     return ""
-
-
-def _check_resumable(before: Config, after: Config) -> None:
-    old, new = before.model_dump(), after.model_dump()
-    for key in recipes.setting_names():
-        if key.partition(".")[0] not in RESUMABLE and _get(old, key) != _get(new, key):
-            raise ConfigError(
-                f"{key} = {_get(new, key)!r}: the run to resume has {_get(old, key)!r}, and only "
-                f"{', '.join(RESUMABLE)} may change. Start a new run for other settings"
-            )
-    schedule = after.training.lr_schedule
-    if schedule != "constant" and before.steps != after.steps:
-        raise ConfigError(
-            f"steps = {after.steps}: the run to resume has {before.steps}, which its "
-            f"{schedule} learning-rate schedule depends on. Keep it, or start a new run"
-        )
-
-
-def _get(data: dict[str, Any], key: str) -> Any:
-    value: Any = data
-    for part in key.split("."):
-        value = value[part]
-    return value

@@ -16,6 +16,14 @@ from stretto.config.sections import (
     RolloutConfig,
     TaskConfig,
 )
+from stretto.config.supervised import (
+    DemonstrationsConfig,
+    PairsConfig,
+    RewardModelConfig,
+    RowsConfig,
+    SftConfig,
+    SupervisedConfig,
+)
 from stretto.config.training import OptimizerConfig, TrainingConfig
 
 __all__ = [
@@ -24,17 +32,23 @@ __all__ = [
     "AlgorithmConfig",
     "Config",
     "CriticConfig",
+    "DemonstrationsConfig",
     "Fraction",
     "ModelConfig",
     "NonNegative",
     "NonNegativeInt",
     "ObserveConfig",
     "OptimizerConfig",
+    "PairsConfig",
     "PositiveInt",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
+    "RowsConfig",
     "ScheduleConfig",
     "Section",
+    "SftConfig",
+    "SupervisedConfig",
     "TaskConfig",
     "TrainingConfig",
     "Traits",

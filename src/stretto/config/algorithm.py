@@ -25,6 +25,7 @@ class Traits:
         kl_in: where the KL to the reference enters; ``implicit``: its loss is made of it.
         aggregation: how per-token losses become one; ``None`` for losses of whole responses.
         corrects: whether its loss can carry importance weights.
+        per_group: what it trains on is one pair, or one response, of each group.
     """
 
     critic: bool = False
@@ -32,6 +33,7 @@ class Traits:
     kl_in: Literal["reward", "loss", "implicit"] = "reward"
     aggregation: Aggregation | None = "sequence_sum"
     corrects: bool = True
+    per_group: bool = False
 
 
 TRAITS: Mapping[AlgorithmName, Traits] = {
@@ -40,10 +42,27 @@ TRAITS: Mapping[AlgorithmName, Traits] = {
     "proximal-rloo": Traits(aggregation=None),
     "copg": Traits(),
     "grpo": Traits(kl_in="loss", aggregation="sequence_mean"),
-    "online-dpo": Traits(kl_in="implicit", aggregation=None, corrects=False),
-    "best-of-n": Traits(aggregation="token_mean", corrects=False),
+    "online-dpo": Traits(kl_in="implicit", aggregation=None, corrects=False, per_group=True),
+    "best-of-n": Traits(aggregation="token_mean", corrects=False, per_group=True),
 }
 """By name. docs/algorithms.md has the equations and the papers."""
+
+_PPO: frozenset[AlgorithmName] = frozenset({"ppo"})
+_CLIPPED: frozenset[AlgorithmName] = frozenset({"ppo", "grpo", "proximal-rloo"})
+
+ONLY: Mapping[str, frozenset[AlgorithmName]] = {
+    "algorithm.gamma": _PPO,
+    "algorithm.lam": _PPO,
+    "algorithm.value_clip": _PPO,
+    "algorithm.whiten_advantages": _PPO,
+    "algorithm.whiten_rewards": _PPO,
+    "critic.init": _PPO,
+    "training.critic_lr": _PPO,
+    "algorithm.clip": _CLIPPED,
+    "algorithm.clip_high": _CLIPPED,
+    "algorithm.group_std": frozenset({"grpo"}),
+}
+"""Settings that some algorithms alone look at."""
 
 
 class AlgorithmConfig(Section):
@@ -65,7 +84,7 @@ class AlgorithmConfig(Section):
     """beta: weight of the KL to the reference; 0 leaves the reference out. online-dpo: the beta of its loss."""
     kl_in: Literal["auto", "reward", "loss"] = "auto"
     """Where the KL enters: taken off the reward, token by token, or a term of the loss. auto: loss for grpo, else reward. online-dpo has it in its loss already."""
-    kl_estimator: Literal["auto"] | Estimator = "auto"
+    kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
     """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1 in the reward; k3 in the loss, where k1's gradient has mean zero."""
     kl_target: NonNegative = 0.0
     """Adapt beta towards this KL (nats a response); 0 keeps beta fixed."""
@@ -79,12 +98,14 @@ class AlgorithmConfig(Section):
     """Bring per-token rewards to variance 1, keeping their mean (ppo)."""
     group_std: bool = True
     """Divide advantages by the standard deviation of their group's rewards (grpo); Dr. GRPO does not."""
-    aggregation: Literal["auto"] | Aggregation = "auto"
+    aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = (
+        "auto"
+    )
     """Average over all tokens; over each response, then over responses; sum over a response; or divide that sum by rollout.max_new_tokens (Dr. GRPO). auto: token_mean for ppo and best-of-n, sequence_mean for grpo, else sequence_sum."""
     old_policy: Literal["behaviour", "proximal"] = "behaviour"
     """The policy that ratios are taken to: the one that sampled, token by token, or the learner's own before the step (decoupled PPO, a forward pass more)."""
     correction: Literal["off", "truncate", "mask"] = "off"
-    """Importance weights, proximal over behaviour policy, on the loss: cut off at correction_cap, or 0 outside 1 / cap to cap. Needs old_policy = proximal."""
+    """Importance weights, proximal over behaviour policy, on the advantages: cut off at correction_cap, or 0 outside 1 / cap to cap. Needs old_policy = proximal."""
     correction_level: Literal["token", "sequence"] = "token"
     """Importance weights of single tokens or of whole responses."""
     correction_cap: Positive = 2.0

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from stretto.config.algorithm import AlgorithmConfig
+from stretto.config.algorithm import ONLY, AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
@@ -44,6 +44,31 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     observe: ObserveConfig = ObserveConfig()
+
+    @property
+    def remarks(self) -> list[str]:
+        """What of the settings does not do what one may expect of it, and is no contradiction."""
+        a, remarks = self.algorithm, []
+        idle = [name for name, users in ONLY.items() if a.name not in users and self._is_set(name)]
+        if idle:
+            remarks.append(f"without effect on '{a.name}': {', '.join(idle)}")
+        if a.kl_coef and a.kl_place == "loss" and a.estimator == "k1":
+            remarks.append(
+                "the KL holds nothing back: k1's gradient in the loss has mean zero "
+                "(algorithm.kl_estimator = 'k2' or 'k3' has not)"
+            )
+        if a.old_policy == "proximal" and a.correction == "off" and a.name in ("rloo", "copg"):
+            remarks.append(
+                f"algorithm.old_policy = 'proximal' costs a forward pass and changes no gradient of "
+                f"'{a.name}' without a correction"
+            )
+        return remarks
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a setting, by its dotted name, differs from its default."""
+        section, _, key = name.partition(".")
+        part = getattr(self, section)
+        return bool(getattr(part, key) != type(part).model_fields[key].default)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -92,6 +117,13 @@ class Config(Section):
                 f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
                 f"rollout.samples_per_prompt of at least {a.traits.group}; got "
                 f"{r.samples_per_prompt}"
+            )
+        groups = r.batch // r.samples_per_prompt
+        if a.traits.per_group and self.training.minibatches > groups:
+            raise ValueError(
+                f"'{a.name}' trains on one of each prompt's responses, or on one pair, and "
+                f"training.minibatches = {self.training.minibatches} splits {groups} prompts; "
+                f"lower it to {groups} or less"
             )
         if self.critic.freeze_steps and not a.traits.critic:
             raise ValueError(

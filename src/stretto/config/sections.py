@@ -56,6 +56,8 @@ class TaskConfig(Section):
     """Settings of the reasoning-gym dataset."""
     split: str = "train"
     """Split of a hub dataset."""
+    held_out: str = ""
+    """Where evaluation takes its rows from: a file, or another split of the same hub dataset; empty takes the rows of training. A reasoning-gym dataset draws others by itself."""
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all of a file or the hub (reasoning-gym: 100,000)."""
     prompt_column: str = "prompt"

@@ -103,7 +103,8 @@ def response_hidden(model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
 
 def response_tokens(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
     """Response tokens [N] of all rollouts, one after another."""
-    return torch.tensor([t for r in rollouts for t in r.tokens], device=device)
+    tokens = [t for r in rollouts for t in r.tokens]
+    return torch.tensor(tokens, dtype=torch.long, device=device)  # none at all are integers, too
 
 
 def token_budget(setting: int, device: torch.device) -> int:

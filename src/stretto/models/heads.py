@@ -7,13 +7,17 @@ other and transformers loads what Stretto saves.
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
 from stretto.models.forward import unwrapped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HEAD_NAMES = ("score", "classifier")
 """What transformers calls the linear layer of a sequence classifier."""
@@ -66,21 +70,80 @@ def critic_from_actor(actor: nn.Module) -> nn.Module:
     Raises:
         ModelError: transformers has no sequence classifier for this architecture.
     """
+    lm = unwrapped(actor)
+    critic = _classifier(lm, copy.deepcopy(lm.base_model), "name a scalar model in critic.init")
+    zero_scalar_head(critic)
+    return critic
+
+
+def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
+    """A sequence classifier that takes over a language model's backbone, with a fresh head.
+
+    The head starts from N(0, 1 / (H + 1)), as in Stiennon et al. (2020). A head of zeros would let
+    nothing through to the backbone at first.
+
+    Args:
+        lm: gives its backbone away; not to be used any more.
+        seed: of the head.
+
+    Raises:
+        ModelError: transformers has no sequence classifier for this architecture.
+    """
+    model = _classifier(lm, cast(nn.Module, lm.base_model), "choose another model.name")
+    zero_scalar_head(model)
+    weight: Any = scalar_head(model).weight
+    fresh = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        weight.copy_(fresh / (weight.shape[1] + 1) ** 0.5)
+    return model
+
+
+def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
+    """A sequence classifier with one label around a backbone; its head is yet to be set."""
     from transformers import AutoModelForSequenceClassification
     from transformers.initialization import no_init_weights
 
-    lm = unwrapped(actor)
     config = copy.deepcopy(lm.config)
     config.num_labels = 1
     auto_class: Any = AutoModelForSequenceClassification
     try:
         with no_init_weights():
-            critic = auto_class.from_config(config, dtype=lm.dtype)
+            classifier = auto_class.from_config(config, dtype=lm.dtype)
     except ValueError as error:
         raise ModelError(
-            f"there is no sequence classifier for {type(lm).__name__}, so no critic can be made "
-            "from the actor; name a scalar model of another architecture in critic.init"
+            f"transformers has no sequence classifier for {type(lm).__name__}, and so none with a "
+            f"scalar head can be made from it; {remedy} of another architecture"
         ) from error
-    setattr(critic, critic.base_model_prefix, copy.deepcopy(lm.base_model))
-    zero_scalar_head(critic)
-    return cast(nn.Module, critic.to(lm.device).eval())
+    setattr(classifier, classifier.base_model_prefix, body)
+    return cast(nn.Module, classifier.to(lm.device).eval())
+
+
+def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> bool:
+    """Give a sequence classifier and its tokenizer a padding token that ends no response.
+
+    transformers reads a classifier at the last token that is not padding. Where the end token also
+    pads, as in many chat models, it would read the token before the end. What is trained and scored
+    here does not depend on it: Stretto reads by position.
+
+    The tokenizer's own is kept where it does not end responses; else the first special token that
+    neither ends nor begins a text is taken. The vocabulary stays as it is.
+
+    Args:
+        model: its config is changed.
+        tokenizer: likewise.
+        ends: tokens that end a response.
+
+    Returns:
+        Whether there is such a token. Without one the config has none, and transformers refuses
+        batches of several rows rather than read them wrongly.
+    """
+    taken = {*ends, tokenizer.eos_token_id}
+    own: Any = tokenizer.pad_token_id
+    special = sorted(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)
+    free = [i for i in special if i not in {*taken, tokenizer.bos_token_id}]
+    pad = own if own is not None and own not in taken else next(iter(free), None)
+    config = unwrapped(model).config
+    config.pad_token_id = config.get_text_config().pad_token_id = pad
+    if pad is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
+    return pad is not None

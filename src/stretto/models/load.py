@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import platform
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models.attention import use_short_attention
+from stretto.models.forward import unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -238,11 +241,20 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
+    """Recompute activations in the backward pass, where the settings ask for it."""
+    if config.gradient_checkpointing:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the new name is not in all of 5.x
+            unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
+
+
 # -- saving --------------------------------------------------------------------------------------
 
 
 def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model so that ``AutoModelForCausalLM.from_pretrained(folder)`` gives it back.
+    """Write a model so that transformers' ``from_pretrained(folder)`` gives it back: by
+    ``AutoModelForCausalLM``, or for one with a scalar head ``AutoModelForSequenceClassification``.
 
     With LoRA, the adapters are merged into a copy, which is saved as a full model; the adapters
     alone go to ``folder / "adapter"``.
@@ -257,11 +269,13 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
         # The embeddings are not trained, and looking for changes in them would ask the hub.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
         model = copy.deepcopy(model).merge_and_unload()
+    generation: Any = getattr(model, "generation_config", None)  # a classifier has none
     try:
-        model.generation_config.validate(strict=True)
+        if generation is not None:
+            generation.validate(strict=True)
     except ValueError:
         # Published checkpoints set a temperature without do_sample, which loads but does not save.
-        model.generation_config.do_sample = True
+        generation.do_sample = True
     try:
         with quiet_transformers():
             model.save_pretrained(folder)

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.config import Config, ModelConfig
 from stretto.errors import ConfigError, ModelError
+from stretto.models.architectures import known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Role = Literal["actor", "critic", "reference", "reward"]
+Role = Literal["actor", "critic", "reference", "reward", "model"]
+"""``model`` is the only one of supervised training."""
 ROLES: tuple[Role, ...] = ("actor", "critic", "reference", "reward")
-TRAINED_ROLES: frozenset[Role] = frozenset({"actor", "critic"})
+TRAINED_ROLES: frozenset[Role] = frozenset({"actor", "critic", "model"})
 
 GPU_BYTES = 80 * 10**9
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -88,8 +90,9 @@ def memory_plan(
     trained: int | None = None,
     roles: Sequence[Role] = ROLES,
     frozen_bytes: int = 2,
+    reward: int | None = None,
 ) -> MemoryPlan:
-    """Count the memory of a PPO run.
+    """Count the memory of a run.
 
     Args:
         parameters: P, of each model.
@@ -97,18 +100,20 @@ def memory_plan(
             frozen weights (LoRA); ``None`` trains all P.
         roles: the models there are.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
+        reward: parameters of the reward models, all together, where they are not P.
 
     Raises:
         ConfigError: a count below 1.
     """
-    for count in (parameters, trained):
+    for count in (parameters, trained, reward):
         if count is not None and count < 1:
             raise ConfigError(f"a number of parameters is 1 or more; got {count}")
     frozen, learned = (0, parameters) if trained is None else (parameters, trained)
 
     def of(role: Role, width: int, master: int, gradient: int, adam: int) -> RoleMemory:
         if role not in TRAINED_ROLES:
-            return RoleMemory(role, width * parameters, 0, 0)
+            own = reward if role == "reward" and reward else parameters
+            return RoleMemory(role, width * own, 0, 0)
         weights = width * frozen + master * learned
         return RoleMemory(role, weights, gradient * learned, adam * learned)
 
@@ -145,20 +150,12 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
 
 
 def _architecture(config: ModelConfig) -> PreTrainedConfig:
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import AutoConfig
 
     from stretto.models.resolve import resolve
 
-    if config.name == "smollm2-135m":  # known without fetching 93 MB to count them
-        return LlamaConfig(
-            vocab_size=49152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_hidden_layers=30,
-            num_attention_heads=9,
-            num_key_value_heads=3,
-            tie_word_embeddings=True,
-        )
+    if (shape := known(config.name)) is not None:
+        return shape
     source = resolve(config.name)
     try:
         loaded: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -182,13 +179,54 @@ def plan_for(config: Config) -> MemoryPlan:
     from stretto.models.load import pick_device, pick_dtype
 
     parameters, trained = measure(config.model)
-    roles: list[Role] = ["actor", "critic"]
-    if config.algorithm.kl_coef and not config.model.lora_rank:  # else the actor, adapters off
+    roles: list[Role] = ["actor"]
+    if config.algorithm.traits.critic:
+        roles.append("critic")
+    if (
+        config.algorithm.has_reference and not config.model.lora_rank
+    ):  # else the actor, adapters off
         roles.append("reference")
-    if any(source.startswith("model:") for source in config.reward.sources):
+    sources = config.reward.sources
+    rewards = [s.removeprefix("model:") for s in sources if s.startswith("model:")]
+    if rewards:
         roles.append("reward")
     dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
-    return memory_plan(parameters, trained=trained, roles=roles, frozen_bytes=dtype.itemsize)
+    return memory_plan(
+        parameters,
+        trained=trained,
+        roles=roles,
+        frozen_bytes=dtype.itemsize,
+        reward=sum(_size_of_reward_model(n, config.model, parameters) for n in rewards) or None,
+    )
+
+
+def _size_of_reward_model(name: str, model: ModelConfig, otherwise: int) -> int:
+    """Parameters of a reward model; those of the actor where its architecture cannot be read."""
+    import torch
+    from transformers import AutoModel
+
+    own = model.model_copy(update={"name": name, "lora_rank": 0})
+    try:
+        architecture = _architecture(own)
+    except ModelError:
+        return otherwise
+    auto_class: Any = AutoModel
+    with torch.device("meta"):
+        body = auto_class.from_config(architecture, trust_remote_code=own.trust_remote_code)
+    return sum(p.numel() for p in body.parameters())
+
+
+def plan_for_one(config: ModelConfig) -> MemoryPlan:
+    """The plan of supervised training: one model, with its adapters and its compute type.
+
+    Raises:
+        ModelError: the architecture cannot be read.
+    """
+    from stretto.models.load import pick_device, pick_dtype
+
+    parameters, trained = measure(config)
+    dtype = pick_dtype(config.dtype, pick_device(config.device))
+    return memory_plan(parameters, trained=trained, roles=["model"], frozen_bytes=dtype.itemsize)
 
 
 def parse_parameters(text: str) -> int | None:
@@ -204,9 +242,11 @@ def format_plan(plan: MemoryPlan) -> str:
     trained = (
         "all trained" if plan.trained == plan.parameters else f"{_count(plan.trained)} trained"
     )
+    learned = " and ".join(r.role for r in plan.mixed.roles if r.role in TRAINED_ROLES)
+    where = "" if learned == "model" else f" in {learned}"
     lines = [
         f"Memory for weights, gradients and Adam states; {_count(plan.parameters)} parameters a "
-        f"model ({trained} in actor and critic)",
+        f"model ({trained}{where})",
         f"  {'model':<10} {'16-bit':>10}   {'mixed precision':>15}",
     ]
     pairs = zip(plan.sixteen_bit.roles, plan.mixed.roles, strict=True)

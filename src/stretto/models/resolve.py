@@ -51,21 +51,22 @@ def resolve(name: str, say: Say = print) -> Path | str:
     is returned as it is, for transformers to fetch.
 
     Args:
-        name: a known name (``smollm2-135m``, ``tiny``), a folder in Hugging Face format, or a hub
-            name.
+        name: a known name (``smollm2-135m``, ``tiny``), a folder in Hugging Face format, a run's
+            folder, which stands for the model that it trained, or a hub name.
         say: told in one line what takes time, when something does.
 
     Raises:
-        ModelError: the name is none of these, or a known model cannot be fetched or converted.
+        ModelError: the name is none of these, a known model cannot be fetched or converted, or a
+            run has not saved a model.
     """
     if make := _KNOWN.get(name):
         return make(say)
-    path = Path(name).expanduser()
+    path = Path(trained_model(name)).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"a model folder holds config.json; '{name}' does not. "
-                "Give the folder that save_pretrained wrote"
+                "Give the folder that save_pretrained wrote, or a run's folder"
             )
         return path
     if path.exists():
@@ -78,6 +79,29 @@ def resolve(name: str, say: Say = print) -> Path | str:
         f"unknown model '{name}'. {nearest(name, _KNOWN)} Besides these, give a local folder, or a "
         "hub name as owner/name"
     )
+
+
+def trained_model(name: str | Path) -> str:
+    """The model that ``name`` stands for: the trained one of a run where it is a run's folder, else
+    ``name`` itself.
+
+    Raises:
+        ModelError: the run has not saved a model.
+    """
+    folder = Path(name).expanduser()
+    if str(name) in _KNOWN or not (folder / "config.toml").is_file():
+        return str(name)
+    if not (folder / "model").is_dir():
+        raise ModelError(
+            f"the run '{name}' has no trained model: it is saved when training ends, or is stopped "
+            "after its first step. Train again, or resume the run if it has checkpoints"
+        )
+    return str(folder / "model")
+
+
+def is_known(name: str) -> bool:
+    """Whether it is a name of Stretto's own, which needs no folder and no hub."""
+    return name in _KNOWN
 
 
 def is_cached(name: str) -> bool:

@@ -13,11 +13,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.config import Config
+from stretto.config import Config, SupervisedConfig
 from stretto.observe.progress import (
     KL,
     LENGTH,
+    LOSS,
     REWARD,
+    SUPERVISED,
     THROUGHPUT,
     History,
     duration,
@@ -37,7 +39,7 @@ class RichProgress:
         self._history = History()
         self._live: Live | None = None
 
-    def start(self, config: Config, plan_text: str) -> None:
+    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
         """Print what will run, and open the panel."""
         self.note(headline(config))
         self.note(plan_text)
@@ -76,13 +78,18 @@ class RichProgress:
             "" if eta_s is None else f"{duration(eta_s)} left",
         )
         figures = Table.grid(padding=(0, 3))
-        figures.add_row(
-            f"reward [bold]{_figure(stats, REWARD, '.3f')}[/] {self._trend()}",
-            f"KL {_figure(stats, KL, '.4f')}",
-            f"length {_figure(stats, LENGTH, '.1f')}",
-            f"{_figure(stats, THROUGHPUT, '.0f')} tokens/s",
-        )
-        parts: list[RenderableType] = [head, figures, Text(sparkline(list(self._history.rewards)))]
+        speed = f"{_figure(stats, THROUGHPUT, '.0f')} tokens/s"
+        if LOSS in stats:
+            shown = [f"{label} {stats[n]:{form}}" for label, n, form in SUPERVISED if n in stats]
+            figures.add_row(f"{shown[0]} {self._trend(good=-1)}", *shown[1:], speed)
+        else:
+            figures.add_row(
+                f"reward [bold]{_figure(stats, REWARD, '.3f')}[/] {self._trend(good=1)}",
+                f"KL {_figure(stats, KL, '.4f')}",
+                f"length {_figure(stats, LENGTH, '.1f')}",
+                speed,
+            )
+        parts: list[RenderableType] = [head, figures, Text(sparkline(list(self._history.curve)))]
         if samples:
             first = samples[0]
             parts.append(
@@ -91,11 +98,13 @@ class RichProgress:
             )
         return Panel(Group(*parts), border_style="dim")
 
-    def _trend(self) -> str:
+    def _trend(self, *, good: int) -> str:
+        """The change, in green where it has the sign of ``good``."""
         change = self._history.trend()
         if change is None:
             return ""
-        return f"[green]▲ {change:+.3f}[/]" if change > 0 else f"[red]▼ {change:+.3f}[/]"
+        colour = "green" if change * good > 0 else "red"
+        return f"[{colour}]{'▲' if change > 0 else '▼'} {change:+.3f}[/]"
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Literal, Protocol, TextIO
 
-from stretto.config import Config
+from stretto.config import Config, RewardModelConfig, SupervisedConfig
 from stretto.observe.run_directory import Sample
 
 REWARD = "objective/scores"
@@ -16,6 +16,25 @@ KL = "objective/kl"
 LENGTH = "response/length_mean"
 THROUGHPUT = "perf/throughput"
 STEP_TIME = "timing_s/step"
+LOSS = "train/loss"
+
+SUPERVISED = (
+    ("loss", LOSS, ".4f"),
+    ("accuracy", "train/accuracy", ".3f"),
+    ("held-out loss", "held_out/loss", ".4f"),
+    ("held-out accuracy", "held_out/accuracy", ".3f"),
+)
+"""Label, metric and format of what supervised training shows, as far as it is there."""
+
+FIGURES = (
+    ("reward", REWARD, ".3f"),
+    ("kl", KL, ".4f"),
+    ("length", LENGTH, ".1f"),
+    *SUPERVISED,
+    ("tokens/s", THROUGHPUT, ".0f"),
+    ("step_s", STEP_TIME, ".2f"),
+)
+"""The same for a plain line."""
 
 WINDOW = 10
 """Steps over which the trend and the time left are taken."""
@@ -24,7 +43,7 @@ WINDOW = 10
 class Progress(Protocol):
     """Where a run reports to."""
 
-    def start(self, config: Config, plan_text: str) -> None:
+    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
         """Show what will run, and the memory it plans for."""
         ...
 
@@ -46,7 +65,7 @@ class Progress(Protocol):
 class NoProgress:
     """Shows nothing."""
 
-    def start(self, config: Config, plan_text: str) -> None:
+    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
         """Nothing."""
 
     def step(
@@ -68,7 +87,7 @@ class PlainProgress:
         self._stream = stream
         self._history = History()
 
-    def start(self, config: Config, plan_text: str) -> None:
+    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
         """Print what will run."""
         self.note(headline(config))
         self.note(plan_text)
@@ -78,17 +97,7 @@ class PlainProgress:
     ) -> None:
         """Print one line; figures that are not there are left out."""
         self._history.add(stats)
-        shown = [
-            f"{label} {stats[name]:{form}}"
-            for label, name, form in (
-                ("reward", REWARD, ".3f"),
-                ("kl", KL, ".4f"),
-                ("length", LENGTH, ".1f"),
-                ("tokens/s", THROUGHPUT, ".0f"),
-                ("step_s", STEP_TIME, ".2f"),
-            )
-            if name in stats
-        ]
+        shown = [f"{label} {stats[name]:{form}}" for label, name, form in FIGURES if name in stats]
         if (eta_s := self._history.eta_s(step, total)) is not None:
             shown.append(f"eta {duration(eta_s)}")
         self.note(f"step {step}/{total}  " + "  ".join(shown))
@@ -106,22 +115,23 @@ class History:
     """The last figures, as far as trends and the time left need them."""
 
     def __init__(self) -> None:
-        self.rewards: deque[float] = deque(maxlen=40)
+        self.curve: deque[float] = deque(maxlen=40)  # of the reward, or else of the loss
         self._step_times_s: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, stats: Mapping[str, float]) -> None:
         """Take in a step."""
-        if REWARD in stats:
-            self.rewards.append(stats[REWARD])
+        for name in (REWARD, LOSS):
+            if name in stats:
+                self.curve.append(stats[name])
         if STEP_TIME in stats:
             self._step_times_s.append(stats[STEP_TIME])
 
     def trend(self) -> float | None:
-        """Mean reward of the last :data:`WINDOW` steps minus that of as many before them."""
-        rewards = list(self.rewards)
-        if len(rewards) < 2 * WINDOW:
+        """The curve's mean over the last :data:`WINDOW` steps minus that of as many before them."""
+        curve = list(self.curve)
+        if len(curve) < 2 * WINDOW:
             return None
-        return fmean(rewards[-WINDOW:]) - fmean(rewards[-2 * WINDOW : -WINDOW])
+        return fmean(curve[-WINDOW:]) - fmean(curve[-2 * WINDOW : -WINDOW])
 
     def eta_s(self, step: int, total: int) -> float | None:
         """Seconds left after ``step``, if the coming steps take as long as the last ones."""
@@ -130,8 +140,10 @@ class History:
         return (total - step) * fmean(self._step_times_s)
 
 
-def headline(config: Config) -> str:
-    """What will run, in three lines; with the numbers that follow from the settings."""
+def headline(config: Config | SupervisedConfig) -> str:
+    """What will run, with the numbers that follow from the settings, and remarks on these."""
+    if isinstance(config, SupervisedConfig):
+        return _supervised(config)
     rollout, training = config.rollout, config.training
     task = f"{config.task.kind} {config.task.name}"
     prompts = rollout.batch // rollout.samples_per_prompt
@@ -140,8 +152,15 @@ def headline(config: Config) -> str:
         f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
         f"{training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
         f"{rollout.batch // training.minibatches} responses\n"
-        f"schedule: {_schedule(config)}"
+        f"schedule: {_schedule(config)}" + "".join(f"\nnote: {text}" for text in config.remarks)
     )
+
+
+def _supervised(config: SupervisedConfig) -> str:
+    pairs = isinstance(config, RewardModelConfig)
+    what, rows = ("a reward model", "pairs") if pairs else ("supervised fine-tuning", "sequences")
+    length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
+    return f"{what} from {config.model.name}, {length}\na step: {config.batch} {rows}"
 
 
 def _schedule(config: Config) -> str:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from stretto.config import Config
+from stretto.config import Config, SupervisedConfig
 from stretto.observe.idle import TimeSheet
 from stretto.observe.progress import Progress
 from stretto.observe.run_directory import RunDirectory, Sample
@@ -27,6 +27,7 @@ class Recorder:
         progress: the display, already started.
         resumed_step: the last step of the checkpoint that the run goes on from; 0 for a new run.
             Records of later steps are dropped, as those steps will be taken again.
+        total: steps of the run, where the settings alone do not say; else ``config.steps``.
 
     Raises:
         MissingExtraError: a tracker's library is not installed.
@@ -34,9 +35,15 @@ class Recorder:
     """
 
     def __init__(
-        self, config: Config, run: RunDirectory, progress: Progress, *, resumed_step: int = 0
+        self,
+        config: Config | SupervisedConfig,
+        run: RunDirectory,
+        progress: Progress,
+        *,
+        resumed_step: int = 0,
+        total: int = 0,
     ) -> None:
-        self._config = config
+        self._config, self._total = config, total or config.steps
         self._run = run
         self._progress = progress
         run.rewind(resumed_step)
@@ -76,7 +83,7 @@ class Recorder:
         self._run.append_metrics(step, stats)
         for tracker in self._trackers:
             tracker.log(step, stats)
-        self._progress.step(step, self._config.steps, stats, kept)
+        self._progress.step(step, self._total, stats, kept)
 
     def where_time_went(self) -> str:
         """A small table of work and waiting by role, since the run's start or its resumption."""

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import tomli_w
 
-from stretto.config import Config
+from stretto.config import Section
 from stretto.errors import ConfigError, StateError
 from stretto.observe.trace import TraceFile
 from stretto.types import Rollout
@@ -117,7 +117,7 @@ class RunDirectory:
         return self.path.name
 
     @classmethod
-    def create(cls, out: str | Path, name: str, config: Config) -> Self:
+    def create(cls, out: str | Path, name: str, config: Section) -> Self:
         """Make ``<out>/<name>-<NNN>`` with the number after the highest there is.
 
         Raises:
@@ -149,7 +149,7 @@ class RunDirectory:
         run.checkpoints.mkdir(exist_ok=True)
         return run
 
-    def save_config(self, config: Config) -> None:
+    def save_config(self, config: Section) -> None:
         """Write the resolved settings, every one of them."""
         _replace(self.config_file, tomli_w.dumps(config.model_dump()).encode())
 
@@ -226,6 +226,8 @@ def _claim(root: Path, name: str) -> Path:
 
 
 def _append(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    if not records:
+        return  # what a kind of run does not have gets no file
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     # Unbuffered: one write call for all, which Ctrl-C comes before or after but never between.
     with file.open("ab", buffering=0) as stream:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from stretto.config import Config
+from stretto.config import Config, SupervisedConfig
 from stretto.errors import MissingExtraError
 from stretto.observe.run_directory import RunDirectory
 
@@ -64,7 +64,7 @@ class WandB:
     ``WANDB_PROJECT``, ``WANDB_MODE``).
     """
 
-    def __init__(self, run: RunDirectory, config: Config) -> None:
+    def __init__(self, run: RunDirectory, config: Config | SupervisedConfig) -> None:
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -90,7 +90,9 @@ class WandB:
         self._run.finish()
 
 
-def open_trackers(config: Config, run: RunDirectory, resumed_step: int = 0) -> list[Tracker]:
+def open_trackers(
+    config: Config | SupervisedConfig, run: RunDirectory, resumed_step: int = 0
+) -> list[Tracker]:
     """The trackers that ``observe.trackers`` names.
 
     Raises:

@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from stretto.clock import Clock
-from stretto.errors import JudgeError
 from stretto.protocols import Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.ledger import Ledger
@@ -27,6 +26,7 @@ from stretto.schedules.meter import Meter
 from stretto.schedules.pool import Pool
 from stretto.schedules.scoring import Scoring, Seat
 from stretto.schedules.settings import Controls, Step
+from stretto.schedules.verdicts import reasons_to_reject
 from stretto.schedules.waits import Phases, answered, first_of
 from stretto.types import Chunk, Prompt, Rollout, RolloutState, Stats, Weights
 
@@ -228,29 +228,24 @@ class Schedule:
         return self._ready.popleft()
 
     def _sort_out(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        """Scored rollouts, and those that a judge failed on.
+        """Scored rollouts to train on, and those that are left out.
 
         Raises:
-            JudgeError: a judge failed on a response, and failures are not to be dropped.
+            JudgeError: a judge failed on a response, and failures are not to be dropped; or nothing
+                would be left.
         """
-        failures = {
-            r.id: "; ".join(s.failure for s in r.scores.values() if s.failure) for r in rollouts
-        }
-        bad = [r for r in rollouts if failures[r.id]]
-        if len(bad) == len(rollouts) or (bad and not self._settings.drop_failures):
-            raise JudgeError(
-                f"{len(bad)} of {len(rollouts)} responses could not be judged. The first:\n"
-                f"{failures[bad[0].id]}\n"
-                "Mend the reward function, or set reward.on_failure = 'drop' to leave such "
-                "responses out (they are reported)",
-                [r.id for r in bad],
-            )
-        for rollout in bad:
-            self._finish(rollout, RolloutState.REJECTED, "judge failed")
-        kept = [r for r in rollouts if not failures[r.id]]
+        reasons = reasons_to_reject(
+            rollouts,
+            drop_failures=self._settings.drop_failures,
+            group_at_least=self._settings.group_at_least,
+        )
+        kept = [r for r in rollouts if r.id not in reasons]
+        rejected = [r for r in rollouts if r.id in reasons]
+        for rollout in rejected:
+            self._finish(rollout, RolloutState.REJECTED, reasons[rollout.id])
         for rollout in kept:
             self.ledger.move(rollout, RolloutState.SCORED)
-        return kept, bad
+        return kept, rejected
 
     async def _train(self, batch: Sequence[Rollout]) -> Stats:
         if not self._settings.lag:  # the learner's weights are the followers' own

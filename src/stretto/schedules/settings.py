@@ -24,6 +24,8 @@ class Settings:
         max_new_tokens: token limit of a response.
         steps: batches in the whole run; no round is begun for steps beyond.
         drop_failures: leave a response out whose judge failed, instead of stopping.
+        group_at_least: judged responses to one prompt without which the learner can do nothing with
+            any of them; they are then left out together.
         score_on: when scorers get to see a response.
         lag: versions that the generators may be behind the learner.
         batches_per_handover: steps between two hand-overs of weights.
@@ -36,6 +38,7 @@ class Settings:
     max_new_tokens: int
     steps: int
     drop_failures: bool = False
+    group_at_least: int = 1
     score_on: ScoreOn = "batch"
     lag: int = 0
     batches_per_handover: int = 1

@@ -18,6 +18,7 @@ import numpy as np
 
 from stretto.config import TaskConfig
 from stretto.errors import ConfigError, EngineError, JudgeError
+from stretto.scoring.local import LocalJudge
 from stretto.scoring.pending import Pending
 from stretto.scoring.process import JudgeProcess
 from stretto.scoring.text import response_text
@@ -67,6 +68,8 @@ class FunctionScorer:
         timeout_s: time that the judge may take for the responses of one ``finish`` call.
         columns: names of the dataset's columns. Where given, a function that needs another one is
             refused at construction.
+        function: what ``source`` stands for where the caller has it as an object. It is called in
+            this process, and no time limit can end it.
 
     Raises:
         ConfigError: the function cannot be found or imported, has an unknown signature, or needs a
@@ -89,12 +92,17 @@ class FunctionScorer:
         stop: Sequence[str] = (),
         timeout_s: float = 30.0,
         columns: Collection[str] | None = None,
+        function: Callable[..., Any] | None = None,
     ) -> None:
         self.name = source
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
         self._pending = Pending(source)
         self._payload: Callable[[_Response], Mapping[str, Any]]
-        if source == "task":
+        self._process: JudgeProcess | LocalJudge
+        if function is not None:
+            self._payload = self._function_payload
+            self._process = LocalJudge(function)
+        elif source == "task":
             self._payload = _task_payload
             self._process = JudgeProcess({"task": task.model_dump(), "seed": seed})
         else:

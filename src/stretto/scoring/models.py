@@ -168,6 +168,17 @@ class RewardModelScorer(ModelScorer):
     tokenizer of its own reads the same conversation as text (``retokenise.py``); what it has read
     of a response in slots is taken back where the whole response turns out to have other tokens.
 
+    Args:
+        name: of the scorer.
+        model: the classifier.
+        tokenizer: its own.
+        actor_tokenizer: of the rollouts.
+        token_budget: tokens (padding counted) in one pass.
+        stop: strings that ended responses.
+        given_ends: tokens of the actor that end responses which were given rather than sampled.
+        slots: rollouts that are read while they grow.
+        say: told where that cannot be.
+
     Attributes:
         same_tokenizer: whether it reads the actor's tokens as they are.
         model: the classifier; a critic may start from it.
@@ -183,13 +194,15 @@ class RewardModelScorer(ModelScorer):
         token_budget: int,
         stop: Sequence[str] = (),
         *,
+        given_ends: frozenset[int] = frozenset(),
         slots: int = 0,
         say: Say = warn,
     ) -> None:
         self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
         self.rolled_back_tokens = 0
-        self._reading = Reading(name, tokenizer, actor_tokenizer, stop)
         self._causal = reads_last_token(model)
+        ends = _end_tokens(model, tokenizer) if self._causal else frozenset[int]()
+        self._reading = Reading(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
         super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
 
@@ -232,7 +245,7 @@ class RewardModelScorer(ModelScorer):
         if kept < len(stream.prompt):
             stream.prompt = ()
         stream.tokens[kept:] = text.tokens[kept:]
-        stream.goal = len(stream.tokens) - 1
+        stream.goal = max(0, len(stream.tokens) - 1)  # all of a short text may be held back
         stream.cached = min(stream.cached, stream.goal)  # the last token's state will be needed
 
     def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
@@ -266,6 +279,18 @@ class RewardModelScorer(ModelScorer):
         if self.same_tokenizer:
             return [*rollout.prompt.tokens, *rollout.tokens]
         return self._reading.tokens(rollout)
+
+
+def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a response for a classifier, which has no generation config: those that
+    its config names, and the tokenizer's own. Empty where the tokenizer has none.
+    """
+    config: Any = unwrapped(model).config
+    named, own = getattr(config, "eos_token_id", None), cast(int | None, tokenizer.eos_token_id)
+    if own is None:
+        return frozenset()
+    ids = named if isinstance(named, list) else [named]
+    return frozenset(int(i) for i in [*ids, own] if i is not None)
 
 
 def _complete(piece: Piece) -> bool:

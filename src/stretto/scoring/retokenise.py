@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from stretto.errors import ModelError
 from stretto.scoring.text import response_text
-from stretto.types import Prompt, Rollout
+from stretto.tasks.responses import continued, turn_of
+from stretto.types import FinishReason, Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,22 +35,34 @@ AGREEMENT_TOKENS = 4
 _MARK = "\ue000"
 """Stands for the rest of a response: a character for private use, which no tokenizer gives."""
 
-Encode = Callable[[str, bool], tuple[list[int], list[tuple[int, int]]]]
-"""Tokens of a text and their (start, end) in it; the flag says that it is the text from its start,
-where special tokens may go."""
+Pieces = tuple[list[int], list[tuple[int, int]]]
+"""Tokens and their (start, end) in what was tokenised."""
+
+Encode = Callable[[str, int], Pieces]
+"""Tokens of a text from a place in it on; special tokens may go where that is 0. What the tokens
+span counts from that place."""
 
 
 class Reading:
     """What a reward model with a tokenizer of its own reads of a rollout.
 
     A conversation goes through the model's chat template, or where it has none becomes the text of
-    its turns with empty lines between. A plain prompt and its response are one text.
+    its turns with empty lines between. A plain prompt and its response are one text. The prompt's
+    tokens stay what they are without a response.
+
+    A response that has ended is followed by an end token, and that by nothing, as where reward
+    models are trained (:class:`~stretto.tasks.responses.Layout`). Nothing follows one that was cut
+    off at the token limit.
 
     Args:
         name: the scorer's, for messages.
         tokenizer: the reward model's.
         actor_tokenizer: what the rollout's tokens are of.
         stop: strings that ended responses; not part of what is read.
+        ends: tokens of the reward model that end a response; of these the tokenizer's own stands
+            where the template has none. Empty: the conversation is read as its template has it.
+        given_ends: tokens of the actor that end responses which were given rather than sampled;
+            their finish does not say that they have ended.
     """
 
     def __init__(
@@ -58,9 +71,11 @@ class Reading:
         tokenizer: PreTrainedTokenizerBase,
         actor_tokenizer: PreTrainedTokenizerBase,
         stop: Sequence[str] = (),
+        ends: frozenset[int] = frozenset(),
+        given_ends: frozenset[int] = frozenset(),
     ) -> None:
         self._name, self._tokenizer, self._actor_tokenizer = name, tokenizer, actor_tokenizer
-        self._stop = tuple(stop)
+        self._stop, self._ends, self._given_ends = tuple(stop), ends, given_ends
 
     def tokens(self, rollout: Rollout) -> list[int]:
         """All that is read of a finished rollout.
@@ -68,10 +83,24 @@ class Reading:
         Raises:
             ModelError: the chat template refuses the conversation.
         """
+        prompt = rollout.prompt
         text = response_text(self._actor_tokenizer, rollout.tokens, rollout.finish, self._stop)
-        special = not self._templated(rollout.prompt)
-        rendered = self._render(rollout.prompt, text)
-        return list(self._tokenizer(rendered, add_special_tokens=special)["input_ids"])
+        read, special = self._render(prompt, text), not self._templated(prompt)
+        if not self._ends:
+            return self._ids(read, special)
+        shown, _, closing = self._render(prompt, text + _MARK).partition(_MARK)
+        ended = self._has_ended(rollout)
+        read = read if ended else shown
+        asked = self._asked(prompt)
+        if not read.startswith(asked):  # the template shows it in another way once it is answered
+            asked = ""
+        before = self._ids(asked, special) if asked else []
+        said = continued(self._tokenizer, asked, before, read[len(asked) :], special=special)
+        if ended and not special and (asked or turn_of(self._ids(closing, False), self._ends)):
+            said = turn_of(said, self._ends) or [*said, self._end]
+        elif ended:
+            said.append(self._end)
+        return [*before, *said]
 
     def begun(self, rollout: Rollout) -> str:
         """The text that is read of an unfinished rollout, up to the end of its response so far.
@@ -90,14 +119,53 @@ class Reading:
     def prefix(self, prompt: Prompt) -> StablePrefix:
         """What :meth:`begun` gives, in tokens; empty as yet."""
         special = not self._templated(prompt)
+        asked = self._asked(prompt) if self._ends else ""
 
-        def encode(text: str, first: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        def pieces(text: str, first: bool) -> Pieces:
             encoded = self._tokenizer(
                 text, add_special_tokens=special and first, return_offsets_mapping=True
             )
             return list(encoded["input_ids"]), list(encoded["offset_mapping"])
 
+        def encode(text: str, start: int) -> Pieces:
+            ids, spans = pieces(text[start:], start == 0)
+            edge = len(asked) - start
+            if not (text.startswith(asked) and any(a < edge < b for a, b in spans)):
+                return ids, spans
+            # A token lies across the end of the prompt, whose own tokens stay.
+            ids, spans = pieces(text[start : len(asked)], start == 0)
+            more, places = pieces(text[len(asked) :], False)
+            return [*ids, *more], [*spans, *((a + edge, b + edge) for a, b in places)]
+
         return StablePrefix(encode, max(map(len, self._stop), default=0))
+
+    @property
+    def _end(self) -> int:
+        return cast(int, self._tokenizer.eos_token_id)
+
+    def _has_ended(self, rollout: Rollout) -> bool:
+        given = bool(rollout.tokens) and rollout.tokens[-1] in self._given_ends
+        return given or rollout.finish is FinishReason.STOP
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+
+    def _asked(self, prompt: Prompt) -> str:
+        """The prompt as it is read before there is a response; empty if a template refuses that."""
+        if not prompt.messages:
+            return prompt.text
+        turns: list[Any] = list(prompt.messages)
+        if not self._templated(prompt):
+            return "".join(turn["content"] + "\n\n" for turn in turns)
+        from jinja2 import TemplateError
+
+        try:
+            asked = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError:
+            return ""
+        return str(asked)
 
     def _templated(self, prompt: Prompt) -> bool:
         return bool(prompt.messages and self._tokenizer.chat_template)
@@ -149,7 +217,7 @@ class StablePrefix:
         if end <= len(self._text):
             return kept
         start = self._context_start()
-        ids, spans = self._encode(text[start:], start == 0)
+        ids, spans = self._encode(text, start)
         edge = len(self._text) - start
         new = next((i for i, (a, _) in enumerate(spans) if a >= edge), len(ids)) if kept else 0
         check = min(AGREEMENT_TOKENS, kept)
@@ -170,7 +238,7 @@ class StablePrefix:
         self.tokens.clear()
         self._starts.clear()
         self._text = ""
-        self._commit(text, end, 0, *self._encode(text, True))
+        self._commit(text, end, 0, *self._encode(text, 0))
         return _common(before, self.tokens)
 
     def _commit(

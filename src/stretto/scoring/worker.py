@@ -121,7 +121,7 @@ def open_judge(opening: Mapping[str, Any]) -> Judge:
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
     file, name = opening["file"], opening["function"]
-    return _recognise(_import(file, name), file, name)
+    return recognise(_import(file, name), file, name)
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> Judge:
@@ -174,7 +174,7 @@ def _import(file: str, name: str) -> Callable[..., Any]:
     raise ConfigError(f"reward.sources: '{file}' has no function '{name}'. {help_}")
 
 
-def _recognise(function: Callable[..., Any], file: str, name: str) -> Judge:
+def recognise(function: Callable[..., Any], file: str, name: str) -> Judge:
     """Whose convention a function follows, by the names of its parameters."""
     parameters = inspect.signature(function).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -292,6 +292,8 @@ def _one_by_one(
             verdict: dict[str, Any]
             try:
                 verdict = {"value": as_number(score(sample))}
+            except KeyboardInterrupt:  # the user's, where the judge shares their process
+                raise
             except BaseException as error:  # SystemExit too, and whatever judges invent
                 verdict = {"error": describe(error, file)}
             send({"at": at, **verdict})
@@ -312,6 +314,8 @@ def _all_at_once(
                 raise JudgeError(f"it returned {repr(result)[:200]} instead of a list of numbers")
             if len(result) != len(samples):
                 raise JudgeError(f"it returned {len(result)} scores for {len(samples)} samples")
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
             return describe(error, file)
         return _one_by_one(lambda value: value, file)(result, send)

@@ -9,7 +9,7 @@ from stretto.tasks.base import INDEX_KEY, Task, TaskRow
 __all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
 
 _WITHOUT_EFFECT = {
-    "reasoning-gym": ("split", "prompt_column", "answer_column"),
+    "reasoning-gym": ("split", "held_out", "prompt_column", "answer_column"),
     "dataset": ("settings",),
     "gsm8k": ("settings", "prompt_column", "answer_column"),
 }

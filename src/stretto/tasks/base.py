@@ -26,12 +26,15 @@ class TaskRow:
         reference: a model answer in full where the task has one: what supervised training would
             train on.
         index: the row's place in its task; ``None`` for a prompt that comes from elsewhere.
+        tokens: the prompt as the actor reads it, where the task has it tokenised already; then
+            ``prompt`` is its text.
     """
 
     prompt: str | tuple[Message, ...]
     data: dict[str, Any] = field(default_factory=dict)
     reference: str | None = None
     index: int | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class Task(ABC):

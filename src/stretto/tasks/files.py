@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from stretto.config import TaskConfig
+from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
 
 Row = dict[str, Any]
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
-def read(config: TaskConfig) -> Sequence[Row]:
+def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     """The rows that ``config.name`` stands for, cut to ``config.size`` where that is set.
 
     Local files are read afresh each time and need neither a network nor a cache.
@@ -24,23 +24,24 @@ def read(config: TaskConfig) -> Sequence[Row]:
     Raises:
         TaskError: the file or dataset is missing, cannot be read, or is too short.
     """
+    section = "task" if isinstance(config, TaskConfig) else "data"
     path = Path(config.name).expanduser()
     local = path.suffix in SUFFIXES or config.name.startswith(("/", "./", "../", "~"))
     if local or path.exists():
         if config.split != "train":
             raise TaskError(
-                f"task.split = '{config.split}' has no effect on the local file '{path}'; "
-                "leave task.split out, or name the split's own file"
+                f"{section}.split = '{config.split}' has no effect on the local file '{path}'; "
+                f"leave {section}.split out, or name the split's own file"
             )
         rows = _read_file(path)
     else:
         rows = _read_hub(config)
     if not len(rows):
-        raise TaskError(f"'{config.name}' holds no rows; a task needs at least one")
+        raise TaskError(f"'{config.name}' holds no rows; it needs at least one")
     if config.size > len(rows):
         raise TaskError(
-            f"task.size = {config.size}, but '{config.name}' holds {len(rows)} rows; "
-            "set task.size to that or less, or to 0 for all"
+            f"{section}.size = {config.size}, but '{config.name}' holds {len(rows)} rows; "
+            f"set {section}.size to that or less, or to 0 for all"
         )
     return _Head(rows, config.size) if config.size else rows
 
@@ -122,7 +123,7 @@ def _decode(text: str, where: str) -> Any:
         raise TaskError(f"{where}: not valid JSON ({error})") from error
 
 
-def _read_hub(config: TaskConfig) -> Sequence[Row]:
+def _read_hub(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     """A hub dataset; one of several configurations is named behind a colon."""
     import datasets
 

@@ -23,16 +23,19 @@ def render(
 
     A conversation gets the tokenizer's chat template with the generation prompt, which brings its
     own special tokens; plain text gets the special tokens that the tokenizer puts around any text.
+    A row that brings its tokens is read as it is.
     ``Prompt.data`` is the row's data with its index under ``INDEX_KEY``.
 
     Raises:
         TaskError: the prompt needs a chat template and there is none or it is switched off, the
             template refuses the messages, or no tokens come out.
     """
-    turns = _conversation(row, config, tokenizer)
+    turns = None if row.tokens else _conversation(row, config, tokenizer)
     text: str
     tokens: list[int]
-    if turns is None:
+    if row.tokens:
+        text, tokens = str(row.prompt), list(row.tokens)
+    elif turns is None:
         assert isinstance(row.prompt, str)
         text = _with_instruction(row.prompt, config)
         tokens = tokenizer(text)["input_ids"]

@@ -131,8 +131,7 @@ def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
     """
     if isinstance(value, str) and value.strip():
         return value
-    if isinstance(value, list) and value and all(map(_is_message, value)):
-        messages = tuple(Message(role=m["role"], content=m["content"]) for m in value)
+    if messages := as_messages(value):
         if messages[-1]["role"] != "assistant":
             return messages
         raise TaskError(
@@ -143,6 +142,13 @@ def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
         f"{where}: a prompt must be text, or a list of messages with 'role' and 'content' and "
         f"nothing else; got {repr(value)[:200]}"
     )
+
+
+def as_messages(value: Any) -> tuple[Message, ...]:
+    """A cell as messages; empty where it is something else."""
+    if not isinstance(value, list) or not all(map(_is_message, value)):
+        return ()
+    return tuple(Message(role=m["role"], content=m["content"]) for m in value)
 
 
 def _is_message(value: Any) -> bool:

@@ -7,35 +7,14 @@ token t, its log-probability, and the value of the state before it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from stretto.algorithms.experience import Scored
 from stretto.errors import LearnerError
 from stretto.types import Batch, FinishReason, Rollout, Score, ScoreKind, short_name
-
-
-@dataclass(frozen=True, slots=True)
-class Collated:
-    """A batch, response-aligned, on the CPU in float32.
-
-    Attributes:
-        mask: [B, T] bool, true where there is a response token.
-        logprobs: [B, T] of the behaviour policy, as the engine stored them.
-        ref_logprobs: [B, T], or ``None`` without a reference.
-        values: [B, T] of the critic before the step.
-        scores: [B], the weighted sum of all reward sources.
-        ended: [B] bool, from the finish reason.
-    """
-
-    mask: Tensor
-    logprobs: Tensor
-    ref_logprobs: Tensor | None
-    values: Tensor
-    scores: Tensor
-    ended: Tensor
 
 
 def total_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
@@ -48,7 +27,7 @@ def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
     return [s for s in rollout.scores.values() if s.kind == kind]
 
 
-def collate(batch: Batch, weights: Mapping[str, float]) -> Collated:
+def collate(batch: Batch, weights: Mapping[str, float]) -> Scored:
     """Tensors out of scored rollouts.
 
     Args:
@@ -59,13 +38,15 @@ def collate(batch: Batch, weights: Mapping[str, float]) -> Collated:
         LearnerError: a per-token score has another length than its response, or is missing.
     """
     has_reference = bool(of_kind(batch[0], "logprobs"))
-    return Collated(
+    has_critic = bool(of_kind(batch[0], "values"))
+    return Scored(
         mask=_pad([torch.ones(len(r), dtype=torch.bool) for r in batch]),
         logprobs=_pad([torch.tensor(r.logprobs, dtype=torch.float32) for r in batch]),
         ref_logprobs=_pad([_per_token(r, "logprobs") for r in batch]) if has_reference else None,
-        values=_pad([_per_token(r, "values") for r in batch]),
+        values=_pad([_per_token(r, "values") for r in batch]) if has_critic else None,
         scores=torch.tensor([total_reward(r, weights) for r in batch], dtype=torch.float32),
         ended=torch.tensor([r.finish is FinishReason.STOP for r in batch]),
+        groups=torch.tensor([r.prompt.id for r in batch]),
     )
 
 
@@ -87,14 +68,15 @@ def _pad(rows: Sequence[Tensor]) -> Tensor:
 def staleness(batch: Batch, version: int) -> dict[str, float]:
     """How far the policies that sampled a batch are behind the learner's ``version``.
 
-    A rollout's staleness is the version less the oldest one among its tokens.
+    A rollout's staleness is the version less the oldest one among its tokens; an empty response has
+    none, and is not behind.
     """
-    behind = [version - min(r.versions) for r in batch]
+    behind = [version - min(r.versions, default=version) for r in batch]
     other = [v != version for r in batch for v in r.versions]
     return {
         "staleness/mean": fmean(behind),
         "staleness/max": float(max(behind)),
-        "staleness/off_policy_tokens": fmean(other),
+        "staleness/off_policy_tokens": sum(other) / max(len(other), 1),
     }
 
 

@@ -1,6 +1,7 @@
-"""The learner of PPO: one step on a batch of scored rollouts.
+"""The learner: one step on a batch of scored rollouts, with any of the algorithms.
 
-Shapes: B responses, T tokens; N response tokens of one micro-batch, flattened.
+Shapes: B responses, T tokens of a batch; b and T of one micro-batch; N its response tokens,
+flattened.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.algorithms import ppo
+from stretto.algorithms import policy
+from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
-from stretto.algorithms.reductions import Tally, token_weights
+from stretto.algorithms.ppo import value_loss
+from stretto.algorithms.reductions import Tally, response_weights, token_weights
+from stretto.algorithms.registry import ALGORITHMS, prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.models.forward import (
+    by_token_budget,
     microbatches,
     output_head,
     response_hidden,
@@ -28,7 +33,7 @@ from stretto.models.forward import (
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import fingerprint
-from stretto.training.collate import Collated, collate, describe, staleness
+from stretto.training.collate import collate, describe, staleness
 from stretto.training.trained import TrainedModel
 from stretto.types import Batch, Rollout, Weights
 
@@ -38,30 +43,27 @@ RATIO_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rollouts of a mini-batch, and what the loss needs of their tokens, all [N]."""
+    """Some rollouts of a mini-batch, and what the losses need of them, in the same order."""
 
     rollouts: Sequence[Rollout]
-    old_logprobs: Tensor
-    advantages: Tensor
-    old_values: Tensor
-    returns: Tensor
-    weights: Tensor
+    part: Part
 
 
-class PPOLearner:
-    """Trains actor and critic, and publishes both.
+class PolicyLearner:
+    """Trains the actor, and the critic where the algorithm has one, and publishes both.
 
-    The old log-probabilities are the engine's own, of the distribution it sampled from: no forward
-    pass is spent on making them again, and the ratio tells the truth about the behaviour policy.
-    That engine and learner agree is checked on the first mini-batch after a hand-over, if all its
-    batch is of the version that was handed over.
+    Unless the ratio is asked to be to the proximal policy, the old log-probabilities are the
+    engine's own, of the distribution it sampled from: no forward pass is spent on making them
+    again, and the ratio tells the truth about the behaviour policy. That engine and learner agree
+    is checked on the first mini-batch after a hand-over, if all its batch is of the version that
+    was handed over.
 
-    State: both models, beta, the version, whether the actor has moved since it was published, and
+    State: the models, beta, the version, whether the actor has moved since it was published, and
     the count of steps (which orders the mini-batches).
 
     Args:
         actor: the policy.
-        critic: the value model.
+        critic: the value model, or ``None`` for algorithms without one.
         config: of the run.
         reward_weights: factor of each reward source, by name.
         snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
@@ -74,14 +76,14 @@ class PPOLearner:
     def __init__(
         self,
         actor: TrainedModel,
-        critic: TrainedModel,
+        critic: TrainedModel | None,
         config: Config,
         reward_weights: Mapping[str, float],
         *,
         snapshots: Collection[str] = (),
     ) -> None:
         self._actor, self._critic, self._config = actor, critic, config
-        self._trained = {"actor": actor, "critic": critic}
+        self._trained = {"actor": actor} | ({"critic": critic} if critic else {})
         for name in snapshots:
             if name not in self._trained:
                 raise LearnerError(
@@ -93,6 +95,7 @@ class PPOLearner:
         self._head = output_head(actor.model)
         self._budget = token_budget(config.training.microbatch_tokens, actor.device)
         a = config.algorithm
+        self._algorithm = ALGORITHMS[a.name]
         self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
         self._version, self._steps, self._moved = 0, 0, False
 
@@ -104,30 +107,39 @@ class PPOLearner:
                 or engine and learner disagree about on-policy data.
         """
         data = collate(batch, self._reward_weights)
-        experience = self._prepare(data)
         age = staleness(batch, self._version)
         on_policy = age["staleness/off_policy_tokens"] == 0
-        tally, norms = Tally(), {"policy": 0.0, "critic": 0.0}
-        lr = {"lr": self._actor.lr, "critic/lr": self._critic.lr}
-        parts = list(self._minibatches(len(batch)))
-        for rows in parts:
+        proximal = None
+        if self._config.algorithm.old_policy == "proximal":
+            proximal = self._logprobs(batch, data.mask)
+        experience = self._prepare(data, proximal)
+        if proximal is not None and on_policy and not self._moved:
+            self._check_ratio((proximal - data.logprobs)[data.mask].square().mean().item())
+        tally, norms = Tally(), dict.fromkeys(self._trained, 0.0)
+        lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
+        parts = list(self._minibatches(len(batch), experience.units))
+        for units in parts:
             check_ratio = on_policy and not self._moved
-            tally += self._train_minibatch(batch, rows, experience, norms, check_ratio)
+            tally += self._train_minibatch(batch, units, experience, norms, check_ratio)
+        t = self._config.training
+        for _ in range(t.epochs * t.minibatches - len(parts)):
+            self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
         self._steps += 1
         thawed = self._steps > self._config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
+        names = {"actor": "policy", "critic": "critic"}
         return {
             **describe(batch),
             **age,
             **experience.stats,
             **_averages(tally, len(parts)),
-            **{f"{name}/grad_norm": norm / len(parts) for name, norm in norms.items()},
+            **{f"{names[m]}/grad_norm": norm / max(len(parts), 1) for m, norm in norms.items()},
             **lr,
         }
 
     def publish(self) -> dict[str, Weights]:
-        """The next version of ``actor`` and ``critic``.
+        """The next version of ``actor`` and, where there is one, ``critic``.
 
         The fingerprint is of all parameters of a model, frozen ones too: so under LoRA it proves
         that the adapters have come to lie on the same weights. Tensors travel for ``snapshots``
@@ -144,8 +156,7 @@ class PPOLearner:
     def state_dict(self) -> dict[str, Any]:
         """See the class."""
         return {
-            "actor": self._actor.state_dict(),
-            "critic": self._critic.state_dict(),
+            "models": {name: trained.state_dict() for name, trained in self._trained.items()},
             "kl": self._kl.state_dict(),
             "version": self._version,
             "steps": self._steps,
@@ -154,29 +165,43 @@ class PPOLearner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._actor.load_state_dict(state["actor"])
-        self._critic.load_state_dict(state["critic"])
+        for name, trained in self._trained.items():
+            trained.load_state_dict(state["models"][name])
         self._kl.load_state_dict(state["kl"])
         self._version, self._steps = state["version"], state["steps"]
         self._moved = state["moved"]
 
-    def _prepare(self, data: Collated) -> ppo.Experience:
-        return ppo.prepare(
-            old_logprobs=data.logprobs,
-            ref_logprobs=data.ref_logprobs,
-            old_values=data.values,
-            scores=data.scores,
-            mask=data.mask,
-            ended=data.ended,
-            algorithm=self._config.algorithm,
-            reward=self._config.reward,
-            kl_coef=self._kl.coef,
-        )
+    def _prepare(self, data: Scored, proximal: Tensor | None) -> Experience:
+        c = self._config
+        return prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
 
-    def _minibatches(self, size: int) -> Iterator[list[int]]:
-        """Rows of each mini-batch, shuffled anew for every epoch.
+    @torch.no_grad()
+    def _logprobs(self, batch: Batch, mask: Tensor) -> Tensor:
+        """Log-probs [B, T] of the policy as it is now."""
+        logprobs = torch.zeros(mask.shape)
+        for rows in microbatches(batch, self._budget):
+            here = mask[rows]
+            chosen, _ = self._forward([batch[row] for row in rows], here)
+            logprobs[rows] = chosen.float().cpu()
+        return logprobs
 
-        With dropped responses the batch may not divide evenly: parts then differ by one response.
+    def _forward(self, rollouts: Sequence[Rollout], mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the responses, each as ``mask``, 0 outside it."""
+        hidden = response_hidden(self._actor.model, rollouts)
+        targets = response_tokens(rollouts, hidden.device)
+        both = token_logprobs(self._head, hidden, targets, self._config.rollout.temperature)
+        mask = mask.to(hidden.device)
+        logprobs, entropy = (flat.new_zeros(mask.shape).masked_scatter(mask, flat) for flat in both)
+        return logprobs, entropy
+
+    def _minibatches(
+        self, size: int, units: Sequence[Sequence[int]]
+    ) -> Iterator[list[Sequence[int]]]:
+        """Units of each mini-batch, shuffled anew for every epoch.
+
+        With dropped responses they may not divide evenly: parts then differ by one unit. Where
+        units are fewer than mini-batches, each makes one; no unit, as when all scores of an
+        algorithm of pairs are equal, makes no update.
         """
         count = self._config.training.minibatches
         if size < count:
@@ -185,80 +210,100 @@ class PPOLearner:
                 f"{count}; see why responses were dropped, or lower minibatches"
             )
         order = torch.Generator().manual_seed((self._config.seed * 1_000_003 + self._steps) % 2**63)
-        for _ in range(self._config.training.epochs):
-            shuffled = torch.randperm(size, generator=order)
-            yield from ([*map(int, part)] for part in shuffled.tensor_split(count))
+        for _ in range(self._config.training.epochs if units else 0):
+            shuffled = torch.randperm(len(units), generator=order)
+            for part in shuffled.tensor_split(min(count, len(units))):
+                yield [units[int(i)] for i in part]
 
     def _train_minibatch(
         self,
         batch: Batch,
-        rows: Sequence[int],
-        experience: ppo.Experience,
+        units: Sequence[Sequence[int]],
+        experience: Experience,
         norms: dict[str, float],
         check_ratio: bool,
     ) -> Tally:
-        parts = self._microbatches(batch, rows, experience)
-        tally = self._critic_pass(parts)
-        norms["critic"] += self._critic.update()
+        parts = self._microbatches(batch, units, experience)
+        tally = Tally()
+        if self._critic:
+            tally += self._critic_pass(self._critic, parts)
+            norms["critic"] += self._critic.update()
         if self._steps >= self._config.critic.freeze_steps:
             actor_tally = self._actor_pass(parts)
             if check_ratio:
-                self._check_ratio(actor_tally)
-            norms["policy"] += self._actor.update()
+                self._check_ratio(2 * actor_tally.sums["policy/approxkl_avg"].item())
+            norms["actor"] += self._actor.update()
             self._moved = True
             tally += actor_tally
         return tally
 
     def _microbatches(
-        self, batch: Batch, rows: Sequence[int], experience: ppo.Experience
+        self, batch: Batch, units: Sequence[Sequence[int]], experience: Experience
     ) -> list[MicroBatch]:
-        """Split a mini-batch by token budget; weights count over the whole of it."""
-        rollouts = [batch[row] for row in rows]
-        masks = experience.mask[rows]
-        weights = token_weights(masks, self._config.algorithm.aggregation)
+        """Split a mini-batch by token budget, units whole; weights count over all of it."""
+        e, a = experience, self._config.algorithm
+        rows = [row for unit in units for row in unit]
+        place = {row: i for i, row in enumerate(rows)}
+        mask = e.mask[rows]
+        weights = token_weights(mask, a.averaging, self._config.rollout.max_new_tokens)
+        means, of_responses = token_weights(mask, "token_mean"), response_weights(mask)
+        longest = [max(batch[row].total_tokens for row in unit) * len(unit) for unit in units]
         parts = []
-        for chosen in microbatches(rollouts, self._budget):
-            at, mask = [rows[i] for i in chosen], masks[chosen]
-            columns = (
-                experience.old_logprobs[at],
-                experience.advantages[at],
-                experience.old_values[at],
-                experience.returns[at],
-                weights[chosen],
+        for chosen in by_token_budget(longest, self._budget):
+            rows = [row for i in chosen for row in units[i]]
+            at = [place[row] for row in rows]
+            part = Part(
+                mask=e.mask[rows],
+                weights=weights[at],
+                means=means[at],
+                response_weights=of_responses[at],
+                advantages=e.advantages[rows],
+                old_logprobs=e.old_logprobs[rows],
+                ref_logprobs=None if e.ref_logprobs is None else e.ref_logprobs[rows],
+                returns=None if e.returns is None else e.returns[rows],
+                old_values=None if e.old_values is None else e.old_values[rows],
             )
-            flat = (c[mask].to(self._actor.device) for c in columns)
-            parts.append(MicroBatch([rollouts[i] for i in chosen], *flat))
+            parts.append(MicroBatch([batch[row] for row in rows], part.to(self._actor.device)))
         return parts
 
     def _actor_pass(self, parts: Sequence[MicroBatch]) -> Tally:
-        """Gradients of the policy loss, summed over micro-batches."""
-        a, tally = self._config.algorithm, Tally()
+        """Gradients of the policy's losses, summed over micro-batches."""
+        tally = Tally()
         with self._actor.training():
             for p in parts:
-                hidden = response_hidden(self._actor.model, p.rollouts)
-                targets = response_tokens(p.rollouts, hidden.device)
-                temperature = self._config.rollout.temperature
-                logprobs, entropy = token_logprobs(self._head, hidden, targets, temperature)
-                policy = ppo.policy_loss(logprobs, p.old_logprobs, p.advantages, p.weights, a.clip)
-                bonus = ppo.entropy_bonus(entropy, p.weights, a.entropy_coef)
-                (policy.loss + bonus.loss).backward()
-                tally += policy.tally + bonus.tally
+                logprobs, entropy = self._forward(p.rollouts, p.part.mask)
+                term = self._policy_losses(logprobs, entropy, p.part)
+                term.loss.backward()
+                tally += term.tally + policy.drift(logprobs, p.part)
         return tally
 
-    def _critic_pass(self, parts: Sequence[MicroBatch]) -> Tally:
+    def _policy_losses(self, logprobs: Tensor, entropy: Tensor, part: Part) -> LossTerm:
+        """The algorithm's loss, the entropy bonus, and the KL where it is in the loss."""
+        a = self._config.algorithm
+        term = self._algorithm.policy_loss(logprobs, part, a)
+        term += policy.entropy_bonus(entropy, part, a.entropy_coef)
+        if a.kl_place == "loss" and a.kl_coef:
+            term += policy.kl_penalty(logprobs, part, self._kl.coef, a.estimator)
+        return term
+
+    def _critic_pass(self, critic: TrainedModel, parts: Sequence[MicroBatch]) -> Tally:
         """Gradients of the value loss, summed over micro-batches."""
-        a, tally = self._config.algorithm, Tally()
-        with self._critic.training():
+        tally, clip = Tally(), self._config.algorithm.value_clip
+        with critic.training():
             for p in parts:
-                hidden = response_hidden(self._critic.model, p.rollouts)
-                values = apply_scalar_head(self._critic.model, hidden)
-                term = ppo.value_loss(values, p.old_values, p.returns, p.weights, a.value_clip)
+                hidden = response_hidden(critic.model, p.rollouts)
+                values, mask = apply_scalar_head(critic.model, hidden), p.part.mask
+                assert p.part.old_values is not None
+                assert p.part.returns is not None
+                old, returns = p.part.old_values[mask], p.part.returns[mask]
+                term = value_loss(values, old, returns, p.part.weights[mask], clip)
                 term.loss.backward()
                 tally += term.tally
         return tally
 
-    def _check_ratio(self, tally: Tally) -> None:
-        rms = math.sqrt(2 * tally.sums["policy/approxkl_avg"].item())
+    def _check_ratio(self, mean_square: float) -> None:
+        """Refuse on-policy data whose log ratios are not 0 within rounding."""
+        rms = math.sqrt(mean_square)
         dtype = next(self._actor.model.parameters()).dtype
         tolerance = self._config.training.ratio_tolerance or RATIO_TOLERANCE[dtype]
         if not rms <= tolerance:
@@ -272,5 +317,5 @@ class PPOLearner:
 
 def _averages(tally: Tally, parts: int) -> dict[str, float]:
     """Figures of the whole step: sums are means within a mini-batch, so they average over them."""
-    whole = Tally({k: v / parts for k, v in tally.sums.items()}, tally.minima, tally.maxima)
+    whole = Tally({k: v / max(parts, 1) for k, v in tally.sums.items()}, tally.minima, tally.maxima)
     return whole.floats()

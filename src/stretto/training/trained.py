@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -119,6 +120,13 @@ class TrainedModel:
         self._optimizer.zero_grad(set_to_none=False)
         self._copy_back()
         return norm
+
+    def skip(self) -> None:
+        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
+        with warnings.catch_warnings():
+            # torch warns of a schedule that moves before the first update; here none was due.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
+            self._schedule.step()
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:

@@ -174,3 +174,81 @@ function timeText(seconds, high) {
   const [unit, name] = timeUnit(high);
   return `${number(seconds / unit)} ${name}`;
 }
+
+/** The range of values with some room at both ends. */
+function roomy(values, share) {
+  const low = Math.min(...values), high = Math.max(...values);
+  const room = (high - low || Math.abs(high) || 1) * share;
+  return [low - room, high + room];
+}
+
+/** Axes with round values; returns the scales. options: title, xLabel, xTicks, yText. */
+function axes(host, [x0, x1], [y0, y1], options) {
+  host.replaceChildren(node("h3", {}, options.title));
+  const height = options.height ?? 260, left = 52, right = 18, top = 10, bottom = 38;
+  const [svg, width] = canvas(host, height);
+  const X = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
+  const Y = (y) => height - bottom - ((y - y0) / (y1 - y0)) * (height - top - bottom);
+  for (const y of ticks(y0, y1, 5)) {
+    draw(svg, "path", { class: "grid", d: `M${left} ${Y(y)}H${width - right}` });
+    draw(svg, "text", { class: "muted", x: left - 8, y: Y(y) + 4, "text-anchor": "end" }, (options.yText ?? number)(y));
+  }
+  const xTicks = options.xTicks ?? ticks(x0, x1, Math.max(2, Math.floor((width - left) / 80))).map((x) => [x, number(x)]);
+  for (const [x, text] of xTicks) {
+    draw(svg, "path", { class: "grid", d: `M${X(x)} ${height - bottom}v4` });
+    draw(svg, "text", { class: "muted", x: X(x), y: height - bottom + 17, "text-anchor": "middle" }, text);
+  }
+  draw(svg, "text", { class: "muted", x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, options.xLabel);
+  return { svg, width, X, Y, left, right };
+}
+
+/**
+ * Points with error bars and names.
+ * points: [{colour, name, x, y, xError, yError, tip}]; options: as axes, and `line`: [y, text].
+ */
+function scatterChart(host, points, options) {
+  const xs = points.flatMap((p) => [p.x - p.xError, p.x + p.xError]);
+  const ys = points.flatMap((p) => [p.y - p.yError, p.y + p.yError]);
+  const { svg, width, X, Y, left, right } = axes(host, roomy(xs, 0.12), roomy([...ys, options.line[0]], 0.08), options);
+  const across = Y(options.line[0]);
+  draw(svg, "path", { d: `M${left} ${across}H${width - right}`, stroke: "var(--muted)", "stroke-dasharray": "4 4" });
+  draw(svg, "text", { class: "muted", x: width - right, y: across - 5, "text-anchor": "end" }, options.line[1]);
+  const taken = points.map((p) => [X(p.x) - 8, Y(p.y) - 8, X(p.x) + 8, Y(p.y) + 8]);
+  taken.push([width - right - 6.2 * options.line[1].length, across - 16, width - right, across]);
+  for (const p of points) {
+    const x = X(p.x), y = Y(p.y);
+    const bars = `M${X(p.x - p.xError)} ${y}H${X(p.x + p.xError)}M${x} ${Y(p.y - p.yError)}V${Y(p.y + p.yError)}`;
+    draw(svg, "path", { d: bars, stroke: p.colour, "stroke-opacity": 0.55, "stroke-width": 1.5 });
+    const dot = draw(svg, "circle", { class: "work", cx: x, cy: y, r: 5.5, fill: p.colour });
+    dot.addEventListener("pointermove", (event) => tip.show(event, key(p.colour, p.name), p.tip));
+    dot.addEventListener("pointerleave", () => tip.hide());
+    const length = 6.4 * p.name.length;
+    const places = [[9, -7], [-9 - length, -7], [9, 16], [-9 - length, 16], [-length / 2, -13], [-length / 2, 24]];
+    const boxes = places.map(([dx, dy]) => [x + dx, y + dy - 10, x + dx + length, y + dy + 2]);
+    const free = boxes.findIndex(([a, b, c, d]) => a > left && c < width - 2 && !taken.some(([e, f, g, h]) => a < g && c > e && b < h && d > f));
+    if (free < 0) continue; // its name is shown when it is pointed at
+    taken.push(boxes[free]);
+    draw(svg, "text", { x: boxes[free][0], y: boxes[free][3] - 2 }, p.name);
+  }
+}
+
+/**
+ * Lines over a dial that doubles.
+ * lines: [{colour, name, points: [[n, y]], dots: [[n, y, name]]}]; options: as axes, without xTicks.
+ */
+function dialChart(host, lines, options) {
+  const dial = [...new Set(lines.flatMap((l) => l.points.map(([n]) => n)))].sort((a, b) => a - b);
+  const at = Math.log2;
+  const [x0, x1] = [at(dial[0]), at(dial.at(-1))];
+  const room = (x1 - x0 || 1) * 0.06;
+  const ys = lines.flatMap((l) => l.dots.map(([, y]) => y));
+  const { svg, X, Y } = axes(host, [x0 - room, x1 + room], roomy(ys, 0.08), { ...options, xTicks: dial.map((n) => [at(n), n]) });
+  for (const l of lines) {
+    draw(svg, "path", { fill: "none", stroke: l.colour, "stroke-width": 2, "stroke-linejoin": "round", d: path(l.points.map(([n]) => X(at(n))), l.points.map(([, y]) => Y(y))) });
+    for (const [n, y, name] of l.dots) {
+      const dot = draw(svg, "circle", { class: "work", cx: X(at(n)), cy: Y(y), r: 4, fill: l.colour });
+      dot.addEventListener("pointermove", (event) => tip.show(event, key(l.colour, l.name), `${name}\nN = ${n}: ${(options.yText ?? number)(y)}`));
+      dot.addEventListener("pointerleave", () => tip.hide());
+    }
+  }
+}

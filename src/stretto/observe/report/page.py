@@ -14,12 +14,12 @@ from typing import Any
 from stretto.errors import ConfigError
 from stretto.observe.idle import CAUSES
 from stretto.observe.progress import REWARD
-from stretto.observe.report import style
+from stretto.observe.report import outcomes, style
 from stretto.observe.report.runs import Run, StepSpans, differing_settings, shares
 from stretto.observe.report.steps import Bar, bars, waits
 
 MAX_RUNS = len(style.RUNS)
-"""As many as there are colours that can be told apart."""
+"""As many as there are colours that can be told apart; of more, only outcomes are shown."""
 
 CURVES = {
     "reward": REWARD,
@@ -46,16 +46,18 @@ def html_page(runs: Sequence[Run], step: int | None = None) -> str:
     """The page.
 
     Args:
-        runs: shown together, each with a colour of its own; at most :data:`MAX_RUNS`.
+        runs: shown together, each with a colour of its own. Of more than :data:`MAX_RUNS`, what
+            they came to is shown, in the colours of their algorithms, and not how.
         step: whose timeline is shown at first; the reader can choose others. ``None`` takes one
             from the middle.
 
     Raises:
-        ConfigError: there are too many runs, or no run has the step in its trace.
+        ConfigError: no run has the step in its trace, or there are too many runs for timelines.
     """
-    if len(runs) > MAX_RUNS:
+    if step is not None and len(runs) > MAX_RUNS:
         raise ConfigError(
-            f"a report tells at most {MAX_RUNS} runs apart; got {len(runs)}. Make several reports"
+            f"a report shows timelines of at most {MAX_RUNS} runs; got {len(runs)}. Name fewer, or "
+            "leave out --step"
         )
     if step is not None and not any(step in run.steps for run in runs):
         raise ConfigError(
@@ -65,10 +67,11 @@ def html_page(runs: Sequence[Run], step: int | None = None) -> str:
     data = json.dumps(payload(runs, step), ensure_ascii=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     assets = resources.files(__package__)
+    colours = style.grouped(outcomes.groups(runs)) if len(runs) > MAX_RUNS else ""
     parts = {
         "title": escape(", ".join(run.name for run in runs)),
-        "light": style.variables(dark=False),
-        "dark": style.variables(dark=True),
+        "light": style.variables(dark=False) + colours,
+        "dark": style.variables(dark=True) + colours,
         "style": (assets / "report.css").read_text("utf-8"),
         "hatches": style.hatch_patterns(),
         "script": "".join(
@@ -84,9 +87,14 @@ def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
     """What the page shows, as plain data."""
     edges = length_edges(max((r.tokens for run in runs for r in run.rollouts), default=0))
     kinds = list(style.KINDS)
-    timelines = _timelines(runs, kinds, step)
+    told_apart = len(runs) <= MAX_RUNS
+    timelines = _timelines(runs, kinds, step) if told_apart else [{} for _ in runs]
     return {
         "step": step,
+        "in_brief": not told_apart,
+        "algorithms": outcomes.algorithms(runs),
+        "pareto": outcomes.pareto(runs),
+        "off_policy": outcomes.off_policy(runs),
         "kinds": [
             [style.kind_colour(kind), style.KIND_TITLES.get(kind, kind), kind in style.PALE_KINDS]
             for kind in kinds

@@ -22,8 +22,11 @@ const byTime = { xLabel: "time", xText: duration, tickText: timeText, ticks: tim
 const STEPS = 0, TIMES = 1;
 
 function header() {
-  at("legend").append(...D.runs.map((run, i) => key(runColour(i), run.name)));
-  for (const run of D.runs) {
+  at("legend").append(...(D.in_brief ? algorithmKeys() : D.runs.map((run, i) => key(runColour(i), run.name))));
+  if (D.in_brief) {
+    at("missing").append(node("li", {}, `${D.runs.length} runs: curves, timelines and lengths are left out; name fewer runs to see them.`));
+  }
+  for (const run of D.in_brief ? [] : D.runs) {
     for (const text of run.missing) at("missing").append(node("li", {}, `${run.name} lacks ${text}.`));
   }
   at("theme").addEventListener("click", () => {
@@ -267,6 +270,40 @@ function lengthChart() {
   svg.addEventListener("pointerleave", () => tip.hide());
 }
 
+const groupColour = (algorithm) => `var(--group-${Math.min(D.algorithms.indexOf(algorithm), 6)})`;
+const share = (y) => number(100 * y) + " %";
+const algorithmKeys = () => D.algorithms.map((name) => key(groupColour(name), name));
+
+function paretoCharts() {
+  const host = at("pareto");
+  host.replaceChildren();
+  for (const { by, sft, points } of D.pareto) {
+    for (const [x, xError, label] of [["kl", "kl_error", `KL to ${sft} [nats a response]`], ["perplexity", null, `perplexity of ${sft} on the samples`]]) {
+      const chart = node("div");
+      host.append(chart);
+      scatterChart(chart, points.map((p) => ({
+        colour: runColour(p.run), name: D.runs[p.run].name, x: p[x], y: p.rate,
+        xError: xError ? p[xError] : 0, yError: p.rate_error,
+        tip: `win-rate ${percent(p.rate)} ± ${percent(p.rate_error)}\nKL ${number(p.kl)} ± ${number(p.kl_error)} nats a response\nperplexity ${number(p.perplexity)}`,
+      })), { title: `by ${by}`, xLabel: label, yText: share, line: [0.5, "as good as the references"] });
+    }
+  }
+}
+
+function offPolicyCharts() {
+  const host = at("off-policy");
+  host.replaceChildren();
+  for (const { title, is_share: isShare, lines } of D.off_policy) {
+    const chart = node("div");
+    host.append(chart);
+    dialChart(chart, lines.map((line) => ({
+      colour: groupColour(line.algorithm), name: line.algorithm, points: line.points,
+      dots: line.runs.map(([n, y, run]) => [n, y, D.runs[run].name]),
+    })), { title, height: 230, xLabel: "N: batches generated with one version of the weights", yText: isShare ? share : number });
+  }
+  at("off-policy-legend").replaceChildren(...algorithmKeys());
+}
+
 function settingsTable() {
   const text = (value) => (value === null ? "-" : typeof value === "string" ? value || '""' : JSON.stringify(value));
   at("settings").append(node("table", {},
@@ -278,13 +315,15 @@ header();
 section("summary-section", D.runs.some((run) => run.steps), () => { at("summary").replaceChildren(); summary(); });
 if (timeline.steps.length) timeline.start();
 section("timeline-section", timeline.steps.length, () => timeline.paint());
-section("reward-section", curves("reward", STEPS).length, () => {
+section("reward-section", !D.in_brief && curves("reward", STEPS).length, () => {
   lineChart(at("reward-time"), curves("reward", TIMES), { title: "against time", ...byTime, smooth: true });
   lineChart(at("reward-step"), curves("reward", STEPS), { title: "against steps", ...bySteps, smooth: true });
 });
-section("shares-section", D.runs.some((run) => run.shares.length), shareBars);
-section("schedule-section", Object.keys(D.runs[0].curves).some((name) => name !== "reward" && curves(name, STEPS).length), scheduleCharts);
-section("lengths-section", D.runs.some((run) => run.lengths), lengthChart);
+section("pareto-section", D.pareto.length, paretoCharts);
+section("off-policy-section", D.off_policy.length, offPolicyCharts);
+section("shares-section", !D.in_brief && D.runs.some((run) => run.shares.length), shareBars);
+section("schedule-section", !D.in_brief && Object.keys(D.runs[0].curves).some((name) => name !== "reward" && curves(name, STEPS).length), scheduleCharts);
+section("lengths-section", !D.in_brief && D.runs.some((run) => run.lengths), lengthChart);
 section("settings-section", D.settings.length, () => { at("settings").replaceChildren(); settingsTable(); });
 
 let painted = innerWidth;

@@ -13,6 +13,7 @@ from typing import Any
 from stretto.errors import ConfigError
 from stretto.observe.idle import CAUSES, role_order
 from stretto.observe.progress import STEP_TIME
+from stretto.observe.report import evaluations
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace, TracedStep
@@ -45,6 +46,7 @@ class Run:
         steps: the traced ones, by number.
         roles: with a track in the trace, in the order in which they are shown.
         missing: what it lacks, in plain words.
+        evaluations: records of ``stretto eval``, the oldest first.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Run:
     steps: Mapping[int, StepSpans] = field(default_factory=dict)
     roles: Sequence[str] = ()
     missing: Sequence[str] = ()
+    evaluations: Sequence[Mapping[str, Any]] = ()
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Step numbers and values of a metric, where it has a finite one."""
@@ -146,6 +149,7 @@ def _load(folder: Path, name: str) -> Run:
         steps=_by_step(trace),
         roles=sorted({span.role for span in trace.spans}, key=role_order),
         missing=missing,
+        evaluations=evaluations.read(folder),
     )
 
 

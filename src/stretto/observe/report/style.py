@@ -1,13 +1,14 @@
 """The colours and hatchings of reports, for pages and for pictures.
 
-Runs have the colours of Okabe and Ito (2008), kinds of work those of Paul Tol's 'bright' scheme
-(2021); both can be told apart by people with any of the common colour blindnesses. Waiting is pale
-and hatched, for each cause in a direction of its own; its tint is that of the work waited for.
+Runs have the colours of Okabe and Ito (2008), kinds of work and groups of runs those of Paul Tol's
+'bright' scheme (2021); both can be told apart by people with any of the common colour
+blindnesses. Waiting is pale and hatched, for each cause in a direction of its own; its tint is that
+of the work waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 RUNS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
 RUNS_DARK = ("#3d9be0", "#f0b429", "#1fbf92", "#e09cc4", "#f0763a", "#8fd0f7")
@@ -27,6 +28,8 @@ KINDS_DARK: Mapping[str, str] = {
     "score": "#3aa54c",
     "publish": "#c74a92",
 }
+GROUPS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#ccbb44", "#66ccee")
+GROUPS_DARK = ("#6fa8e0", "#ff8593", "#4fc465", "#d465ae", "#dccd5c", "#8adcf5")
 OTHER_KIND = "#8a8f98"
 PALE_KINDS = ("prefill", "load", "migrate")
 """Those on which text is dark."""
@@ -80,14 +83,23 @@ def variables(dark: bool) -> str:
     names = {**_DARK, **_DARK_MORE} if dark else {**_LIGHT, **_LIGHT_MORE}
     runs, kinds = (RUNS_DARK, KINDS_DARK) if dark else (RUNS, KINDS)
     tints = _TINTS_DARK if dark else _TINTS
+    groups = GROUPS_DARK if dark else GROUPS
     every = {
         **names,
         **{f"run-{i}": colour for i, colour in enumerate(runs)},
+        **{f"group-{i}": colour for i, colour in enumerate((*groups, OTHER_KIND))},
         **{f"kind-{kind}": colour for kind, colour in kinds.items()},
         "kind-other": OTHER_KIND,
         **{f"tint-{cause}": colour for cause, colour in tints.items()},
     }
     return "".join(f"--{name}:{colour};" for name, colour in every.items())
+
+
+def grouped(groups: Sequence[int]) -> str:
+    """The colours of runs as those of their groups."""
+    return "".join(
+        f"--run-{i}:var(--group-{min(group, len(GROUPS))});" for i, group in enumerate(groups)
+    )
 
 
 def hatch_patterns() -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -16,38 +14,32 @@ from transformers import PreTrainedTokenizerBase
 from stretto import tasks
 from stretto.clock import RealClock
 from stretto.config import Config
-from stretto.errors import ConfigError, TaskError
-from stretto.models.forward import token_budget, unwrapped
-from stretto.models.heads import critic_from_actor
-from stretto.models.load import (
-    load_causal_lm,
-    load_sequence_classifier,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-)
+from stretto.errors import TaskError
+from stretto.models.load import load_tokenizer, set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
 from stretto.process import keep_freed_memory
-from stretto.runtime.controls import controls, model_seats
-from stretto.runtime.inline.placement import Placement, scorer_slots
+from stretto.runtime.controls import controls
+from stretto.runtime.inline.models import (
+    NOTHING,
+    Given,
+    Say,
+    make_actor,
+    make_critic,
+    make_reference,
+    model_scorers,
+    reward_models,
+)
+from stretto.runtime.inline.placement import Placement
 from stretto.runtime.inline.roles import PlainScorer
 from stretto.schedules.schedule import Schedule
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.models import (
-    RewardModelScorer,
-    critic_scorer,
-    reference_scorer,
-    same_tokenizer,
-)
 from stretto.tasks.prompts import PromptSource
-from stretto.training.learner import PPOLearner
+from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
 from stretto.types import Rollout
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
     scorers: Sequence[PlainScorer]
-    learner: PPOLearner
+    learner: PolicyLearner
     placement: Placement
     schedule: Schedule
     spans: Spans
@@ -80,7 +72,7 @@ class Parts:
         self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
 
 
-def build(config: Config, stack: ExitStack, say: Say) -> Parts:
+def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) -> Parts:
     """Put a run together.
 
     The warm-up is done for a resumed run too: the reference, and under LoRA the frozen weights,
@@ -90,28 +82,27 @@ def build(config: Config, stack: ExitStack, say: Say) -> Parts:
         config: of the run.
         stack: closes what must be closed.
         say: told in a line what takes time.
+        given: what the caller brings instead of names.
     """
     prepare_torch(config)
-    tokenizer = load_tokenizer(resolve(config.model.name, say), config.model.trust_remote_code)
-    task = tasks.load(config.task, config.seed)
+    trust = config.model.trust_remote_code
+    tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust)
+    task = given.task or tasks.load(config.task, config.seed)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
-    judges = open_judges(config, task, tokenizer, stack)
-    rewards = _reward_models(config, tokenizer, say)
-    actor = load_actor(config, say)
+    judges = open_judges(config, task, tokenizer, stack, given)
+    rewards = reward_models(config, tokenizer, given, say)
+    base = make_actor(config, given, say)
     if config.warmup_examples:
-        loss = warm_up(actor, _examples(config, task, prompts), config)
+        loss = warm_up(base, _examples(config, task, prompts), config)
         say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
-    critic = _make_critic(config, actor, tokenizer, rewards[0], say)
-    reference = None
-    if config.model.lora_rank:
-        actor = add_lora(actor, config.model, "CAUSAL_LM")
-    if config.algorithm.kl_coef:  # under LoRA it is the actor with its adapters off
-        reference = actor if config.model.lora_rank else frozen_copy(actor)
-    for model in (actor, critic):
-        _set_checkpointing(model, config)
-    place = Placement(config, actor, critic, tokenizer, stack)
+    critic = make_critic(config, base, tokenizer, rewards[0], given, say)
+    actor = add_lora(base, config.model, "CAUSAL_LM") if config.model.lora_rank else base
+    reference = make_reference(config, base, actor, given)
+    for model in filter(None, (actor, critic)):
+        set_checkpointing(model, config.model)
+    place = Placement(config, actor, critic, tokenizer, stack, given.end_tokens)
     models = [
-        [*own, *_model_scorers(config, reference, values, say)]
+        [*own, *model_scorers(config, reference, values, say)]
         for own, values in zip(rewards, place.critics, strict=True)
     ]
     learner = _make_learner(config, actor, critic, place.snapshots)
@@ -137,23 +128,18 @@ def prepare_torch(config: Config) -> None:
     torch.manual_seed(config.seed)
 
 
-def load_actor(config: Config, say: Say) -> nn.Module:
-    """The actor, as the settings name it."""
-    m = config.model
-    device = pick_device(m.device)
-    return load_causal_lm(
-        resolve(m.name, say), pick_dtype(m.dtype, device), device, m.trust_remote_code
-    )
-
-
 def open_judges(
-    config: Config, task: tasks.Task, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
+    config: Config,
+    task: tasks.Task,
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    given: Given = NOTHING,
 ) -> list[FunctionScorer]:
-    """The reward sources that are code, each in a process of its own."""
+    """The reward sources that are code, each in a process of its own if it is not ``given``."""
     columns = task.row(0).data.keys()
     judges: list[FunctionScorer] = []
     for source in config.reward.sources:
-        if source.startswith("model:"):
+        if source.startswith("model:") or source in given.reward_models:
             continue
         judge = FunctionScorer(
             source,
@@ -163,15 +149,11 @@ def open_judges(
             stop=config.rollout.stop,
             timeout_s=config.reward.timeout_s,
             columns=columns,
+            function=given.functions.get(source),
         )
         stack.callback(judge.close)
         judges.append(judge)
     return judges
-
-
-def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy that is never trained."""
-    return copy.deepcopy(model).requires_grad_(False)
 
 
 def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[Rollout]:
@@ -195,102 +177,16 @@ def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[R
     return examples
 
 
-def _reward_models(
-    config: Config, tokenizer: PreTrainedTokenizerBase, say: Say
-) -> list[list[RewardModelScorer]]:
-    """For each seat of the model scorers, one for each reward model; seats share the models."""
-    m = config.model
-    device = pick_device(m.device)
-    seats: list[list[RewardModelScorer]] = [[] for _ in range(model_seats(config))]
-    for source in config.reward.sources:
-        kind, _, name = source.partition(":")
-        if kind != "model":
-            continue
-        path = resolve(name, say)
-        model = load_sequence_classifier(
-            path, pick_dtype(m.dtype, device), device, m.trust_remote_code
-        ).requires_grad_(False)
-        for seat in seats:
-            seat.append(
-                RewardModelScorer(
-                    source,
-                    model,
-                    load_tokenizer(path, m.trust_remote_code),
-                    tokenizer,
-                    token_budget(config.training.microbatch_tokens, device),
-                    config.rollout.stop,
-                    slots=scorer_slots(config, model, say),
-                    say=say,
-                )
-            )
-    return seats
-
-
-def _make_critic(
-    config: Config,
-    actor: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rewards: Sequence[RewardModelScorer],
-    say: Say,
-) -> nn.Module:
-    """The value model; see ``critic.init``."""
-    m, init = config.model, config.critic.init
-    if init == "actor":
-        critic = critic_from_actor(actor)
-    elif init == "reward":
-        first = rewards[0]
-        _require_same_tokenizer(init, first.same_tokenizer)
-        critic = copy.deepcopy(first.model).requires_grad_(True)
-    else:
-        device = pick_device(m.device)
-        dtype = pick_dtype(m.dtype, device)
-        path = resolve(init, say)
-        own = load_tokenizer(path, m.trust_remote_code)
-        _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
-        critic = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
-    return add_lora(critic, m, "SEQ_CLS") if m.lora_rank else critic
-
-
-def _model_scorers(
-    config: Config, reference: nn.Module | None, critic: nn.Module, say: Say
-) -> list[PlainScorer]:
-    """Reference, where there is a KL penalty, and critic."""
-    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
-    scorers: list[PlainScorer] = []
-    if reference is not None:
-        slots = scorer_slots(config, reference, say)
-        temperature = config.rollout.temperature
-        scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
-    slots = scorer_slots(config, critic, say)
-    scorers.append(critic_scorer(critic, budget, slots=slots, say=say))
-    return scorers
-
-
-def _require_same_tokenizer(init: str, same: bool) -> None:
-    if not same:
-        raise ConfigError(
-            f"critic.init = '{init}' names a model with another tokenizer than the actor, whose "
-            "tokens the critic must read; set critic.init = 'actor'"
-        )
-
-
-def _set_checkpointing(model: nn.Module, config: Config) -> None:
-    if config.model.gradient_checkpointing:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # the new name is not in all of 5.x
-            unwrapped(model).gradient_checkpointing_enable({"use_reentrant": False})
-
-
 def _make_learner(
-    config: Config, actor: nn.Module, critic: nn.Module, snapshots: Sequence[str]
-) -> PPOLearner:
+    config: Config, actor: nn.Module, critic: nn.Module | None, snapshots: Sequence[str]
+) -> PolicyLearner:
     t = config.training
     per_step = t.epochs * t.minibatches
     updates, warmup = config.steps * per_step, t.warmup_steps * per_step
     frozen = min(config.critic.freeze_steps, config.steps) * per_step
-    return PPOLearner(
+    return PolicyLearner(
         TrainedModel(actor, t.lr, t, updates=updates - frozen, warmup=warmup),
-        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup),
+        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup) if critic else None,
         config,
         config.reward.factors,
         snapshots=snapshots,

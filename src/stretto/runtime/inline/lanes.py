@@ -22,8 +22,10 @@ T = TypeVar("T")
 _SETTING_THREADS = Lock()
 
 
-class Interrupted(BaseException):
-    """Raised in a lane's thread when the run ends while it works."""
+class Interrupted(KeyboardInterrupt):
+    """Raised in a lane's thread when the run ends while it works: as Ctrl-C, which code that lets
+    nothing else through lets through.
+    """
 
 
 class Lane:

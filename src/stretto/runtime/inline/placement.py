@@ -64,28 +64,30 @@ class Placement:
     Attributes:
         streams: whether scorers look at responses while these are decoded.
         engines: what generates.
-        critics: the value model as scorers may use it; one for each seat.
+        critics: the value model as scorers may use it, or ``None``; one for each seat.
     """
 
     def __init__(
         self,
         config: Config,
         actor: nn.Module,
-        critic: nn.Module,
+        critic: nn.Module | None,
         tokenizer: PreTrainedTokenizerBase,
         stack: ExitStack,
+        end_tokens: frozenset[int] | None = None,
     ) -> None:
         knobs = config.schedule
         self.streams = knobs.knob("score_on") != "batch"
         self._lagging = bool(knobs.knob("lag"))
         self._opened: list[Lane] = []
         stack.callback(self.close)
+        trained = {"actor": actor} | ({"critic": critic} if critic else {})
         self._trained = {
-            "actor": [n for n, p in actor.named_parameters() if p.requires_grad],
-            "critic": [n for n, p in critic.named_parameters() if p.requires_grad],
+            name: [n for n, p in model.named_parameters() if p.requires_grad]
+            for name, model in trained.items()
         }
         self.critics = [
-            with_own_weights(critic) if self._lagging else critic
+            with_own_weights(critic) if self._lagging and critic else critic
             for _ in range(model_seats(config))
         ]
         self._hosts = hosts_scorers(config)
@@ -93,7 +95,7 @@ class Placement:
         self._generating = with_own_weights(actor) if self._lagging else actor
         rows = most_in_flight(config)
         self.engines = [
-            make_engine(config, model, tokenizer, rows)
+            make_engine(config, model, tokenizer, rows, end_tokens)
             for model in (
                 self._generating,
                 *(with_own_structure(self._generating) for _ in range(config.rollout.engines - 1)),
@@ -123,7 +125,7 @@ class Placement:
     @property
     def snapshots(self) -> Sequence[str]:
         """The models of which the learner must publish copies."""
-        return ("actor", "critic") if self._lagging else ()
+        return tuple(self._trained) if self._lagging else ()
 
     def generators(self, tracer: Tracer) -> list[InlineGenerator]:
         """The engines, each on a lane."""
@@ -196,7 +198,7 @@ class Placement:
     def _copies(self) -> dict[str, nn.Module]:
         if not self._lagging:
             return {}
-        copies = {f"critic {i}": model for i, model in enumerate(self.critics)}
+        copies = {f"critic {i}": model for i, model in enumerate(self.critics) if model}
         return {"actor": self._generating, **copies}
 
     def _open_lanes(self, config: Config) -> dict[str, list[Lane]]:
@@ -270,14 +272,22 @@ def prefill_tokens_per_s(model: nn.Module, tokens: int = 256) -> float:
 
 
 def make_engine(
-    config: Config, actor: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: int
+    config: Config,
+    actor: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: int,
+    end_tokens: frozenset[int] | None = None,
 ) -> TorchEngine:
-    """A generation engine over the actor's own weights, for up to so many rollouts at a time."""
+    """A generation engine over the actor's own weights, for up to so many rollouts at a time.
+
+    ``end_tokens`` end a response; without them the model's and the tokenizer's do.
+    """
+    ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
     stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
     return TorchEngine(
         actor,
         config.rollout,
-        end_tokens=end_token_ids(unwrapped(actor), tokenizer),
+        end_tokens=ends,
         seed=config.seed,
         stop=stop,
         slots=config.rollout.slots or rows,

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from stretto.algorithms.ppo import apply_missing_eos
+from stretto.algorithms.rewards import apply_missing_eos
 from stretto.config import Config
 from stretto.errors import StrettoError
 from stretto.models.load import save_model
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.runtime.inline.build import Parts, build
 from stretto.runtime.inline.lanes import drive
+from stretto.runtime.inline.models import NOTHING, Given
 from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
 from stretto.training import checkpoint
@@ -40,7 +41,12 @@ class TrainResult:
 
 
 def train(
-    config: Config, *, run_dir: RunDirectory, resume: bool = False, progress: Progress
+    config: Config,
+    *,
+    run_dir: RunDirectory,
+    resume: bool = False,
+    progress: Progress,
+    given: Given = NOTHING,
 ) -> TrainResult:
     """Train a model and save it; a run that is stopped after a step saves what it has.
 
@@ -49,6 +55,7 @@ def train(
         run_dir: where records, checkpoints and the model go.
         resume: go on from the newest checkpoint in ``run_dir``.
         progress: the display, already started.
+        given: what the caller brings instead of names in the settings.
 
     Raises:
         StrettoError: a setting, a model, a dataset, a judge or the numbers are at fault.
@@ -56,7 +63,7 @@ def train(
     with ExitStack() as stack:
         first, state = checkpoint.load_latest(run_dir.checkpoints) if resume else (0, None)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        parts = build(config, stack, progress.note)
+        parts = build(config, stack, progress.note, given)
         if state is not None:
             parts.load_state_dict(state)
         gc.collect()
@@ -158,4 +165,4 @@ def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
 
 def _reason(rollout: Rollout) -> str:
     failures: Sequence[str] = [s.failure for s in rollout.scores.values() if s.failure]
-    return "; ".join(failures)
+    return "; ".join(failures) or rollout.rejected_because

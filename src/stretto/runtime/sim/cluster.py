@@ -128,6 +128,8 @@ class Workload(Section):
     """Responses a step."""
     samples_per_prompt: PositiveInt = 1
     """Responses to each prompt; divides batch."""
+    group_at_least: PositiveInt = 1
+    """Judged responses to one prompt without which the others are left out too."""
     steps: PositiveInt = 50
     """Batches to train on."""
     max_new_tokens: PositiveInt = 2048

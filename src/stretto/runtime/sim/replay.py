@@ -58,16 +58,19 @@ def recorded_cluster(
     sources = sum(name not in _KINDS for name in found.scorers)  # which are summed up again
     by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
     mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
+    critic = config.algorithm.traits.critic
+    trains: tuple[str, ...] = ("actor", "critic") if critic else ("actor",)
     return Cluster(
         generators=tuple(
             GeneratorRole(devices=(i,), cost=found.generator, slots=config.rollout.slots)
             for i in range(engines)
         ),
         scorers=_scorers(config, found.scorers, apart),
-        learner=LearnerRole(devices=(training,), trains=("actor", "critic"), cost=found.learner),
+        learner=LearnerRole(devices=(training,), trains=trains, cost=found.learner),
         workload=Workload(
             batch=config.rollout.batch,
             samples_per_prompt=config.rollout.samples_per_prompt,
+            group_at_least=config.algorithm.traits.group,
             steps=config.steps,
             max_new_tokens=config.rollout.max_new_tokens,
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),

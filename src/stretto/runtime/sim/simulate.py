@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stretto.config import Config, RewardConfig, RolloutConfig
@@ -119,12 +119,14 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         ),
         schedule=cluster.schedule,
     )
+    turned = controls(config, cluster.migrating if migrates(config) else None)
+    settings = replace(turned.settings, group_at_least=w.group_at_least)
     return Schedule(
         _prompts(cluster),
         roles.generators,
         roles.seats,
         roles.learner,
-        controls(config, cluster.migrating if migrates(config) else None),
+        replace(turned, settings=settings),
         VirtualClock(),
         tracer,
     )

@@ -1,0 +1,52 @@
+"""Importance weights for data of another policy than the one that is trained.
+
+Asynchronous and carried rollouts are sampled by a *behaviour* policy, token by token its own
+version. Decoupled PPO (Hilton et al. 2022) takes the ratio that is clipped to a *proximal* policy,
+the learner's own before the step, and weighs each token by proximal / behaviour:
+
+    rho = pi / pi_prox
+    w   = pi_prox / pi_behave
+    L   = -E w min(rho A, clip(rho, 1 - eps, 1 + eps) A)
+
+The weights are never negative, so they can be part of the advantages: every loss that is linear in
+these takes them without knowing.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+
+def importance_weights(
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    kind: Literal["truncate", "mask"],
+    level: Literal["token", "sequence"],
+    cap: float,
+) -> Tensor:
+    """``w = pi_prox / pi_behave``, kept small.
+
+    Args:
+        proximal, behaviour: [B, T] log-probs.
+        mask: [B, T] bool.
+        kind: ``truncate`` gives min(w, cap) (Espeholt et al. 2018); ``mask`` keeps w within
+            1 / cap to cap, and gives 0 outside.
+        level: a weight a token, or the product over the response for all its tokens.
+        cap: at least 1.
+
+    Returns:
+        [B, T], 0 outside the mask.
+    """
+    log_ratio = torch.where(mask, proximal - behaviour, 0.0)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(dim=1, keepdim=True).expand_as(mask)
+    weights = log_ratio.exp()
+    if kind == "truncate":
+        weights = weights.clamp(max=cap)
+    else:
+        weights = torch.where((weights >= 1 / cap) & (weights <= cap), weights, 0.0)
+    return torch.where(mask, weights, 0.0)

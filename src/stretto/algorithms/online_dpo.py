@@ -1,0 +1,67 @@
+"""Online DPO (Guo et al. 2024; Rafailov et al. 2023): best against worst of fresh responses.
+
+With K responses to a prompt, asynchronous RLHF's training-bound setting trains on the best and the
+worst of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
+from stretto.algorithms.groups import best_and_worst, group_stats
+from stretto.algorithms.policy import policy_term
+from stretto.algorithms.reductions import weighted_sums
+from stretto.algorithms.rewards import Rewards
+from stretto.config import AlgorithmConfig
+from stretto.errors import LearnerError
+
+
+def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
+    """Pairs of rows: the best of each group, and its worst.
+
+    A group whose scores are all the same prefers nothing and is left out, as is a pair with an
+    empty side. ``dpo/pairs`` says how many are left.
+    """
+    tokens = data.mask.sum(dim=1)
+    pairs = [
+        (best, worst)
+        for best, worst in best_and_worst(rewards.scores, data.groups)
+        if rewards.scores[best] > rewards.scores[worst] and tokens[best] and tokens[worst]
+    ]
+    stats = group_stats(rewards.scores, data.groups)
+    return Targets(
+        advantages=torch.zeros_like(data.logprobs),
+        units=pairs,
+        stats={**stats, "dpo/pairs": float(len(pairs))},
+    )
+
+
+def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+    """The logistic loss on the pairs' margins; rows are best, worst, best, worst, ...
+
+    ::
+
+        margin = beta (log pi(y+)/pi_ref(y+) - log pi(y-)/pi_ref(y-))
+        L      = -sum_pairs w log sigmoid(margin)
+
+    Returns:
+        the loss, with ``dpo/margin`` and ``dpo/accuracy`` (margins above 0).
+
+    Raises:
+        LearnerError: there are no log-probs of the reference.
+    """
+    if part.ref_logprobs is None:
+        raise LearnerError(
+            "the loss of 'online-dpo' needs the reference's log-probabilities, and there are none; "
+            "score with the reference"
+        )
+    log_ratio = part.of_response(logprobs - part.ref_logprobs)
+    margin = settings.kl_coef * (log_ratio[0::2] - log_ratio[1::2])
+    w = part.response_weights[0::2] + part.response_weights[1::2]
+    loss = -(w * logsigmoid(margin)).sum()
+
+    figures = {"dpo/margin": margin, "dpo/accuracy": margin > 0}
+    return policy_term(loss, weighted_sums(w, figures))

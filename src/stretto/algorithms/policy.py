@@ -1,0 +1,101 @@
+"""Terms that several algorithms share: the clipped surrogate, entropy, the KL, and drift figures.
+
+All take a :class:`~stretto.algorithms.experience.Part` of b rows and T columns, and ``logprobs``
+[b, T] of the policy under training.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stretto.algorithms.experience import LossTerm, Part
+from stretto.algorithms.kl import kl_estimate
+from stretto.algorithms.reductions import Tally, weighted_sums
+from stretto.config.algorithm import Estimator
+from stretto.errors import LearnerError
+
+LOG_RATIO_LIMIT = 20.0
+"""Log ratios count up to here: far beyond any clipping, and far from overflow."""
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)``, kept finite.
+
+    An infinite ratio would make a gradient of NaN where it is clipped, or where the advantage is 0.
+    """
+    return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
+
+
+def clipped_surrogate(logprobs: Tensor, part: Part, low: float, high: float) -> LossTerm:
+    """The clipped surrogate of PPO (Schulman et al. 2017, equation 7), to be minimised.
+
+    ::
+
+        rho_t = exp(log pi(a_t) - log pi_old(a_t))
+        L     = -sum_t w_t min(rho_t A_t, clip(rho_t, 1 - low, 1 + high) A_t)
+
+    Returns:
+        the loss, with ``policy/clipfrac_avg`` (where the clipped branch is the larger loss).
+    """
+    mask = part.mask
+    w, adv = part.weights[mask], part.advantages[mask]
+
+    ratio = bounded_ratio(logprobs[mask] - part.old_logprobs[mask])
+    unclipped = ratio * adv
+    clipped = ratio.clamp(1 - low, 1 + high) * adv
+    loss = -(w * torch.minimum(unclipped, clipped)).sum()
+
+    figures = {"policy/clipfrac_avg": clipped < unclipped}
+    return policy_term(loss, weighted_sums(part.means[mask], figures))
+
+
+def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
+    """A policy loss with its figures, and itself among them as ``loss/policy_avg``."""
+    return LossTerm(loss, Tally({"loss/policy_avg": loss.detach().double(), **sums}))
+
+
+def entropy_bonus(entropy: Tensor, part: Part, coef: float) -> LossTerm:
+    """``-coef * sum_t w_t H_t``, with ``policy/entropy_avg`` in nats.
+
+    Args:
+        entropy: [b, T], of the distribution that token t was drawn from.
+        part: the rows.
+        coef: 0 only reports the entropy.
+    """
+    w, per_token = part.weights[part.mask], entropy[part.mask]
+    sums = weighted_sums(part.means[part.mask], {"policy/entropy_avg": per_token})
+    return LossTerm(-coef * (w * per_token).sum(), Tally(sums))
+
+
+def kl_penalty(logprobs: Tensor, part: Part, coef: float, estimator: Estimator) -> LossTerm:
+    """``beta * sum_t w_t KL_t``, with ``loss/kl_avg`` (GRPO, Shao et al. 2024, equation 3).
+
+    Raises:
+        LearnerError: there are no log-probs of the reference.
+    """
+    if part.ref_logprobs is None:
+        raise LearnerError(
+            "the KL in the loss needs the reference's log-probabilities, and there are none; score "
+            "with the reference, or set algorithm.kl_coef = 0"
+        )
+    mask = part.mask
+    per_token = kl_estimate(logprobs[mask], part.ref_logprobs[mask], estimator)
+    sums = weighted_sums(part.means[mask], {"loss/kl_avg": per_token})
+    return LossTerm(coef * (part.weights[mask] * per_token).sum(), Tally(sums))
+
+
+def drift(logprobs: Tensor, part: Part) -> Tally:
+    """How far the policy is from the old one: ``policy/approxkl_avg`` (half the mean squared log
+    ratio), ``val/ratio`` and its extremes.
+    """
+    mask = part.mask
+    log_ratio = logprobs.detach()[mask] - part.old_logprobs[mask]
+    ratio = log_ratio.exp()
+    figures = {"policy/approxkl_avg": log_ratio.square() / 2, "val/ratio": ratio}
+    any_tokens = ratio.numel() > 0  # the least of nothing does not exist
+    return Tally(
+        sums=weighted_sums(part.means[mask], figures),
+        minima={"val/ratio_min": ratio.amin()} if any_tokens else {},
+        maxima={"val/ratio_max": ratio.amax()} if any_tokens else {},
+    )

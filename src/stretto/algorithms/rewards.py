@@ -1,0 +1,123 @@
+"""What a response is worth: its score, the rule for missing ends, and the KL where it is a cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from stretto.algorithms.experience import Scored, require_finite
+from stretto.algorithms.kl import kl_estimate
+from stretto.config import AlgorithmConfig, RewardConfig
+
+MissingEos = Literal["off", "replace", "subtract"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """The rewards of a batch.
+
+    Attributes:
+        scores: [B], after the rule for missing ends.
+        tokens: [B, T], 0 outside the mask: the score at the last token and, where the KL is in the
+            reward, its cost at every token.
+        totals: [B], the score less the KL's cost over the whole response. Unlike the sum over
+            ``tokens`` it holds the score of an empty response too.
+        stats: figures of the batch, by metric name.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    totals: Tensor
+    stats: Mapping[str, float]
+
+
+def apply_missing_eos(scores: Tensor, ended: Tensor, mode: MissingEos, penalty: float) -> Tensor:
+    """Scores, [B], with those of responses that did not end by themselves penalised.
+
+    Args:
+        scores: [B].
+        ended: [B] bool; what the engine says, never read off the padding.
+        mode: ``replace`` puts the penalty in the score's place (asynchronous RLHF, Noukhovitch et
+            al. 2025); ``subtract`` takes its absolute value off (TRL); ``off`` keeps the score.
+        penalty: in units of the score.
+    """
+    if mode == "off":
+        return scores
+    penalised = torch.full_like(scores, penalty) if mode == "replace" else scores - abs(penalty)
+    return torch.where(ended, scores, penalised)
+
+
+def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
+    """``r_t = -beta KL_t``, plus the score at the last response token.
+
+    Ziegler et al. 2019, section 2.2.
+
+    Args:
+        scores: [B], after the rule for missing ends.
+        kl: [B, T], per-token estimates.
+        mask: [B, T] bool.
+        kl_coef: beta.
+
+    Returns:
+        [B, T], 0 outside the mask. An empty response has no last token: its score goes nowhere.
+    """
+    is_last = mask & ~pad(mask[:, 1:], (0, 1))
+    return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(is_last, scores[:, None], 0.0)
+
+
+def make_rewards(
+    data: Scored, reward: RewardConfig, algorithm: AlgorithmConfig, kl_coef: float
+) -> Rewards:
+    """Scores, KL and the rules of a run to rewards.
+
+    Args:
+        data: the batch.
+        reward: the rule for missing ends.
+        algorithm: where the KL enters, and its estimator.
+        kl_coef: the present beta, which may differ from the setting's starting value.
+
+    Raises:
+        LearnerError: a reward is not finite.
+    """
+    scores = apply_missing_eos(
+        data.scores, data.ended, reward.missing_eos, reward.missing_eos_penalty
+    )
+    reference = data.logprobs if data.ref_logprobs is None else data.ref_logprobs
+    kl = torch.where(data.mask, kl_estimate(data.logprobs, reference, algorithm.estimator), 0.0)
+    cost = kl_coef if algorithm.kl_place == "reward" else 0.0
+    tokens = token_rewards(scores, kl, data.mask, cost)
+    require_finite("reward", tokens)
+    has_reference = data.ref_logprobs is not None
+    return Rewards(
+        scores,
+        tokens,
+        totals=scores - cost * kl.sum(dim=1),
+        stats=_stats(scores, kl[data.mask] if has_reference else None, kl_coef, cost),
+    )
+
+
+def _stats(scores: Tensor, kl: Tensor | None, kl_coef: float, cost: float) -> dict[str, float]:
+    """Means over responses; ``objective/kl`` is of the estimator that the penalty uses.
+
+    Args:
+        scores: [B].
+        kl: of all response tokens, in one row; None without a reference.
+        kl_coef: beta.
+        cost: beta where the KL is in the reward, else 0.
+    """
+    score = scores.mean().item()
+    if kl is None:
+        return {"objective/scores": score, "objective/rlhf_reward": score}
+    response_kl = kl.sum().item() / len(scores)
+    return {
+        "objective/scores": score,
+        "objective/kl": response_kl,
+        "objective/kl_coef": kl_coef,
+        "objective/non_score_reward": -cost * response_kl,
+        "objective/rlhf_reward": score - cost * response_kl,
+    }

@@ -1,0 +1,28 @@
+"""RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
+from stretto.algorithms.groups import group_stats, leave_one_out
+from stretto.algorithms.policy import policy_term
+from stretto.algorithms.rewards import Rewards
+from stretto.config import AlgorithmConfig
+
+
+def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
+    """``A_i = R_i - mean of the others' R``, along the whole response. No critic."""
+    advantages = leave_one_out(rewards.totals, data.groups)
+    return Targets(
+        advantages=torch.where(data.mask, advantages[:, None], 0.0),
+        stats=group_stats(rewards.scores, data.groups),
+    )
+
+
+def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+    """``-sum_t w_t A log pi(y_t)``; with weights of 1 / B that is ``-mean A log pi(y)``."""
+    mask = part.mask
+    per_token = part.advantages[mask] * logprobs[mask]
+    return policy_term(-(part.weights[mask] * per_token).sum(), {})

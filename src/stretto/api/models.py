@@ -1,0 +1,203 @@
+"""Trained models at work, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stretto import recipes
+from stretto.api.settings import Settings, changed, model_of, named
+from stretto.config import RewardModelConfig, RolloutConfig
+from stretto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stretto.evaluation import Benchmark, LabelResult, LlmJudge, Measured
+    from stretto.runtime.inline import EvalResult
+
+
+def evaluate(
+    settings: Settings,
+    *,
+    model: str | Path = "",
+    samples: int = 200,
+    dataset: str | Path | None = None,
+    **changes: Any,
+) -> EvalResult:
+    """Greedy answers of a model to a task's prompts, judged by the task's verifier (pass@1); what
+    ``stretto eval`` does without further options. :func:`measure` has the others.
+
+    Args:
+        settings: see :mod:`stretto.api`; they name the task.
+        model: a name, a folder, or a run's folder; without one the settings' model, or the trained
+            one where ``settings`` is a run's folder.
+        samples: prompts answered, at most.
+        dataset: a file or a hub dataset in place of the settings' one.
+        changes: see :mod:`stretto.api`.
+    """
+    from stretto.runtime import inline
+
+    config = named(settings, dataset, changes)
+    return inline.evaluate(config, model=model_of(model, settings, config), samples=samples)
+
+
+def measure(
+    settings: Settings,
+    *,
+    model: str | Path = "",
+    samples: int = 200,
+    win_rate_by: str | Sequence[str] = (),
+    sft: str | Path = "",
+    judge: LlmJudge | None = None,
+    reference_column: str = "",
+    dataset: str | Path | None = None,
+    **changes: Any,
+) -> Measured:
+    """Sampled responses of a model to a task's prompts, measured; what ``stretto eval`` does with
+    the options of the same names.
+
+    Args:
+        settings, model, samples, dataset, changes: as in :func:`evaluate`.
+        win_rate_by: gold reward for a win-rate, as in ``reward.sources``, or several of them; the
+            run of a reward model stands for its model.
+        sft: model for the KL, a run's folder too.
+        judge: an LLM judge for a win-rate.
+        reference_column: with the responses to win against; empty takes the task's own answers.
+    """
+    from stretto import evaluation
+
+    config = named(settings, dataset, changes)
+    return evaluation.measure(
+        config,
+        policy=model_of(model, settings, config),
+        samples=samples,
+        by=win_rate_by,
+        sft=str(sft),
+        judge=judge,
+        reference_column=reference_column,
+    )
+
+
+def label(
+    data: str | Path | RewardModelConfig, *, by: str, out: str | Path, **changes: Any
+) -> LabelResult:
+    """A preference file labelled anew by a gold reward; what ``stretto label FILE`` does.
+
+    Args:
+        data: the file, or settings whose ``data`` names it.
+        by: 'file.py:name' or 'model:NAME'; a run's folder too.
+        out: file for the pairs, JSON Lines.
+        changes: of those settings, see :mod:`stretto.api`.
+    """
+    from stretto.evaluation import label_pairs
+
+    if not isinstance(data, RewardModelConfig):
+        data = changed(RewardModelConfig(), {"data__name": str(data)})
+    return label_pairs(changed(data, changes), by=by, out=Path(out))
+
+
+def label_responses(
+    settings: Settings,
+    *,
+    by: str,
+    out: str | Path,
+    model: str | Path = "",
+    prompts: int = 1000,
+    per_prompt: int = 2,
+    dataset: str | Path | None = None,
+    **changes: Any,
+) -> LabelResult:
+    """A model's responses to a task's prompts, labelled by a gold reward; what ``stretto label
+    RECIPE --responses-from MODEL`` does.
+
+    Args:
+        settings, model, dataset, changes: as in :func:`evaluate`.
+        by: 'task', 'file.py:name' or 'model:NAME'; a run's folder too.
+        out: file for the pairs, JSON Lines.
+        prompts: the first ones that training would draw, at most so many.
+        per_prompt: responses to each; the best and the worst make a pair.
+    """
+    from stretto import evaluation
+
+    config = named(settings, dataset, changes)
+    return evaluation.label_responses(
+        config,
+        policy=model_of(model, settings, config),
+        by=by,
+        out=Path(out),
+        prompts=prompts,
+        per_prompt=per_prompt,
+    )
+
+
+def benchmark(
+    settings: Settings,
+    tasks: Sequence[str],
+    *,
+    model: str | Path = "",
+    limit: int = 0,
+    **changes: Any,
+) -> list[Benchmark]:
+    """Benchmarks of lm-evaluation-harness; what ``stretto eval --lm-eval`` does.
+
+    Args:
+        settings, model, changes: as in :func:`evaluate`; of the settings, those of the model and
+            ``rollout.batch`` are looked at.
+        tasks: names that the harness knows, or .yaml files that define one.
+        limit: examples of each benchmark, at most; 0 takes all.
+
+    Raises:
+        MissingExtraError: lm-evaluation-harness is not installed.
+    """
+    from stretto import evaluation
+
+    config = named(settings, None, changes)
+    chosen = model_of(model, settings, config)
+    return evaluation.benchmark(config, model=chosen, tasks=tasks, limit=limit)
+
+
+def generate(
+    model: str | Path,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 256,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 0,
+    chat: Literal["auto", "on", "off"] = "auto",
+) -> list[str]:
+    """A model's answers to prompts, in their order; what ``stretto generate`` does.
+
+    Args:
+        model: a known name, a folder in Hugging Face format, a hub name, or a run's folder.
+        prompts: what to answer; at least one.
+        max_new_tokens: token limit of an answer.
+        temperature: softmax temperature; 0 is greedy.
+        top_k, top_p: sample among the likeliest tokens only; 0 and 1 are off.
+        stop: strings that end an answer, besides the end-of-sequence token.
+        seed: of sampling.
+        chat: apply the tokenizer's chat template; auto: where it has one.
+
+    Raises:
+        ConfigError: there is no prompt, or an option is out of rule.
+    """
+    if isinstance(prompts, str) or not prompts:
+        raise ConfigError(f"prompts must be a list with at least one text; got {prompts!r}")
+    options = recipes.build(
+        {
+            "batch": min(len(prompts), 32),
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "stop": tuple(stop),
+        },
+        "options",
+        RolloutConfig,
+    )
+    from stretto.runtime import inline
+
+    answers = inline.generate(str(model), prompts, options, seed=seed, chat=chat)
+    return [text for _, text in sorted(answers)]

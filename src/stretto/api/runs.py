@@ -1,0 +1,89 @@
+"""Runs compared, shown and simulated, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.api.settings import Settings, changed, config_of
+from stretto.api.training import execute
+from stretto.observe import RunDirectory
+
+if TYPE_CHECKING:
+    from stretto.observe.compare import Comparison
+    from stretto.runtime.sim.cluster import Cluster
+    from stretto.runtime.sim.simulate import SimResult
+
+
+def report(
+    runs: str | Path | Sequence[str | Path], out: str | Path = "report.html", *, step: int = 0
+) -> Path:
+    """One page of runs, to be opened in a browser; what ``stretto report`` writes.
+
+    Args:
+        runs: folders of runs; the first is what the others are compared with.
+        out: file for the page.
+        step: whose timeline is shown; without it, one from the middle.
+
+    Returns:
+        the page's file.
+    """
+    from stretto.observe.report import html_page, load
+
+    folders = [runs] if isinstance(runs, str | Path) else list(runs)
+    file = Path(out)
+    file.write_text(html_page(load(folders), step or None), encoding="utf-8")
+    return file
+
+
+def compare(
+    settings: Settings,
+    variants: Sequence[str] | Mapping[str, Mapping[str, Any]] = ("sync", "oppo"),
+    *,
+    seeds: Sequence[int] = (0,),
+    target: float | None = None,
+    **changes: Any,
+) -> Comparison:
+    """The same training under several schedules, one run after the other in this process; what
+    ``stretto compare`` does in processes of their own.
+
+    Args:
+        settings: see :mod:`stretto.api`.
+        variants: presets of the schedule, or settings of the schedule by a name for them.
+        seeds: each variant runs with each.
+        target: reward to be reached; without it, most of the way that the first variant goes.
+        changes: see :mod:`stretto.api`.
+
+    Returns:
+        its ``table()`` is for people, its ``data()`` for programs.
+    """
+    from stretto.observe.compare import Comparison, Outcome
+    from stretto.observe.report import load
+
+    base = changed(config_of(settings), changes)
+    if not isinstance(variants, Mapping):
+        variants = {name: {"preset": name} for name in variants}
+    runs = {
+        (name, seed): changed(base, {"seed": seed, "schedule": dict(variants[name])})
+        for seed in seeds
+        for name in variants
+    }  # all of them are checked before the first one starts
+    outcomes = []
+    for (name, seed), config in runs.items():
+        run_dir = RunDirectory.create(config.out, f"{name}-seed{seed}", config)
+        execute(config, run_dir)
+        outcomes.append(Outcome.of(name, seed, load([run_dir.path])[0]))
+    return Comparison(outcomes, target)
+
+
+def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
+    """A schedule on a described cluster, in virtual time; what ``stretto compare --sim`` runs.
+
+    Args:
+        cluster: see :class:`stretto.runtime.sim.cluster.Cluster`.
+        seed: of response lengths and rewards.
+    """
+    from stretto.runtime.sim.simulate import simulate as run
+
+    return run(cluster, seed=seed)

@@ -1,0 +1,156 @@
+"""``stretto align``: from demonstrations to an aligned model, in three stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from stretto.api.alignment import Aligned, Outcome, align, resume_alignment
+from stretto.api.stages import check_settings, replaced, stages_of
+from stretto.cli import dry_run
+from stretto.cli.variants import new_folder
+from stretto.errors import ConfigError, StrettoError
+
+if TYPE_CHECKING:
+    from stretto.evaluation import WinRate
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do all stages, and print what came of it."""
+    options: Any = tyro.cli(_options, prog="stretto align", args=list(arguments))
+    if options["resume"]:
+        return _show(resume_alignment(options["resume"]))
+    stages, asked = options["stages"], options["asked"]
+    check_settings(stages, asked["pairs"], asked["samples"])
+    if options["dry_run"]:
+        print("\n".join(replaced(stages)))
+        print(dry_run.describe_supervised(stages.sft))
+        print(dry_run.describe_supervised(stages.reward))
+        print(dry_run.describe_run(stages.train))
+        return 0
+    folder = new_folder(options["out"], f"{options['name']}-align")
+    try:
+        return _show(align(stages, folder=folder, **asked))
+    except (KeyboardInterrupt, StrettoError):
+        if any(folder.iterdir()):
+            print(f"stopped; go on with: stretto align --resume {folder}")
+        else:  # nothing was begun
+            folder.rmdir()
+        raise
+
+
+def _show(result: Aligned) -> int:
+    print(table(result))
+    print(f"all stages are in {result.folder}")
+    return 0
+
+
+def table(result: Aligned) -> str:
+    """What came of it, as a table in Markdown."""
+    rows = [("after SFT", result.before), ("after RL", result.after)]
+    pairs, learned = result.pairs, result.reward
+    lines = [
+        f"reward model: {_held_out(result)}, learned from {pairs.kept} pairs (left out: "
+        f"{pairs.ties} ties, {pairs.unended} without an end, {pairs.empty} empty)",
+        f"missing_eos_penalty of the last stage: {result.penalty:.2f} (the reward model's mean "
+        f"{learned.reward_mean:.2f}, standard deviation {learned.reward_std:.2f})",
+        "",
+        "| | win-rate | gold score | reward model's score | KL, nats a response | perplexity "
+        "| tokens | ended |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_row(name, outcome) for name, outcome in rows),
+    ]
+    win = _win(result.after)
+    lines += [
+        "",
+        f"Win-rate and gold score by {win.by}, on {result.after.measured.samples} prompts, against "
+        f"reference responses (gold score {win.reference_score:.2f}). KL to the SFT model, and its "
+        "perplexity on the responses.",
+    ]
+    return "\n".join(lines)
+
+
+def _held_out(result: Aligned) -> str:
+    held = result.reward.held_out
+    return "nothing held out" if held is None else f"held-out accuracy {held.accuracy:.3f}"
+
+
+def _row(name: str, outcome: Outcome) -> str:
+    win, m = _win(outcome), outcome.measured
+    assert m.kl
+    cells = (
+        name,
+        f"{win.rate:.3f} ± {win.standard_error:.3f}",
+        f"{win.score:.2f}",
+        f"{outcome.proxy:.2f}",
+        f"{m.kl.kl:.2f}",
+        f"{m.kl.perplexity:.2f}",
+        f"{m.mean_tokens:.1f}",
+        f"{m.ended:.2f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _win(outcome: Outcome) -> WinRate:
+    assert outcome.measured.win_rate
+    return outcome.measured.win_rate
+
+
+def _options(
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE_OR_FOLDER")] = "",
+    *,
+    algorithm: str = "",
+    pairs: int = 600,
+    samples: int = 200,
+    reference_column: str = "",
+    seed: int | None = None,
+    out: str = "runs",
+    resume: str = "",
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """From demonstrations to an aligned model: supervised fine-tuning, a reward model from labelled
+    pairs of the tuned model's own responses, and reinforcement learning from the reward model;
+    evaluated before and after by the gold reward, which is what labelled the pairs.
+
+    Args:
+        recipe: Recipes of all three stages by one name ('posts'), or a folder with sft.toml,
+            reward.toml and train.toml, such as an earlier alignment left.
+        algorithm: The loss of the last stage; without it the recipe's.
+        pairs: Prompts that the tuned model answers twice, for the gold reward to choose.
+        samples: Held-out prompts to evaluate on, at most.
+        reference_column: Column with the responses to win against; without it the task's own
+            answers.
+        seed: Of all stages; without it the recipes'.
+        out: Folder in which the stages get a folder of their own.
+        resume: Go on with the stages in this folder, which has their settings; takes no other
+            option. Stages that ended are not run again.
+        dry_run: Resolve names, print derived sizes and the memory plans, and load nothing.
+    """
+    asked = {"pairs": pairs, "samples": samples, "reference_column": reference_column}
+    if resume:
+        others = (recipe, algorithm, reference_column, seed, dry_run, pairs != 600, samples != 200)
+        if any(o not in ("", None, False) for o in others) or out != "runs":
+            raise ConfigError(
+                f"--resume {resume} goes on as it was begun, with the settings in that folder; "
+                "leave out the recipe and all other options"
+            )
+        return {"resume": resume}
+    if not recipe:
+        raise ConfigError(
+            "name the recipe of all three stages ('stretto align posts'), a folder with their "
+            "settings, or a folder to go on with as --resume FOLDER"
+        )
+    seeded = {} if seed is None else {"seed": seed}
+    chosen = {"algorithm__name": algorithm} if algorithm else {}
+    stages = stages_of(recipe, sft=seeded, reward=seeded, train=seeded | chosen)
+    return {
+        "name": Path(recipe).name,
+        "stages": stages,
+        "asked": asked,
+        "out": out,
+        "resume": "",
+        "dry_run": dry_run,
+    }

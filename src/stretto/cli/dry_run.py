@@ -1,0 +1,100 @@
+"""``--dry-run``: what a run would take, without loading anything of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from stretto.cli.settings import Option
+from stretto.config import Config, ModelConfig
+from stretto.config.supervised import RewardModelConfig, SftConfig
+from stretto.errors import ConfigError
+
+OPTION = Option(
+    bool, False, "Resolve names, print derived sizes and the memory plan, and load nothing.", ""
+)
+
+
+def describe_run(config: Config) -> str:
+    """The plan of a reinforcement learning run.
+
+    Raises:
+        ConfigError: a file that a setting names is not there.
+        ModelError: a model is no known name and no folder, or its architecture cannot be read.
+    """
+    from stretto.models.memory import format_plan, plan_for
+    from stretto.observe.progress import headline
+    from stretto.runtime.controls import largest_overcommit, most_in_flight
+
+    r, t = config.rollout, config.training
+    updates = t.epochs * t.minibatches
+    lines = [
+        headline(config),
+        f"in all: {config.steps * r.batch:,} responses, {config.steps * updates:,} updates",
+        f"in flight: at most {most_in_flight(config)} responses (delta at most "
+        f"{largest_overcommit(config)}), each of at most "
+        f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
+        *_model(config.model),
+        *(f"reward: {source}{_source(source)}" for source in config.reward.sources),
+    ]
+    if config.task.kind != "reasoning-gym":
+        lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
+        lines.append(f"evaluation: {config.task.held_out or 'on the rows of training'}")
+    return "\n".join([*lines, format_plan(plan_for(config))])
+
+
+def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
+    """The plan of supervised training.
+
+    Raises:
+        ConfigError: the data's file is not there.
+        ModelError: the model is no known name and no folder, or its architecture cannot be read.
+    """
+    from stretto.models.memory import format_plan, plan_for_one
+
+    rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
+    length = f"{config.steps} updates" if config.steps else f"{config.training.epochs} epoch(s)"
+    lines = [
+        f"{length} of {config.batch} {rows}, at most "
+        f"{config.batch * config.data.max_tokens * sides:,} tokens an update",
+        *_model(config.model),
+        f"data: {config.data.name} ({_data(config.data.name)}), "
+        f"{config.data.held_out:.0%} of it held out",
+    ]
+    return "\n".join([*lines, format_plan(plan_for_one(config.model))])
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    yield f"model: {model.name} ({_place(model.name)})"
+    if model.lora_rank:
+        yield f"LoRA of rank {model.lora_rank} on {', '.join(model.lora_targets)}"
+
+
+def _source(source: str) -> str:
+    kind, _, name = source.partition(":")
+    if kind == "model":
+        return f" ({_place(name)})"
+    if source != "task" and not Path(kind).expanduser().is_file():
+        raise ConfigError(f"reward.sources: '{source}' names the file '{kind}', which is not there")
+    return ""
+
+
+def _place(name: str) -> str:
+    """Where a model's files are."""
+    from stretto.models.resolve import is_known, resolve
+
+    if is_known(name):
+        return "one of Stretto's own"
+    return "local" if isinstance(resolve(name), Path) else "from the hub"
+
+
+def _data(name: str) -> str:
+    """Where a dataset's rows are."""
+    from stretto.tasks.files import SUFFIXES
+
+    if not name:
+        return "to be given"
+    path = Path(name).expanduser()
+    if path.suffix in SUFFIXES and not path.is_file():
+        raise ConfigError(f"there is no file '{path}' (looked for from {Path.cwd()})")
+    return "local" if path.exists() else "from the hub"

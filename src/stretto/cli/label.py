@@ -1,0 +1,183 @@
+"""``stretto label``: preferences as a gold reward has them, of old pairs or of new responses.
+
+One command with two forms, told apart by ``--responses-from``: what is written is the same, and so
+is what it is for. Each form offers the settings that it looks at: a file's are those of ``stretto
+reward``, which will read what is written; a recipe's are those of ``stretto train``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from stretto import recipes
+from stretto.cli.settings import (
+    Option,
+    check_recipe_is_first,
+    check_task,
+    leading_recipe,
+    parse_with_config,
+)
+from stretto.config import RewardModelConfig
+from stretto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from stretto.evaluation import LabelResult
+
+RESPONSES_FROM = "--responses-from"
+
+_MODEL = ("threads", "model.dtype", "model.device", "model.trust_remote_code")
+
+FILE_SETTINGS = (
+    *_MODEL,
+    "data.split",
+    "data.size",
+    "data.on_error",
+    "data.chat",
+    "data.system",
+    "data.prompt_column",
+    "data.chosen_column",
+    "data.rejected_column",
+)
+"""What the labels of a file depend on, besides the source."""
+
+RECIPE_SETTINGS = (
+    *_MODEL,
+    "seed",
+    "task",
+    "reward.timeout_s",
+    "rollout.batch",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.stop",
+    "rollout.slots",
+    "rollout.prefill_tokens",
+    "rollout.cuda_graphs",
+)
+"""What sampled and labelled responses depend on, besides policy and source."""
+
+_DESCRIPTION = (
+    "Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs "
+    "(chosen, rejected) or prompts with several 'responses', and writes pairs whose sides stand as "
+    "the source scores them; ties are left out. 'stretto label RECIPE --responses-from MODEL --by "
+    "SOURCE --out FILE' samples the responses first, to the recipe's prompts, and takes those that "
+    "ended before the token limit; its options: "
+    "'stretto label RECIPE --responses-from MODEL --help'. Options come after the file or recipe."
+)
+
+_WHAT = (
+    "A .jsonl, .json or .parquet file with pairs, or a hub dataset; with --responses-from, a "
+    "recipe, a .toml file, or a run's folder."
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Label, and say what became of the rows."""
+    if any(a == RESPONSES_FROM or a.startswith(f"{RESPONSES_FROM}=") for a in arguments):
+        result = _label_responses(arguments)
+    else:
+        result = _label_file(arguments)
+    _report(result)
+    return 0
+
+
+def _label_file(arguments: Sequence[str]) -> LabelResult:
+    name = leading_recipe(arguments)
+    start = RewardModelConfig.model_validate({"data": {"name": name}})
+    timeout = Option(float, 30.0, "Seconds that a function may take for 32 responses.", "FLOAT")
+    options = {**_options(), "timeout": timeout}
+    config, own = parse_with_config("label", _DESCRIPTION, arguments, start, options, FILE_SETTINGS)
+    check_recipe_is_first(arguments, own["what"])
+    _check(own)
+    if name in recipes.names():
+        raise ConfigError(
+            f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
+            f"{RESPONSES_FROM} MODEL, or give a file of pairs"
+        )
+    if not own["timeout"] > 0:
+        raise ConfigError(f"--timeout {own['timeout']}: must be above 0")
+
+    from stretto import evaluation
+
+    return evaluation.label_pairs(
+        config, by=own["by"], out=Path(own["out"]), timeout_s=own["timeout"]
+    )
+
+
+def _label_responses(arguments: Sequence[str]) -> LabelResult:
+    recipe = leading_recipe(arguments)
+    start = recipes.load(recipe or "arithmetic")
+    options = {
+        **_options(),
+        "responses_from": Option(
+            str,
+            "",
+            "Model that answers the recipe's prompts: a known name, a local folder, a hub name, or "
+            "a run's folder.",
+            "MODEL",
+        ),
+        "samples": Option(
+            int,
+            2,
+            "Responses to each prompt; the best and the worst of those that ended make a pair.",
+            "INT",
+        ),
+        "prompts": Option(int, 1000, "Prompts to answer, at most.", "INT"),
+    }
+    config, own = parse_with_config(
+        "label", _DESCRIPTION, arguments, start, options, RECIPE_SETTINGS
+    )
+    check_recipe_is_first(arguments, own["what"])
+    check_task(config, own["what"])
+    _check(own)
+    if own["prompts"] < 1:
+        raise ConfigError(f"--prompts {own['prompts']}: must be 1 or more")
+
+    from stretto import evaluation
+
+    return evaluation.label_responses(
+        config,
+        policy=own["responses_from"],
+        by=own["by"],
+        out=Path(own["out"]),
+        prompts=own["prompts"],
+        per_prompt=own["samples"],
+    )
+
+
+def _options() -> dict[str, Option]:
+    return {
+        "what": Option(tyro.conf.Positional[str], tyro.MISSING, _WHAT, "FILE_OR_RECIPE"),
+        "by": Option(
+            str,
+            "",
+            "The gold reward: 'model:NAME' (a reward model or the run of one), "
+            "'file.py:function', or, with --responses-from, 'task'.",
+            "SOURCE",
+        ),
+        "out": Option(str, "", "Where the pairs go, as JSON Lines.", "FILE"),
+    }
+
+
+def _check(own: dict[str, Any]) -> None:
+    for name, example in (("by", "model:NAME"), ("out", "pairs.jsonl")):
+        if not own[name]:
+            raise ConfigError(f"--{name} is missing; give it, such as --{name} {example}")
+
+
+def _report(result: LabelResult) -> None:
+    print(f"source       {result.by}")
+    print(f"read         {result.read}")
+    print(f"ties         {result.ties} left out")
+    if result.empty:
+        print(f"empty        {result.empty} left out, as a side has no text")
+    if result.unended:
+        print(f"unended      {result.unended} left out, as fewer than two responses ended")
+    print(f"kept         {result.kept}")
+    if result.flipped is not None and result.agreement is not None:
+        print(f"flipped      {result.flipped} of {result.kept} ({1 - result.agreement:.4f})")
+        print(f"agreement    {result.agreement:.4f}")
+    print(f"wrote        {result.out}")

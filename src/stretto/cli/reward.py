@@ -1,0 +1,31 @@
+"""``stretto reward``: train a reward model on preferences, or let one label pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.api import execute_reward
+from stretto.cli import dry_run, supervised
+from stretto.config import RewardModelConfig
+from stretto.observe import RunDirectory
+
+_DESCRIPTION = (
+    "Train a reward model on pairs of responses of which one was preferred (chosen, rejected), "
+    "with a prompt of their own or the beginning that both share. What is saved is a "
+    "sequence-classification checkpoint, for reward.sources as model:FOLDER. "
+    "'stretto reward label' judges pairs instead."
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Train, and say where the results are; or hand over to ``stretto label``."""
+    if arguments and arguments[0] == "label":
+        from stretto.cli import label
+
+        return label.run(arguments[1:])
+    config, name, is_dry = supervised.parse("reward", _DESCRIPTION, arguments, RewardModelConfig)
+    if is_dry:
+        print(dry_run.describe_supervised(config))
+        return 0
+    execute_reward(config, RunDirectory.create(config.out, name, config))
+    return 0

@@ -1,0 +1,26 @@
+"""``stretto sft``: supervised fine-tuning on demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stretto.api import execute_sft
+from stretto.cli import dry_run, supervised
+from stretto.config import SftConfig
+from stretto.observe import RunDirectory
+
+_DESCRIPTION = (
+    "Fine-tune a language model on demonstrations: rows with conversations (messages), or with a "
+    "prompt and its completion. Only what the assistant says is learned, the end of its turn "
+    "included. For example: stretto sft --data.name chats.jsonl --model.name smollm2-135m"
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Fine-tune, and say where the results are."""
+    config, name, is_dry = supervised.parse("sft", _DESCRIPTION, arguments, SftConfig)
+    if is_dry:
+        print(dry_run.describe_supervised(config))
+        return 0
+    execute_sft(config, RunDirectory.create(config.out, name, config))
+    return 0

@@ -1,0 +1,173 @@
+"""Gold rewards: whole responses of any origin, scored by the source that evaluates or labels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from stretto import tasks
+from stretto.config import Config
+from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
+from stretto.models.forward import token_budget
+from stretto.models.load import pick_device
+from stretto.runtime.inline.infer import WholeScorer, judge_all, say
+from stretto.runtime.inline.models import load_reward_model
+from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.models import RewardModelScorer
+from stretto.tasks.base import INDEX_KEY
+from stretto.types import FinishReason, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MODEL = "model:"
+"""What a source that is a reward model begins with; the model's name follows."""
+
+
+def open_gold(
+    source: str,
+    config: Config,
+    columns: Collection[str],
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    ends: frozenset[int] = frozenset(),
+) -> WholeScorer:
+    """What scores whole responses.
+
+    Args:
+        source: as in ``reward.sources``: 'task', 'file.py:name' or 'model:NAME'.
+        config: settings of task and models, and of the time that functions may take.
+        columns: of the dataset that the prompts are of.
+        tokenizer: of the responses.
+        stack: closes what must be closed.
+        ends: tokens with which responses end that are given, see :func:`as_rollout`.
+
+    Raises:
+        ConfigError: the source has another form, or its function cannot be found or used.
+        TaskError: the task has no verifier.
+        ModelError: the reward model cannot be loaded, or has no scalar head.
+    """
+    if source.startswith(MODEL):
+        return _reward_model(source, config, tokenizer, ends)
+    if source != "task" and ".py:" not in source:
+        raise ConfigError(
+            f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
+            "function) or 'model:NAME' (a reward model)"
+        )
+    judge = FunctionScorer(
+        source,
+        config.task,
+        config.seed,
+        tokenizer,
+        stop=config.rollout.stop,
+        timeout_s=config.reward.timeout_s,
+        columns=columns,
+    )
+    stack.callback(judge.close)
+    return judge
+
+
+def _reward_model(
+    source: str, config: Config, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+) -> RewardModelScorer:
+    model, own = load_reward_model(config, source.removeprefix(MODEL), say)
+    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
+    stop = config.rollout.stop
+    return RewardModelScorer(source, model, own, tokenizer, budget, stop, given_ends=ends, say=say)
+
+
+def gold_scores(
+    gold: WholeScorer, source: str, rollouts: Sequence[Rollout], batch: int
+) -> list[float]:
+    """One number a response.
+
+    Raises:
+        JudgeError: the source failed on a response, or gave no finite number.
+    """
+    scores = judge_all(gold, rollouts, batch)
+    for rollout, score in zip(rollouts, scores, strict=True):
+        if not math.isfinite(score):
+            raise JudgeError(
+                f"'{source}' gives {score} for the response to prompt {rollout.prompt.id} "
+                f"({rollout.prompt.text[:200]!r}), and scores are compared; correct the source",
+                [rollout.id],
+            )
+    return scores
+
+
+def as_rollout(number: int, prompt: Prompt, tokens: Sequence[int]) -> Rollout:
+    """A response that was given, as if it had been sampled whole.
+
+    Its finish reason is not 'stop' for one purpose: stopped responses are cut at the first stop
+    string, and one inside a given text belongs to it.
+    """
+    return Rollout(number, prompt, number, list(tokens), finish=FinishReason.LENGTH)
+
+
+def end_tokens_of(
+    path: Path | str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool = False
+) -> frozenset[int]:
+    """The tokens that end a response of a checkpoint's model, known without its weights.
+
+    They are those at which an engine stops, :func:`~stretto.models.load.end_token_ids` of the
+    loaded model.
+
+    Raises:
+        ModelError: the config cannot be read.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    config: Any
+    try:
+        config = GenerationConfig.from_pretrained(str(path))
+    except OSError:  # it has none: transformers then takes the model's config for it
+        try:
+            config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ModelError(
+                f"cannot read the config of '{path}': {error}. Give a folder with config.json, or "
+                "a hub name as owner/name"
+            ) from error
+    named = getattr(config, "eos_token_id", None)
+    ids = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
+    return frozenset(int(cast(int, i)) for i in ids if i is not None)
+
+
+def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> str:
+    """The reference response of a prompt.
+
+    Args:
+        task: that the prompt is of.
+        data: the prompt's.
+        column: of the dataset, with text or with a conversation that ends in the assistant's turn;
+            empty takes the task's own answer.
+
+    Raises:
+        TaskError: there is no such column, the cell has no response, or the task has no answers.
+    """
+    columns = ", ".join(sorted(key for key in data if key != INDEX_KEY))
+    if not column:
+        answer = task.row(data[INDEX_KEY]).reference
+        if answer is None:
+            raise TaskError(
+                "the task has no answers of its own to compare with; name the column that holds "
+                f"the reference responses with --reference-column. The dataset has: {columns}"
+            )
+        return answer
+    if column not in data:
+        raise TaskError(
+            f"--reference-column '{column}' is no column of the dataset, which has: {columns}"
+        )
+    cell = data[column]
+    if isinstance(cell, list) and cell and isinstance(cell[-1], dict):
+        cell = cell[-1].get("content") if cell[-1].get("role") == "assistant" else None
+    if not isinstance(cell, str) or not cell.strip():
+        raise TaskError(
+            f"row {data[INDEX_KEY]}, column '{column}': a reference response is text, or a list of "
+            "messages whose last is the assistant's, and not empty; got "
+            f"{repr(data[column])[:200]}"
+        )
+    return cell

@@ -1,0 +1,135 @@
+"""Benchmarks of lm-evaluation-harness, run on a model's folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from stretto.config import Config
+from stretto.errors import ConfigError, MissingExtraError
+from stretto.models.load import pick_device, pick_dtype
+from stretto.models.resolve import resolve
+from stretto.runtime.inline.infer import say
+
+FEWSHOT: Mapping[str, int] = {
+    "arc_challenge": 0,
+    "arc_easy": 0,
+    "hellaswag": 0,
+    "truthfulqa_mc2": 0,
+    "gsm8k": 5,
+}
+"""Examples in the prompt, as in OPPO's table of final accuracies; other benchmarks say themselves
+how many they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One figure of one benchmark.
+
+    Attributes:
+        task: its name.
+        metric: with the harness's filter behind a comma, where it is not 'none'.
+        fewshot: examples in the prompt.
+        value: of the metric.
+        standard_error: of the value; ``None`` where the harness has none.
+    """
+
+    task: str
+    metric: str
+    fewshot: int
+    value: float
+    standard_error: float | None
+
+
+def benchmark(
+    config: Config, *, model: str, tasks: Sequence[str], limit: int = 0
+) -> list[Benchmark]:
+    """Run benchmarks.
+
+    Args:
+        config: of device, dtype, seed, and responses decoded at a time (``rollout.batch``).
+        model: a known name, a folder, or a hub name.
+        tasks: names that the harness knows, or .yaml files that define one.
+        limit: examples of each benchmark, at most; 0 takes all.
+
+    Raises:
+        MissingExtraError: lm-evaluation-harness is not installed.
+        ConfigError: a benchmark is unknown, or its data cannot be had.
+        ModelError: the model cannot be found.
+    """
+    try:
+        lm_eval: Any = import_module("lm_eval")
+        harness_tasks: Any = import_module("lm_eval.tasks")
+    except ImportError as error:
+        raise MissingExtraError("lm_eval", "lm-eval", "--lm-eval") from error
+    files = {task: Path(task) for task in tasks if task.endswith(".yaml")}
+    names = {task: _name(files[task]) if task in files else task for task in tasks}
+    manager = harness_tasks.TaskManager(include_path=[str(f.parent) for f in files.values()])
+    for name in names.values():
+        if name not in manager.all_tasks:
+            close = get_close_matches(name, manager.all_tasks, n=1)
+            remedy = f"did you mean '{close[0]}'?" if close else "'lm-eval ls tasks' lists them"
+            raise ConfigError(f"--lm-eval: there is no benchmark '{name}'; {remedy}")
+    device = pick_device(config.model.device)
+    options = {
+        "model": "hf",
+        "model_args": {
+            "pretrained": str(resolve(model, say)),
+            "dtype": str(pick_dtype(config.model.dtype, device)).removeprefix("torch."),
+            "trust_remote_code": config.model.trust_remote_code,
+        },
+        "device": str(device),
+        "batch_size": config.rollout.batch,
+        "limit": limit or None,
+        "task_manager": manager,
+        "log_samples": False,
+    }
+    figures: list[Benchmark] = []
+    for shots in dict.fromkeys(FEWSHOT.get(name) for name in names.values()):
+        chosen = [name for name in names.values() if FEWSHOT.get(name) == shots]
+        try:
+            results = lm_eval.simple_evaluate(tasks=chosen, num_fewshot=shots, **options)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"--lm-eval {','.join(chosen)} failed: {error}. The benchmarks' data comes from "
+                "the hub; without a network, name a .yaml file whose data is local"
+            ) from error
+        figures += _figures(results)
+    return figures
+
+
+def _name(file: Path) -> str:
+    """The benchmark that a file defines."""
+    try:
+        found = re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text("utf-8"), re.MULTILINE)
+    except OSError as error:
+        raise ConfigError(f"--lm-eval: cannot read '{file}': {error}") from error
+    if not found:
+        raise ConfigError(f"--lm-eval: '{file}' defines no benchmark: it has no line 'task: NAME'")
+    return found[1]
+
+
+def _figures(results: Mapping[str, Any]) -> list[Benchmark]:
+    """All metrics of all benchmarks, those of groups left out."""
+    figures = []
+    for task, metrics in results["results"].items():
+        for key, value in metrics.items():
+            metric, _, which = key.partition(",")
+            if not which or metric.endswith("_stderr"):
+                continue
+            error = metrics.get(f"{metric}_stderr,{which}")
+            figures.append(
+                Benchmark(
+                    task=task,
+                    metric=metric if which == "none" else key,
+                    fewshot=int(results["n-shot"].get(task, 0)),
+                    value=float(value),
+                    standard_error=float(error) if isinstance(error, int | float) else None,
+                )
+            )
+    return figures

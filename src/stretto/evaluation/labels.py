@@ -1,0 +1,397 @@
+"""Preference labels from a gold reward: for pairs that have labels already, or new responses.
+
+Labels of one source for all pairs make a controlled experiment: the reward model is trained on what
+the gold reward prefers, and the gold reward then judges what was learned (Gao et al. 2022, section
+2; Noukhovitch et al. 2024 for TL;DR).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from stretto import tasks
+from stretto.config import Config, PairsConfig, RewardModelConfig
+from stretto.errors import ConfigError, TaskError
+from stretto.evaluation.gold import MODEL, as_rollout, end_tokens_of, gold_scores, open_gold
+from stretto.models.load import load_tokenizer
+from stretto.models.resolve import resolve
+from stretto.models.tiny import byte_tokenizer
+from stretto.runtime.inline.build import prepare_torch
+from stretto.runtime.inline.infer import answer, of_model, say
+from stretto.runtime.inline.models import load_actor
+from stretto.scoring.text import response_text
+from stretto.tasks.conversations import cells_of
+from stretto.tasks.files import Row, read
+from stretto.tasks.pairs import Pair, read_pairs
+from stretto.tasks.responses import Layout, attempt
+from stretto.tasks.tables import as_prompt
+from stretto.types import FinishReason, Message, Prompt, Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RESPONSES = "responses"
+"""Column with several responses to one prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelResult:
+    """What became of a preference file.
+
+    Attributes:
+        by: the source of the labels.
+        out: the file written.
+        read: rows, or prompts answered.
+        kept: rows written.
+        ties: left out, as the source scores both sides the same, or they are the same text.
+        empty: left out, as a side has no text (responses sampled here only).
+        unended: left out, as fewer than two responses ended before the token limit (likewise).
+        flipped: of the kept rows, those that were labelled the other way round; ``None`` where
+            there were no labels before.
+    """
+
+    by: str
+    out: Path
+    read: int
+    kept: int
+    ties: int
+    empty: int
+    unended: int
+    flipped: int | None
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the kept rows whose old label the source confirms."""
+        return None if self.flipped is None else 1 - self.flipped / self.kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A prompt with its responses; of a pair, the chosen one is the first.
+
+    Attributes:
+        index: the row's place in its dataset.
+        transcript: see :class:`~stretto.tasks.pairs.Pair`.
+        labelled: whether it is a pair.
+    """
+
+    index: int
+    prompt: str | tuple[Message, ...]
+    responses: Sequence[str]
+    data: Row
+    transcript: bool = False
+    labelled: bool = False
+
+
+def label_pairs(
+    config: RewardModelConfig, *, by: str, out: Path, timeout_s: float = 30.0
+) -> LabelResult:
+    """Label a preference file anew; its rows keep their columns.
+
+    Rows have two sides, which change places where the source says so, or a prompt and a list of
+    ``responses``, of which the best becomes ``chosen`` and the worst ``rejected``. Added are
+    ``chosen_score``, ``rejected_score`` and, where there were two sides, ``flipped``.
+
+    Args:
+        config: ``data`` names the file and its columns and says how prompts become tokens, as in
+            the training of a reward model; ``model`` has device and dtype.
+        by: 'file.py:name' or 'model:NAME'. A function sees the bytes of a response as its tokens.
+        out: JSON Lines.
+        timeout_s: that a function may take for 32 responses.
+
+    Raises:
+        ConfigError: the source or the output file cannot be used.
+        TaskError: the data cannot be read, is no preference data, or has nothing but ties.
+        JudgeError: the source failed on a response.
+    """
+    if by == "task":
+        raise ConfigError(
+            "'task' verifies responses to a task's own prompts, and preference data has others; "
+            "label with a function ('file.py:name') or a reward model ('model:NAME')"
+        )
+    _check_out(out, config.data.name)
+    run = Config(seed=config.seed, threads=config.threads, model=config.model)
+    run = run.model_copy(update={"reward": run.reward.model_copy(update={"timeout_s": timeout_s})})
+    prepare_torch(run)
+    rows = _read(config)
+    tokenizer, layout = _tokens_for(by, config)
+    readable, left_out = attempt(rows, lambda row: _reading(row, layout), config.data)
+    _say_left_out(left_out, config.data)
+    rows = [each.row for each in readable]
+    rollouts = _rollouts(readable)
+    with ExitStack() as stack:
+        gold = open_gold(by, run, rows[0].data.keys(), tokenizer, stack)
+        scores = iter(gold_scores(gold, by, rollouts, run.rollout.batch))
+    kept = []
+    for row in rows:
+        found = _labelled(row, [next(scores) for _ in row.responses], config)
+        if found:
+            kept.append(found)
+    _write(out, kept, len(rows), by)
+    return LabelResult(
+        by=by,
+        out=out,
+        read=len(rows),
+        kept=len(kept),
+        ties=len(rows) - len(kept),
+        empty=0,
+        unended=0,
+        flipped=sum(row["flipped"] for row in kept) if rows[0].labelled else None,
+    )
+
+
+def label_responses(
+    config: Config, *, policy: str, by: str, out: Path, prompts: int, per_prompt: int = 2
+) -> LabelResult:
+    """Let a policy answer a task's prompts, and label its responses to each.
+
+    Of the responses to a prompt, the best becomes ``chosen`` and the worst ``rejected``. Responses
+    that the token limit cut off are left out: as they would be stored, they would be read as if
+    they had ended there.
+
+    Args:
+        config: of the task, and of sampling.
+        policy: a known name, a folder, or a hub name.
+        by: 'task', 'file.py:name' or 'model:NAME'.
+        out: JSON Lines.
+        prompts: the first ones that training would draw, at most so many.
+        per_prompt: responses to each.
+
+    Raises:
+        ConfigError: fewer than two responses to a prompt, or the source or the output file cannot
+            be used.
+        TaskError: there is nothing but ties, or no response that ended.
+        JudgeError: the source failed on a response.
+    """
+    if per_prompt < 2:
+        raise ConfigError(
+            f"a preference takes two responses to a prompt; got --samples {per_prompt}"
+        )
+    _check_out(out, config.task.name)
+    config = of_model(config, policy)
+    prepare_torch(config)
+    tokenizer = load_tokenizer(resolve(policy, say), config.model.trust_remote_code)
+    task = tasks.load(config.task, config.seed)
+    with ExitStack() as stack:
+        gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
+        actor = load_actor(config, say)
+        rollouts = answer(config, actor, task, tokenizer, prompts, per_prompt).rollouts
+        ended = [r for r in rollouts if r.finish is FinishReason.STOP]
+        scores = gold_scores(gold, by, ended, config.rollout.batch)
+    by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
+    kept, left_out = [], Counter[str]()
+    for _, group in groupby(rollouts, key=lambda r: r.group):
+        found = _of_group([r for r in group if r.id in by_id], by_id, tokenizer, config)
+        if isinstance(found, str):
+            left_out[found] += 1
+        else:
+            kept.append(found)
+    read = len(kept) + left_out.total()
+    if left_out["unended"] == read:
+        raise _none_ended(read, config)
+    _write(out, kept, read, by)
+    return LabelResult(
+        by=by,
+        out=out,
+        read=read,
+        kept=len(kept),
+        ties=left_out["ties"],
+        empty=left_out["empty"],
+        unended=left_out["unended"],
+        flipped=None,
+    )
+
+
+def _none_ended(prompts: int, config: Config) -> TaskError:
+    return TaskError(
+        f"a preference takes two responses that ended, and none of {prompts} prompts got two "
+        f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, or "
+        "--samples"
+    )
+
+
+def _of_group(
+    responses: Sequence[Rollout],
+    scores: Mapping[int, float],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+) -> Row | Literal["ties", "empty", "unended"]:
+    """A pair out of one prompt's responses that ended, or why there is none."""
+    if len(responses) < 2:
+        return "unended"
+    stop = config.rollout.stop
+    texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
+    found = best_and_worst(texts, [scores[r.id] for r in responses])
+    if found is None:
+        return "ties"
+    if not (found["chosen"].strip() and found["rejected"].strip()):
+        return "empty"
+    prompt = responses[0].prompt
+    asked = prompt.text if prompt.messages is None else list(prompt.messages)
+    return {"prompt": asked, **found}
+
+
+def best_and_worst(texts: Sequence[str], scores: Sequence[float]) -> dict[str, Any] | None:
+    """The responses with the highest and the lowest score; ``None`` where these are the same."""
+    best = max(range(len(texts)), key=lambda i: scores[i])
+    worst = min(range(len(texts)), key=lambda i: scores[i])
+    if scores[best] == scores[worst] or texts[best] == texts[worst]:
+        return None
+    return {
+        "chosen": texts[best],
+        "rejected": texts[worst],
+        "chosen_score": scores[best],
+        "rejected_score": scores[worst],
+    }
+
+
+def _read(config: RewardModelConfig) -> list[_Row]:
+    """The rows of pairs, or of prompts with several responses, as the first one says."""
+    data = config.data
+    read_rows = read(data)
+    made: list[_Row]
+    if RESPONSES in read_rows[0] and not (
+        {data.chosen_column, data.rejected_column} <= read_rows[0].keys()
+    ):
+        numbered = enumerate(read_rows)
+        made, left_out = attempt(numbered, lambda each: _several(*each, data), data)
+    else:
+        pairs, left_out = read_pairs(data)
+        made = [_of_pair(pair) for pair in pairs]
+    _say_left_out(left_out, data)
+    return made
+
+
+def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
+    if reasons:
+        say(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
+
+
+def _of_pair(pair: Pair) -> _Row:
+    sides = (pair.chosen, pair.rejected)
+    return _Row(pair.index, pair.prompt, sides, dict(pair.data), pair.transcript, labelled=True)
+
+
+def _several(index: int, row: Row, data: PairsConfig) -> _Row:
+    where = f"'{data.name}', row {index}"
+    (responses,) = cells_of(row, [RESPONSES], where)
+    (prompt,) = cells_of(row, [data.prompt_column], where)
+    texts = responses if isinstance(responses, list) else []
+    if len(texts) < 2 or not all(isinstance(t, str) and t.strip() for t in texts):
+        raise TaskError(
+            f"{where}: several responses to one prompt stand as a list of at least two texts, none "
+            f"empty, in the column '{RESPONSES}'; got {repr(responses)[:200]}"
+        )
+    return _Row(index, as_prompt(prompt, where), texts, dict(row))
+
+
+def _tokens_for(
+    by: str, config: RewardModelConfig
+) -> tuple[PreTrainedTokenizerBase, Layout | None]:
+    """What turns rows into tokens: a reward model's own, or for functions bytes."""
+    if not by.startswith(MODEL):
+        return byte_tokenizer(), None
+    path, trust = resolve(by.removeprefix(MODEL), say), config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust)
+    return tokenizer, Layout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A row as the source reads it."""
+
+    row: _Row
+    prompt: Prompt
+    responses: Sequence[Sequence[int]]
+
+
+def _reading(row: _Row, layout: Layout | None) -> _Read:
+    """With a layout in a reward model's tokens; without one as bytes, for functions."""
+    if layout is None:
+        return _Read(row, _bytes_of(row), [tuple(text.encode()) for text in row.responses])
+    try:
+        prompt = layout.prompt(row.prompt, transcript=row.transcript)
+        return _Read(row, prompt, [layout.response(prompt, text) for text in row.responses])
+    except TaskError as error:
+        raise TaskError(f"row {row.index}: {error}") from error
+
+
+def _rollouts(rows: Sequence[_Read]) -> list[Rollout]:
+    """All rows' responses as if they had been sampled."""
+    rollouts: list[Rollout] = []
+    for index, read_row in enumerate(rows):
+        prompt = replace(read_row.prompt, id=index, data=read_row.row.data)
+        for tokens in read_row.responses:
+            rollouts.append(as_rollout(len(rollouts), prompt, tokens))
+    return rollouts
+
+
+def _bytes_of(row: _Row) -> Prompt:
+    """A prompt for functions, which read text."""
+    if isinstance(row.prompt, str):
+        text, messages = row.prompt, None
+    else:
+        text = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row.prompt)
+        messages = row.prompt
+    return Prompt(0, tuple(text.encode()), text, messages)
+
+
+def _labelled(row: _Row, scores: Sequence[float], config: RewardModelConfig) -> Row | None:
+    """A row as it is written; ``None`` for a tie."""
+    chosen, rejected = config.data.chosen_column, config.data.rejected_column
+    if not row.labelled:
+        found = best_and_worst(row.responses, scores)
+        if found is None:
+            return None
+        others = {key: value for key, value in row.data.items() if key != RESPONSES}
+        sides = {chosen: found.pop("chosen"), rejected: found.pop("rejected")}
+        return {**others, **sides, **found}
+    if scores[0] == scores[1]:
+        return None
+    flipped = scores[1] > scores[0]
+    cells = (row.data[chosen], row.data[rejected])
+    return {
+        **row.data,
+        chosen: cells[flipped],
+        rejected: cells[not flipped],
+        "chosen_score": max(scores),
+        "rejected_score": min(scores),
+        "flipped": flipped,
+    }
+
+
+def _check_out(out: Path, source: str) -> None:
+    """Before the work rather than after it.
+
+    Raises:
+        ConfigError: the file cannot be written, or is what is read.
+    """
+    if out.resolve() == Path(source).expanduser().resolve():
+        raise ConfigError(f"--out '{out}' is the file that is read; write to another")
+    if not out.parent.is_dir() or out.is_dir():
+        what = "is a folder" if out.is_dir() else f"would stand in '{out.parent}', which is none"
+        raise ConfigError(f"--out '{out}' {what}; name a file in a folder that there is")
+
+
+def _write(out: Path, rows: Sequence[Row], read: int, by: str) -> None:
+    if not rows:
+        raise TaskError(
+            f"nothing is left to write: '{by}' prefers no side in any of {read} rows. Label with a "
+            "source that tells responses apart, or more rows"
+        )
+    try:
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        out.write_text("".join(lines), encoding="utf-8")
+    except TypeError as error:
+        raise TaskError(
+            f"the data has values that JSON Lines cannot hold: {error}; drop that column"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot write '{out}': {error}; choose another with --out") from error

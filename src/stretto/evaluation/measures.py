@@ -1,0 +1,239 @@
+"""All measures of one policy, over one set of its responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto import tasks
+from stretto.config import Config, RowsConfig
+from stretto.errors import ConfigError
+from stretto.evaluation.gold import (
+    as_rollout,
+    end_tokens_of,
+    gold_scores,
+    open_gold,
+    reference_text,
+)
+from stretto.evaluation.llm import Judgement, LlmJudge, Pair, open_judge
+from stretto.evaluation.rates import WinRate, compare
+from stretto.evaluation.sft import KlToSft, drift, logprob_sums, require_tokenizer
+from stretto.models.load import load_tokenizer
+from stretto.models.resolve import resolve
+from stretto.runtime.inline.build import prepare_torch
+from stretto.runtime.inline.infer import Answers, WholeScorer, answer, held_out, of_model, say
+from stretto.runtime.inline.models import load_actor
+from stretto.scoring.text import response_text
+from stretto.tasks.files import SUFFIXES
+from stretto.tasks.responses import Layout
+from stretto.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured; ``None`` for what was not asked.
+
+    Attributes:
+        rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
+        held_out: whether these are the rows that the settings keep from training; without such rows
+            in the settings it is not known here what training sees.
+        samples: responses of the policy.
+        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
+        temperature: they were sampled at.
+        mean_tokens: response tokens.
+        ended: share of the responses that ended before the token limit.
+        win_rate: by the first source that was asked for.
+        win_rates: by each source, in the order asked for.
+    """
+
+    rows: str
+    held_out: bool
+    samples: int
+    skipped: int
+    temperature: float
+    mean_tokens: float
+    ended: float
+    win_rate: WinRate | None = None
+    win_rates: tuple[WinRate, ...] = ()
+    kl: KlToSft | None = None
+    judge: Judgement | None = None
+
+
+def measure(
+    config: Config,
+    *,
+    policy: str,
+    samples: int,
+    by: str | Sequence[str] = (),
+    sft: str = "",
+    judge: LlmJudge | None = None,
+    reference_column: str = "",
+) -> Measured:
+    """Sample one response to each of ``samples`` held-out prompts, and measure them.
+
+    Sampled at ``rollout.temperature``. Procedural tasks are drawn with a seed of their own; rows of
+    a file or the hub are taken as they are. What is quick to get wrong is looked at first.
+
+    Args:
+        config: of task, model and sampling.
+        policy: a known name, a folder, or a hub name.
+        samples: prompts, at most.
+        by: gold reward for a win-rate, as in ``reward.sources``, or several of them; all score the
+            same responses.
+        sft: model for the KL.
+        judge: LLM judge for a win-rate.
+        reference_column: with the responses to win against; empty takes the task's own answers.
+
+    Raises:
+        ConfigError: a KL of greedy responses is asked for, or the SFT model has another tokenizer.
+        TaskError: there are no reference responses.
+        JudgeError: a judge failed.
+        ModelError: a model cannot be loaded.
+    """
+    rows, kept = rows_of(config)
+    sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
+    config = of_model(held_out(config), policy)
+    with ExitStack() as stack:
+        prepare_torch(config)
+        path, trust = resolve(policy, say), config.model.trust_remote_code
+        tokenizer = load_tokenizer(path, trust)
+        ends = end_tokens_of(path, tokenizer, trust)
+        task = tasks.load(config.task, config.seed)
+        first = task.row(0).data
+        if sources or judge:  # the others are looked at when it is known which they are
+            reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)
+        if sft:
+            _check_sft(sft, config, tokenizer)
+        ask = open_judge(judge) if judge else None
+        golds = {s: open_gold(s, config, first.keys(), tokenizer, stack, ends) for s in sources}
+        answers, sums = _answers(config, task, tokenizer, samples, sums=bool(sft))
+        own, texts = answers.rollouts, list[str]()
+        if sources or judge:
+            texts = [reference_text(task, r.prompt.data, reference_column) for r in own]
+        rates = _win_rates(golds, own, texts, tokenizer, ends, config.rollout.batch)
+        return Measured(
+            rows=rows,
+            held_out=kept,
+            samples=len(own),
+            skipped=answers.skipped,
+            temperature=config.rollout.temperature,
+            mean_tokens=answers.mean_tokens,
+            ended=answers.ended,
+            win_rate=rates[0] if rates else None,
+            win_rates=rates,
+            kl=drift(config, sft, own, sums) if sft else None,
+            judge=ask(_pairs(own, texts, tokenizer, config)) if ask else None,
+        )
+
+
+def win_rate(
+    config: Config, *, policy: str, samples: int, by: str, reference_column: str = ""
+) -> WinRate:
+    """The win-rate alone; see :func:`measure`."""
+    measured = measure(
+        config, policy=policy, samples=samples, by=by, reference_column=reference_column
+    )
+    assert measured.win_rate
+    return measured.win_rate
+
+
+def kl_to_sft(config: Config, *, policy: str, samples: int, sft: str) -> KlToSft:
+    """The drift from an SFT model alone; see :func:`measure`."""
+    measured = measure(config, policy=policy, samples=samples, sft=sft)
+    assert measured.kl
+    return measured.kl
+
+
+def judge(
+    config: Config, *, policy: str, samples: int, by: LlmJudge, reference_column: str = ""
+) -> Judgement:
+    """An LLM judge's verdict alone; see :func:`measure`."""
+    measured = measure(
+        config, policy=policy, samples=samples, judge=by, reference_column=reference_column
+    )
+    assert measured.judge
+    return measured.judge
+
+
+def rows_of(config: Config) -> tuple[str, bool]:
+    """What an evaluation under these settings reads, and whether it is kept from training."""
+    read = held_out(config)
+    task, procedural = read.task, read.task.kind == "reasoning-gym"
+    if procedural:
+        where = f"{task.name}, seed {read.seed}"
+    elif Path(task.name).suffix in SUFFIXES:
+        where = task.name
+    else:
+        where = f"{task.name}, split '{task.split}'"
+    return where, procedural or bool(config.task.held_out)
+
+
+def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    if not config.rollout.temperature:
+        raise ConfigError(
+            "the KL is estimated from samples, and temperature 0 is greedy; give a --temperature "
+            "above 0"
+        )
+    require_tokenizer(sft, config, tokenizer)
+
+
+def _answers(
+    config: Config,
+    task: tasks.Task,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    *,
+    sums: bool,
+) -> tuple[Answers, list[float]]:
+    """The policy's responses, and where asked their log-probabilities. It is then let go, which
+    makes room for the SFT model.
+    """
+    actor = load_actor(config, say)
+    answers = answer(config, actor, task, tokenizer, samples)
+    if not sums:
+        return answers, []
+    return answers, logprob_sums(actor, answers.rollouts, (config.rollout.temperature,), config)[0]
+
+
+def _win_rates(
+    golds: Mapping[str, WholeScorer],
+    own: Sequence[Rollout],
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    ends: frozenset[int],
+    batch: int,
+) -> tuple[WinRate, ...]:
+    """The policy's responses against references; each source reads both, whole."""
+    if not golds:
+        return ()
+    layout = Layout(tokenizer, ends, RowsConfig())
+    given = [
+        as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
+        for r, text in zip(own, texts, strict=True)
+    ]
+    return tuple(
+        compare(by, gold_scores(gold, by, own, batch), gold_scores(gold, by, given, batch))
+        for by, gold in golds.items()
+    )
+
+
+def _pairs(
+    own: Sequence[Rollout],
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    config: Config,
+) -> list[Pair]:
+    return [
+        Pair(
+            prompt=r.prompt,
+            policy=response_text(tokenizer, r.tokens, r.finish, config.rollout.stop),
+            reference=text,
+        )
+        for r, text in zip(own, texts, strict=True)
+    ]

@@ -1,0 +1,123 @@
+"""How far a policy has gone from the model that it started from.
+
+Shapes: N response tokens of a micro-batch; T tokens of one response.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.evaluation.rates import standard_error
+from stretto.models.forward import (
+    microbatches,
+    output_head,
+    response_hidden,
+    response_tokens,
+    token_budget,
+)
+from stretto.models.load import load_tokenizer
+from stretto.models.logits import token_logprobs
+from stretto.models.resolve import resolve
+from stretto.runtime.inline.infer import of_model, say
+from stretto.runtime.inline.models import load_actor
+from stretto.scoring.models import same_tokenizer
+from stretto.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class KlToSft:
+    """A policy's drift from an SFT model, measured on the policy's samples.
+
+    Attributes:
+        sft: the model.
+        perplexity: of the SFT model on the samples, at temperature 1: exp of the mean negative
+            log-likelihood of a response token (what Noukhovitch et al. 2024 measure the KL by).
+        kl: mean over responses of log pi(y) - log pi_sft(y), in nats a response, both at the
+            sampling temperature: an unbiased estimate of the KL.
+        standard_error: of the KL.
+    """
+
+    sft: str
+    perplexity: float
+    kl: float
+    standard_error: float
+
+
+def require_tokenizer(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make sure that the SFT model reads the policy's tokens.
+
+    Raises:
+        ConfigError: it has another tokenizer.
+        ModelError: it cannot be found.
+    """
+    own = load_tokenizer(resolve(sft, say), config.model.trust_remote_code)
+    if not same_tokenizer(own, tokenizer):
+        raise ConfigError(
+            f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "
+            "the policy; give the model that the policy was trained from"
+        )
+
+
+def drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[float]) -> KlToSft:
+    """The KL of responses to the SFT model.
+
+    Args:
+        config: ``rollout.temperature`` is what they were sampled at.
+        sft: a known name, a folder, or a hub name.
+        rollouts: the responses.
+        own: the policy's log-probability of each at that temperature, by :func:`logprob_sums`. The
+            same forward passes give the SFT model's, so that rounding does not look like drift, as
+            it would against the log-probabilities of a decoding engine.
+
+    Raises:
+        ModelError: the SFT model cannot be loaded.
+    """
+    model = load_actor(of_model(config, sft), say)
+    temperatures = (1.0, config.rollout.temperature)
+    at_one, as_sampled = logprob_sums(model, rollouts, temperatures, config)
+    kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
+    return KlToSft(
+        sft=sft,
+        perplexity=math.exp(-math.fsum(at_one) / sum(len(r) for r in rollouts)),
+        kl=fmean(kls),
+        standard_error=standard_error(kls),
+    )
+
+
+@torch.no_grad()
+def logprob_sums(
+    model: nn.Module, rollouts: Sequence[Rollout], temperatures: Sequence[float], config: Config
+) -> list[list[float]]:
+    """Log-probability of each response in nats, one list a temperature.
+
+    Args:
+        model: a causal language model.
+        rollouts: with responses of at least one token.
+        temperatures: divide the logits.
+        config: ``training.microbatch_tokens`` bounds a forward pass.
+    """
+    head = output_head(model)
+    device = next(model.parameters()).device
+    budget = token_budget(config.training.microbatch_tokens, device)
+    sums = [[0.0] * len(rollouts) for _ in temperatures]
+    for chosen in microbatches(rollouts, budget):
+        part = [rollouts[i] for i in chosen]
+        hidden = response_hidden(model, part)
+        tokens = response_tokens(part, hidden.device)
+        for of_temperature, temperature in zip(sums, temperatures, strict=True):
+            logprobs, _ = token_logprobs(head, hidden, tokens, temperature)
+            for i, own in zip(chosen, logprobs.split([len(r) for r in part]), strict=True):
+                of_temperature[i] = own.double().sum().item()
+    return sums

@@ -1,0 +1,72 @@
+"""The shapes of models that are known without fetching anything, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+    }
+
+
+def _pythia(hidden: int, layers: int, heads: int, vocab: int = 50304) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+    }
+
+
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv: int, tied: bool) -> dict[str, Any]:
+    return {
+        **_llama(hidden, inner, layers, heads, kv, 151_936 if tied else 152_064),
+        "model_type": "qwen2",
+        "tie_word_embeddings": tied,
+    }
+
+
+_SMOLLM2_135M = {**_llama(576, 1536, 30, 9, 3, 49_152), "tie_word_embeddings": True}
+_LLAMA_8B = _llama(4096, 14_336, 32, 32, 8, 128_256)
+_RHO_1B = _llama(2048, 5632, 22, 32, 4, 32_000)
+
+_BY_NAME: Mapping[str, Mapping[str, Any]] = {
+    "smollm2-135m": _SMOLLM2_135M,
+    "EleutherAI/pythia-410m-deduped": _pythia(1024, 24, 16),
+    "EleutherAI/pythia-1b-deduped": _pythia(2048, 16, 8),
+    "EleutherAI/pythia-2.8b-deduped": _pythia(2560, 32, 32),
+    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": _pythia(2048, 16, 8),
+    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": _pythia(2048, 16, 8),
+    "meta-llama/Llama-3.1-8B": _LLAMA_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": _LLAMA_8B,
+    "microsoft/rho-math-1b-v0.1": _RHO_1B,
+    "realtreetune/rho-1b-sft-GSM8K": _RHO_1B,
+    "Qwen/Qwen2.5-3B-Instruct": _qwen2(2048, 11_008, 36, 16, 2, tied=True),
+    "Qwen/Qwen2.5-7B-Instruct": _qwen2(3584, 18_944, 28, 28, 4, tied=False),
+}
+
+
+def known(name: str) -> PreTrainedConfig | None:
+    """The architecture of a model by its name, or ``None`` where it is not among those known."""
+    if name not in _BY_NAME:
+        return None
+    from transformers import AutoConfig
+
+    shape = dict(_BY_NAME[name])
+    architecture: PreTrainedConfig = AutoConfig.for_model(shape.pop("model_type"), **shape)
+    return architecture

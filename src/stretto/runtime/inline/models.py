@@ -1,0 +1,212 @@
+"""The models of a run: brought by the caller, or loaded as the settings name them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.models.attention import use_short_attention
+from stretto.models.forward import token_budget, unwrapped
+from stretto.models.heads import critic_from_actor
+from stretto.models.load import (
+    load_causal_lm,
+    load_sequence_classifier,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+)
+from stretto.models.lora import add_lora
+from stretto.models.resolve import resolve
+from stretto.runtime.controls import model_seats
+from stretto.runtime.inline.placement import scorer_slots
+from stretto.runtime.inline.roles import PlainScorer
+from stretto.scoring.models import (
+    RewardModelScorer,
+    critic_scorer,
+    reference_scorer,
+    same_tokenizer,
+)
+from stretto.tasks import Task
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller of a run brings instead of a name in the settings; all of it is optional.
+
+    Attributes:
+        actor: the policy; it is trained in place.
+        tokenizer: the actor's.
+        reference: what the KL is measured to; without it a copy of the actor as it starts.
+        critic: a model with a scalar head; it is trained in place.
+        task: prompts, and their judge where it has one.
+        functions: reward functions by the name they have in ``reward.sources``.
+        reward_models: model and tokenizer by the name they have in ``reward.sources``.
+        end_tokens: that end a response; without them the tokenizer's and those of the generation
+            config.
+    """
+
+    actor: nn.Module | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
+    reference: nn.Module | None = None
+    critic: nn.Module | None = None
+    task: Task | None = None
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    reward_models: Mapping[str, tuple[nn.Module, PreTrainedTokenizerBase]] = field(
+        default_factory=dict
+    )
+    end_tokens: frozenset[int] | None = None
+
+
+NOTHING = Given()
+"""All as the settings say."""
+
+
+def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
+    """The actor: brought, or as the settings name it."""
+    if given.actor is None:
+        return load_actor(config, say)
+    return made_ready(given.actor, config)
+
+
+def made_ready(model: nn.Module, config: Config) -> nn.Module:
+    """A model that the caller brought, as one that is loaded here would be: on the settings'
+    device, in evaluation mode, with no dropout and with the attention for short sequences.
+    """
+    model.to(pick_device(config.model.device)).eval()
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and "drop" in name:
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    use_short_attention(unwrapped(model))
+    return model
+
+
+def load_actor(config: Config, say: Say) -> nn.Module:
+    """The actor, as the settings name it."""
+    m = config.model
+    device = pick_device(m.device)
+    return load_causal_lm(
+        resolve(m.name, say), pick_dtype(m.dtype, device), device, m.trust_remote_code
+    )
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A copy that is never trained."""
+    return copy.deepcopy(model).requires_grad_(False)
+
+
+def reward_models(
+    config: Config, tokenizer: PreTrainedTokenizerBase, given: Given, say: Say
+) -> list[list[RewardModelScorer]]:
+    """For each seat of the model scorers, one for each reward model; seats share the models."""
+    seats: list[list[RewardModelScorer]] = [[] for _ in range(model_seats(config))]
+    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
+    for source in config.reward.sources:
+        if source in given.reward_models:
+            model, own = given.reward_models[source]
+            made_ready(model, config).requires_grad_(False)
+        elif source.startswith("model:"):
+            model, own = load_reward_model(config, source.removeprefix("model:"), say)
+        else:
+            continue
+        slots = scorer_slots(config, model, say)
+        for seat in seats:
+            scorer = RewardModelScorer(
+                source, model, own, tokenizer, budget, config.rollout.stop, slots=slots, say=say
+            )
+            seat.append(scorer)
+    return seats
+
+
+def load_reward_model(
+    config: Config, name: str, say: Say
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A reward model and its tokenizer by name, frozen."""
+    m, path = config.model, resolve(name, say)
+    device = pick_device(m.device)
+    dtype = pick_dtype(m.dtype, device)
+    model = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
+    return model.requires_grad_(False), load_tokenizer(path, m.trust_remote_code)
+
+
+def make_critic(
+    config: Config,
+    actor: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rewards: Sequence[RewardModelScorer],
+    given: Given,
+    say: Say,
+) -> nn.Module | None:
+    """The value model, for an algorithm that has one; see ``critic.init``."""
+    if not config.algorithm.traits.critic:
+        return None
+    m, init = config.model, config.critic.init
+    if given.critic is not None:
+        critic = made_ready(given.critic, config)
+    elif init == "actor":
+        critic = critic_from_actor(actor)
+    elif init == "reward":
+        first = rewards[0]
+        _require_same_tokenizer(init, first.same_tokenizer)
+        critic = copy.deepcopy(first.model).requires_grad_(True)
+    else:
+        device = pick_device(m.device)
+        dtype = pick_dtype(m.dtype, device)
+        path = resolve(init, say)
+        own = load_tokenizer(path, m.trust_remote_code)
+        _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
+        critic = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
+    return add_lora(critic, m, "SEQ_CLS") if m.lora_rank else critic
+
+
+def make_reference(
+    config: Config, base: nn.Module, actor: nn.Module, given: Given
+) -> nn.Module | None:
+    """What the KL is measured to, where there is one.
+
+    Args:
+        config: of the run.
+        base: the actor as it starts.
+        actor: the same, with adapters under LoRA: it is then its own reference, adapters off.
+        given: may hold another.
+    """
+    if not config.algorithm.has_reference:
+        return None
+    if given.reference is not None:
+        return made_ready(given.reference, config).requires_grad_(False)
+    return actor if config.model.lora_rank else frozen_copy(base)
+
+
+def model_scorers(
+    config: Config, reference: nn.Module | None, critic: nn.Module | None, say: Say
+) -> list[PlainScorer]:
+    """Reference and critic, where the algorithm has them."""
+    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
+    scorers: list[PlainScorer] = []
+    if reference is not None:
+        slots = scorer_slots(config, reference, say)
+        temperature = config.rollout.temperature
+        scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
+    if critic is not None:
+        slots = scorer_slots(config, critic, say)
+        scorers.append(critic_scorer(critic, budget, slots=slots, say=say))
+    return scorers
+
+
+def _require_same_tokenizer(init: str, same: bool) -> None:
+    if not same:
+        raise ConfigError(
+            f"critic.init = '{init}' names a model with another tokenizer than the actor, whose "
+            "tokens the critic must read; set critic.init = 'actor'"
+        )

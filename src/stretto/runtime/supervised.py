@@ -1,0 +1,291 @@
+"""Supervised runs in this process: from settings to a run directory with a trained model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto.config import RewardModelConfig, RowsConfig, SftConfig, SupervisedConfig
+from stretto.errors import StrettoError, TaskError
+from stretto.models.forward import unwrapped
+from stretto.models.heads import reward_model_from, set_padding
+from stretto.models.load import (
+    end_token_ids,
+    load_causal_lm,
+    load_tokenizer,
+    pick_device,
+    pick_dtype,
+    save_model,
+    set_checkpointing,
+)
+from stretto.models.lora import add_lora
+from stretto.models.resolve import resolve
+from stretto.observe import Progress, Recorder, RunDirectory
+from stretto.process import keep_freed_memory
+from stretto.tasks.conversations import example_of, read_demonstrations
+from stretto.tasks.pairs import read_pairs, tokens_of
+from stretto.tasks.responses import Layout, attempt
+from stretto.training import preference
+from stretto.training import sft as tuning
+from stretto.training.supervised import After, hold_out, updates
+from stretto.types import Stats
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SftResult:
+    """What supervised fine-tuning left behind.
+
+    Attributes:
+        model: folder of the trained model, in Hugging Face format.
+        steps: updates taken.
+        loss: of the last update's batch, before that update; nats a learned token.
+        held_out_loss: at the end, likewise; ``None`` where nothing was held out.
+        perplexity: its exponential.
+    """
+
+    model: Path
+    steps: int
+    loss: float
+    held_out_loss: float | None
+    perplexity: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModelResult:
+    """What the training of a reward model left behind.
+
+    Attributes:
+        model: folder of the reward model, a sequence classifier with one label.
+        steps: updates taken.
+        loss: of the last update's batch, before that update; nats a pair.
+        held_out: how the model sees the pairs held out, at the end; ``None`` without any.
+        reward_mean, reward_std: of its rewards: of the pairs held out, or without any of the last
+            update's batch.
+    """
+
+    model: Path
+    steps: int
+    loss: float
+    held_out: preference.Preferences | None
+    reward_mean: float
+    reward_std: float
+
+
+def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftResult:
+    """Fine-tune a language model on demonstrations, and save it; a run that is stopped after an
+    update saves what it has.
+
+    Args:
+        config: of the run.
+        run_dir: where records and the model go.
+        progress: the display, already started.
+
+    Raises:
+        StrettoError: a setting, the model, the data or the numbers are at fault.
+    """
+    rows, dropped = read_demonstrations(config.data)
+    model, tokenizer, ends = _load(config, progress)
+    layout = Layout(tokenizer, ends, config.data)
+    examples, reasons = attempt(rows, lambda row: example_of(row, layout), config.data)
+    _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
+    examples = _fitting(examples, lambda e: len(e.tokens), config.data, progress)
+    train, held = _split(examples, lambda e: e.prompt, config, progress)
+    if config.model.lora_rank:
+        model = add_lora(model, config.model, "CAUSAL_LM")
+    objective = tuning.objective_of(model, config)
+
+    def measure() -> Stats:
+        loss = objective.measure(held)
+        return {"held_out/loss": loss, "held_out/perplexity": math.exp(loss)}
+
+    run = _Run(config, model, tokenizer, run_dir, progress, measure if held else None)
+    run.go(len(train), lambda after: tuning.train(model, train, config, after))
+    loss, perplexity = (run.last.get(f"held_out/{name}") for name in ("loss", "perplexity"))
+    if held:
+        progress.note(f"held out: {loss:.4f} nats a token, perplexity {perplexity:.3f}")
+    return SftResult(
+        model=run_dir.model,
+        steps=run.done,
+        loss=run.last["train/loss"],
+        held_out_loss=loss,
+        perplexity=perplexity,
+    )
+
+
+def train_reward_model(
+    config: RewardModelConfig, *, run_dir: RunDirectory, progress: Progress
+) -> RewardModelResult:
+    """Train a reward model on preferences, and save it; a run that is stopped after an update saves
+    what it has.
+
+    Args:
+        config: of the run.
+        run_dir: where records and the model go.
+        progress: the display, already started.
+
+    Raises:
+        StrettoError: a setting, the model, the data or the numbers are at fault.
+    """
+    rows, dropped = read_pairs(config.data)
+    base, tokenizer, ends = _load(config, progress)
+    layout = Layout(tokenizer, ends, config.data)
+    pairs, reasons = attempt(rows, lambda pair: tokens_of(pair, layout), config.data)
+    _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
+    pairs = _fitting(pairs, lambda p: p.longest, config.data, progress)
+    train, held = _split(pairs, lambda p: p.prompt, config, progress)
+    model = reward_model_from(base, config.seed)
+    if ends:  # a classifier is saved without a generation config, which may alone have named them
+        unwrapped(model).config.eos_token_id = sorted(ends)
+    if not set_padding(model, tokenizer, ends):
+        progress.note(
+            "the tokenizer has no special token that could pad beside the end of a response; "
+            "transformers will score the saved model one sequence at a time"
+        )
+    if config.model.lora_rank:
+        model = add_lora(model, config.model, "SEQ_CLS")
+    objective = preference.objective_of(model, config)
+    measured: list[preference.Preferences] = []
+
+    def measure() -> Stats:
+        measured.append(objective.measure(held))
+        return measured[-1].stats("held_out")
+
+    run = _Run(config, model, tokenizer, run_dir, progress, measure if held else None)
+    run.go(len(train), lambda after: preference.train(model, train, config, after))
+    seen = "held_out" if measured else "train"
+    if measured:
+        progress.note(
+            f"held out ({measured[-1].pairs} pairs): accuracy {measured[-1].accuracy:.4f}, margin "
+            f"{measured[-1].margin:.4f}, mean reward {measured[-1].reward_mean:.4f}, "
+            f"standard deviation {measured[-1].reward_std:.4f}"
+        )
+    return RewardModelResult(
+        model=run_dir.model,
+        steps=run.done,
+        loss=run.last["train/loss"],
+        held_out=measured[-1] if measured else None,
+        reward_mean=run.last[f"{seen}/reward_mean"],
+        reward_std=run.last[f"{seen}/reward_std"],
+    )
+
+
+@dataclass
+class _Run:
+    """The updates of a run, recorded.
+
+    Attributes:
+        measure: figures of the held-out part, where there is one.
+        done: updates taken.
+        last: figures of the last one.
+    """
+
+    config: SupervisedConfig
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    run_dir: RunDirectory
+    progress: Progress
+    measure: Callable[[], Stats] | None
+    done: int = 0
+    last: Stats = field(default_factory=dict)
+
+    def go(self, rows: int, train: Callable[[After], None]) -> None:
+        """Measure, train on ``rows`` rows, and save."""
+        total = updates(self.config, rows)
+        set_checkpointing(self.model, self.config.model)
+        with Recorder(self.config, self.run_dir, self.progress, total=total) as recorder:
+            if self.measure:
+                recorder.step(0, self.measure())
+            since_s = time.perf_counter()
+
+            def after(step: int, figures: Stats) -> None:
+                nonlocal since_s
+                took_s = time.perf_counter() - since_s
+                self.done = step
+                self.last = {
+                    **figures,
+                    "timing_s/step": took_s,
+                    "perf/throughput": figures["data/tokens"] / took_s,
+                    **(self.measure() if self.measure and self._due(step, total) else {}),
+                }
+                recorder.step(step, self.last)
+                since_s = time.perf_counter()
+
+            try:
+                train(after)
+            except (KeyboardInterrupt, StrettoError):
+                if self.done:
+                    recorder.note(f"stopped after update {self.done}; saving the model as it is")
+                    save_model(self.model, self.tokenizer, self.run_dir.model)
+                raise
+            save_model(self.model, self.tokenizer, self.run_dir.model)
+
+    def _due(self, step: int, total: int) -> bool:
+        every = self.config.measure_every
+        return step == total or bool(every and step % every == 0)
+
+
+def _load(
+    config: SupervisedConfig, progress: Progress
+) -> tuple[nn.Module, PreTrainedTokenizerBase, frozenset[int]]:
+    """The model, its tokenizer, and the tokens that end a response."""
+    keep_freed_memory()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    m = config.model
+    path, device = resolve(m.name, progress.note), pick_device(m.device)
+    tokenizer = load_tokenizer(path, m.trust_remote_code)
+    model = load_causal_lm(path, pick_dtype(m.dtype, device), device, m.trust_remote_code)
+    return model, tokenizer, end_token_ids(model, tokenizer)
+
+
+def _say_dropped(reasons: Sequence[str], rows: int, progress: Progress) -> None:
+    if reasons:
+        progress.note(
+            f"{len(reasons)} of {rows} rows cannot be used and are left out; "
+            f"the first: {reasons[0]}"
+        )
+
+
+def _fitting(
+    rows: Sequence[T], length: Callable[[T], int], data: RowsConfig, progress: Progress
+) -> list[T]:
+    """Those of at most ``data.max_tokens`` tokens. A longer one would lose its end, and with it
+    what it shows: where a response ends, or what is better about it.
+
+    Raises:
+        TaskError: there are none.
+    """
+    kept = [row for row in rows if length(row) <= data.max_tokens]
+    if not kept:
+        raise TaskError(
+            f"all {len(rows)} rows are longer than data.max_tokens = {data.max_tokens} (the "
+            f"shortest has {min(map(length, rows))} tokens); raise that limit"
+        )
+    if len(kept) < len(rows):
+        progress.note(
+            f"{len(rows) - len(kept)} of {len(rows)} rows are longer than data.max_tokens = "
+            f"{data.max_tokens} and left out"
+        )
+    return kept
+
+
+def _split(
+    rows: Sequence[T], key: Callable[[T], Hashable], config: SupervisedConfig, progress: Progress
+) -> tuple[list[T], list[T]]:
+    train, held = hold_out(rows, key, config.data.held_out, config.seed)
+    progress.note(
+        f"training on {len(train)} rows, {updates(config, len(train))} updates; "
+        f"{len(held)} rows are held out"
+    )
+    return train, held

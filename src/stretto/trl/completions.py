@@ -1,0 +1,70 @@
+"""Answers to held-out prompts, with their scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stretto.config import Config
+from stretto.models.forward import token_budget
+from stretto.runtime.inline.models import Given, made_ready
+from stretto.runtime.inline.placement import make_engine
+from stretto.scoring.models import RewardModelScorer
+from stretto.tasks.prompts import render
+from stretto.trl.arguments import REWARD_MODEL
+from stretto.trl.prompts import TokenTask
+from stretto.types import Rollout
+
+
+def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[dict[str, Any]]:
+    """Greedy answers to the first prompts, scored.
+
+    Args:
+        config: of the run.
+        given: holds the policy, its tokenizer and the reward model.
+        task: the prompts.
+        most: prompts answered, at most.
+    """
+    assert given.actor is not None
+    assert given.tokenizer is not None
+    tokenizer = given.tokenizer
+    greedy = config.rollout.model_copy(update={"temperature": 0.0})
+    config = config.model_copy(update={"rollout": greedy})
+    actor = made_ready(given.actor, config)
+    model, _ = given.reward_models[REWARD_MODEL]
+    budget = token_budget(config.training.microbatch_tokens, next(actor.parameters()).device)
+    scorer = RewardModelScorer(
+        REWARD_MODEL, made_ready(model, config), tokenizer, tokenizer, budget
+    )
+    rollouts = [
+        Rollout(i, render(task.row(i), config.task, tokenizer, i), i)
+        for i in range(min(most, len(task)))
+    ]
+    by_id = {r.id: r for r in rollouts}
+    engine = make_engine(config, actor, tokenizer, config.rollout.batch, given.end_tokens)
+    engine.admit(rollouts)
+    while any(r.finish is None for r in rollouts):
+        for chunk in engine.decode(16):
+            by_id[chunk.rollout_id].append(chunk)
+    scorer.admit(rollouts)
+    scores = scorer.finish([r.id for r in rollouts])
+    return [
+        {
+            "query": r.prompt.text,
+            "model response": str(tokenizer.decode(r.tokens)),
+            "score": score.scalar,
+        }
+        for r, score in zip(rollouts, scores, strict=True)
+    ]
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a table."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*rows[0], show_lines=True)
+    for row in rows:
+        table.add_row(*(Text(str(value)) for value in row.values()))
+    Console().print(table)

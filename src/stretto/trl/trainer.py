@@ -1,0 +1,290 @@
+"""``PPOTrainer``: TRL's PPO trainer, on this project's schedule."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from stretto import api, recipes
+from stretto.config import Config
+from stretto.errors import ConfigError, ModelError, StateError
+from stretto.observe import RunDirectory, make_progress
+from stretto.trl import adapters, arguments, checks
+from stretto.trl.arguments import MISSING_EOS, REWARD_MODEL
+from stretto.trl.callbacks import CallbackProgress, StopTrainingError
+from stretto.trl.config import PPOConfig
+from stretto.trl.prompts import TokenTask
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+    from stretto.runtime.inline import TrainResult
+    from stretto.runtime.inline.models import Given
+
+
+class PPOTrainer:
+    """Trains a policy against a reward model with PPO.
+
+    The arguments are TRL's, in its order. Models are trained in place. Every run has a folder of
+    its own in ``args.output_dir``, with its settings, figures, samples and the trained model.
+
+    Args:
+        args: settings under TRL's names.
+        processing_class: the tokenizer that all models share.
+        model: the policy, a causal language model.
+        ref_model: what the KL is measured to; ``None``: the policy as it starts.
+        reward_model: a sequence classifier with one label.
+        train_dataset: tokenised prompts, in a column ``input_ids``.
+        value_model: a sequence classifier with one label, which becomes the critic; ``None``: the
+            policy's backbone with a zero head.
+        data_collator: one that only pads, or ``None``; nothing is padded here.
+        eval_dataset: prompts for :meth:`generate_completions`.
+        optimizers: not taken; see :class:`PPOConfig`.
+        callbacks: objects of transformers' ``TrainerCallback``; told of the beginning, of each
+            step and its figures, and of the end.
+        peft_config: a ``LoraConfig``; policy and critic then get adapters.
+
+    Attributes:
+        model, policy_model: the policy.
+        config: the run's settings.
+        run_dir: the run's folder; ``None`` before :meth:`train`.
+
+    Raises:
+        ConfigError: an argument is refused, or arguments do not fit together.
+        ModelError: a model has no scalar head, or does not know the tokenizer's tokens.
+        TaskError: the dataset has no tokenised prompts.
+    """
+
+    def __init__(
+        self,
+        args: PPOConfig | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        model: nn.Module | None = None,
+        ref_model: nn.Module | None = None,
+        reward_model: nn.Module | None = None,
+        train_dataset: Any = None,
+        value_model: nn.Module | None = None,
+        data_collator: Any = None,
+        eval_dataset: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: Sequence[Any] | None = None,
+        peft_config: Any = None,
+        **old_names: Any,
+    ) -> None:
+        given = checks.by_present_names(
+            {
+                "args": args,
+                "processing_class": processing_class,
+                "model": model,
+                "ref_model": ref_model,
+                "reward_model": reward_model,
+                "train_dataset": train_dataset,
+            },
+            old_names,
+        )
+        self.args: PPOConfig = checks.arguments_of(given["args"])
+        arguments.check(self.args)
+        checks.refuse_objects(data_collator, optimizers)
+        self.processing_class: PreTrainedTokenizerBase = given["processing_class"]
+        self.model = self.policy_model = given["model"]
+        self.ref_model, self.value_model = given["ref_model"], value_model
+        self.reward_model = given["reward_model"]
+        self.callbacks = list(callbacks or ())
+        vocabulary = checks.check_models(
+            {
+                "model": self.policy_model,
+                "ref_model": self.ref_model,
+                "reward_model": self.reward_model,
+                "value_model": value_model,
+            },
+            self.processing_class,
+        )
+
+        def tokenised(rows: Any, name: str) -> TokenTask:
+            return TokenTask(rows, self.processing_class, name, vocabulary)
+
+        self._task = tokenised(given["train_dataset"], "train_dataset")
+        self._eval_task = None if eval_dataset is None else tokenised(eval_dataset, "eval_dataset")
+        self._sizes = arguments.sizes(self.args, len(self._task))
+        self.config = self._settings(peft_config)
+        arguments.write_sizes(self.args, self._sizes)
+        self.run_dir: RunDirectory | None = None
+
+    def train(self, resume_from_checkpoint: str | None = None) -> TrainResult | None:
+        """Train; returns the number of steps, the last one's figures and the model's folder, and
+        ``None`` where a callback ended it.
+
+        Args:
+            resume_from_checkpoint: the folder of a run of the same script, which goes on from its
+                newest checkpoint.
+
+        Raises:
+            StrettoError: the numbers, or what is written to disk, are at fault.
+            KeyboardInterrupt: Ctrl-C; what was learned is in the models, and saved.
+        """
+        if self.run_dir is not None:
+            raise StateError(
+                "this trainer has trained already, and its models are no longer those that it "
+                "started from; make a new PPOTrainer to train on"
+            )
+        resumed = resume_from_checkpoint or self.args.resume_from_checkpoint
+        if resumed:
+            self.run_dir = RunDirectory.open(resumed)
+            api.check_resumable(recipes.load(self.run_dir.config_file), self.config)
+        else:
+            name = self.args.run_name or self.args.exp_name
+            self.run_dir = RunDirectory.create(self.config.out, Path(name).name, self.config)
+        display = self._display()
+        for line in self._notes():
+            display.note(line)
+        try:
+            result = api.execute(
+                self.config,
+                self.run_dir,
+                resuming=bool(resumed),
+                given=self._given(),
+                progress=display,
+            )
+        except StopTrainingError:
+            result = None
+        display.end()
+        return result
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Save policy and tokenizer in Hugging Face format, adapters merged.
+
+        Args:
+            output_dir: the folder; without it ``args.output_dir``.
+        """
+        from stretto.models.load import save_model
+
+        folder = Path(output_dir or self.args.output_dir)
+        if self.run_dir is not None and self.run_dir.model.is_dir():
+            shutil.copytree(self.run_dir.model, folder, dirs_exist_ok=True)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_model(self.policy_model, self.processing_class, folder)
+
+    def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
+        """Greedy answers to the prompts of ``eval_dataset``, scored by the reward model.
+
+        The first five are shown.
+
+        Args:
+            sampling: answer one batch of ``args.per_device_eval_batch_size`` only.
+
+        Returns:
+            a row for each prompt: ``query``, ``model response`` and ``score``, as TRL called them.
+
+        Raises:
+            ConfigError: there is no ``eval_dataset``.
+        """
+        from stretto.trl.completions import complete, show
+
+        if self._eval_task is None:
+            raise ConfigError(
+                "generate_completions answers the prompts of eval_dataset, and there is none; give "
+                "one to PPOTrainer"
+            )
+        most = self.args.per_device_eval_batch_size if sampling else len(self._eval_task)
+        rows = complete(self.config, self._given(), self._eval_task, most)
+        show(rows[:5])
+        return rows
+
+    def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "nothing is uploaded from here: save with trainer.save_model(folder), then "
+            "'hf upload NAME folder', or model.push_to_hub(NAME) of transformers"
+        )
+
+    def _settings(self, peft_config: Any) -> Config:
+        policy = self.policy_model
+        data = arguments.settings(
+            self.args, self._sizes, len(self._task), self._task.longest, self._dtype()
+        )
+        data["model"]["name"] = str(getattr(policy, "name_or_path", "") or type(policy).__name__)
+        if peft_config is not None:
+            data["model"] |= adapters.settings(peft_config, policy)
+        return recipes.build(data, "PPOConfig")
+
+    def _dtype(self) -> Literal["float32", "bfloat16"]:
+        """The type that the policy computes in; with ``bf16`` all models are brought to that."""
+        import torch
+
+        if self.args.bf16:
+            for model in (self.policy_model, self.ref_model, self.reward_model, self.value_model):
+                if model is not None:
+                    model.to(torch.bfloat16)
+        dtype = next(self.policy_model.parameters()).dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ModelError(
+                f"model computes in {dtype}, and the types here are float32 and bfloat16; load it "
+                "with dtype=torch.bfloat16"
+            )
+        return "bfloat16" if dtype is torch.bfloat16 else "float32"
+
+    def _given(self) -> Given:
+        from stretto.runtime.inline.models import Given
+
+        return Given(
+            actor=self.policy_model,
+            tokenizer=self.processing_class,
+            reference=self.ref_model,
+            critic=self.value_model,
+            task=self._task,
+            functions={MISSING_EOS: self._missing_eos()},
+            reward_models={REWARD_MODEL: (self.reward_model, self.processing_class)},
+            end_tokens=self._end_tokens(),
+        )
+
+    def _end_tokens(self) -> frozenset[int]:
+        if self.args.stop_token_id is not None:
+            return frozenset({self.args.stop_token_id})
+        end: Any = self.processing_class.eos_token_id
+        return frozenset({int(end)} if self.args.stop_token else ())
+
+    def _missing_eos(self) -> Callable[..., list[float]]:
+        """Without a stop token responses do not end, and TRL looks for one that has the end token
+        anywhere in it.
+        """
+        end, penalty = self.processing_class.eos_token_id, self.args.missing_eos_penalty or 0.0
+
+        def missing_eos(completion_ids: list[list[int]]) -> list[float]:
+            return [0.0 if end in tokens else -penalty for tokens in completion_ids]
+
+        return missing_eos
+
+    def _display(self) -> CallbackProgress:
+        return CallbackProgress(
+            make_progress(self.config.observe.progress),
+            self.args,
+            self.callbacks,
+            self._sizes.steps,
+            self._sizes.batch,
+            model=self.policy_model,
+            processing_class=self.processing_class,
+        )
+
+    def _notes(self) -> list[str]:
+        """The derived sizes, and what is set without having anything to act on."""
+        a, run = self.args, self._sizes
+        factors = f"{a.per_device_train_batch_size} x {a.gradient_accumulation_steps}"
+        split = ""
+        if a.num_mini_batches > 1:
+            split = (
+                f", {a.num_mini_batches} mini-batches of {run.minibatch} (TRL until 0.16 made the "
+                "batch num_mini_batches times as large; batch_size asks for that)"
+            )
+        return [
+            f"batch {run.batch} = per_device_train_batch_size x gradient_accumulation_steps = "
+            f"{factors}{split}; {run.episodes} episodes: {run.steps} steps",
+            *arguments.remarks(a),
+        ]

@@ -1,0 +1,781 @@
+"""Win-rates, drift from the SFT model, LLM judges and benchmarks, against naive references."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import math
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from helpers import critic_of, left_padded_logprobs
+from stretto import evaluation, recipes, tasks
+from stretto.cli.main import main
+from stretto.config import Config
+from stretto.errors import ConfigError, JudgeError, MissingExtraError, ModelError, TaskError
+from stretto.evaluation.gold import end_tokens_of, reference_text
+from stretto.evaluation.harness import FEWSHOT
+from stretto.evaluation.llm import Verdict, open_judge, parse, tally
+from stretto.evaluation.measures import rows_of
+from stretto.evaluation.rates import compare
+from stretto.models.load import end_token_ids, load_tokenizer
+from stretto.observe import RunDirectory
+from stretto.observe.report import evaluations
+from stretto.runtime.inline.infer import answer, held_out, of_model
+from stretto.scoring.text import response_text
+from stretto.types import Rollout
+
+SAMPLES = 9
+BOS = 257  # of the byte tokenizer; it ends turns in some tests
+JUDGE = """
+def digits(prompts, completions, **_):
+    return [float(sum(c in "e 0123456789" for c in text)) for text in completions]
+
+def infinite(prompts, completions, **_):
+    return [0.0 for _ in completions]
+"""
+
+
+def noisy(folder: Path, out: Path, scale: float = 0.3, seed: int = 3) -> Path:
+    """A copy of a model with other weights, so that it prefers something."""
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folder)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(scale * torch.randn_like(parameter))
+    model.save_pretrained(out)
+    load_tokenizer(folder).save_pretrained(out)
+    return out
+
+
+def reward_model(folder: Path, out: Path) -> tuple[Path, Any]:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    model = critic_of(auto.from_pretrained(folder))
+    model.save_pretrained(out)
+    load_tokenizer(folder).save_pretrained(out)
+    return out, model
+
+
+@pytest.fixture(scope="module")
+def policy(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return noisy(tiny_folder, tmp_path_factory.mktemp("policy") / "model")
+
+
+@pytest.fixture
+def config(tiny_folder: Path, tmp_path: Path) -> Config:
+    """A dataset of prompts with two columns of references, and short responses."""
+    rows = [
+        {
+            "prompt": f"question {i}:",
+            "answer": f"{i}",
+            "human": f"reply {'e' * (i % 5)}",
+            "chat": [
+                {"role": "user", "content": f"question {i}:"},
+                {"role": "assistant", "content": "e"},
+            ],
+            "empty": " ",
+        }
+        for i in range(12)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Config.model_validate(
+        {
+            "threads": 1,
+            "model": {"name": str(tiny_folder), "dtype": "float32", "device": "cpu"},
+            "task": {"kind": "dataset", "name": str(data), "answer_column": "answer"},
+            "rollout": {"batch": 4, "max_new_tokens": 6, "temperature": 0.7, "stop": ["y"]},
+        }
+    )
+
+
+def sampled(config: Config, policy: Path) -> list[Rollout]:
+    """What a measure samples: randomness depends on the seed alone."""
+    config = of_model(config, str(policy))
+    task, tokenizer = tasks.load(config.task, config.seed), load_tokenizer(policy)
+    return list(answer(config, _load(policy), task, tokenizer, SAMPLES).rollouts)
+
+
+def test_a_win_rate_by_hand() -> None:
+    result = compare("x", [1.0, 2.0, 3.0, 3.0], [0.0, 2.0, 4.0, 1.0])
+    assert (result.wins, result.ties, result.losses) == (2, 1, 1)
+    assert result.rate == 0.625
+    variance = (0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4
+    assert result.standard_error == pytest.approx(math.sqrt(variance / 4))
+    assert (result.score, result.reference_score) == (2.25, 1.75)
+
+
+def test_win_rate_by_a_function_sees_both_sides_as_text(
+    config: Config, policy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    by = f"{tmp_path / 'judge.py'}:digits"
+    result = evaluation.win_rate(
+        config, policy=str(policy), samples=SAMPLES, by=by, reference_column="human"
+    )
+    tokenizer = load_tokenizer(policy)
+    own, references = [], []
+    for r in sampled(config, policy):
+        text = response_text(tokenizer, r.tokens, r.finish, config.rollout.stop)
+        own.append(sum(c in "e 0123456789" for c in text))
+        # The stop string 'y' stands in each reference, which is judged whole all the same.
+        references.append(sum(c in "e 0123456789" for c in r.prompt.data["human"]))
+    assert result == compare(by, own, references)
+    assert len(set(own)) > 1
+    assert len(set(references)) == 5
+
+
+def test_win_rate_by_a_reward_model_reads_tokens_with_the_end(
+    config: Config, policy: Path, tmp_path: Path
+) -> None:
+    folder, model = reward_model(policy, tmp_path / "gold")
+    by = f"model:{folder}"
+    measured = evaluation.measure(
+        config, policy=str(policy), samples=SAMPLES, by=by, reference_column="chat"
+    )
+    tokenizer = load_tokenizer(policy)
+    own, references = [], []
+    rollouts = sampled(config, policy)
+    for r in rollouts:
+        given = [*tokenizer("e")["input_ids"], tokenizer.eos_token_id]
+        for scores, tokens in ((own, r.tokens), (references, given)):
+            ids = torch.tensor([[*r.prompt.tokens, *tokens]])
+            scores.append(model(input_ids=ids).logits.item())
+    win = measured.win_rate
+    assert win is not None
+    naive = compare(by, own, references)
+    assert (win.wins, win.ties, win.losses) == (naive.wins, naive.ties, naive.losses)
+    assert 0 < win.wins < SAMPLES
+    assert win.score == pytest.approx(naive.score, abs=1e-5)
+    assert win.reference_score == pytest.approx(naive.reference_score, abs=1e-5)
+    assert measured.mean_tokens == fmean(len(r) for r in rollouts)
+    assert measured.ended == fmean(str(r.finish) == "stop" for r in rollouts)
+    assert (measured.samples, measured.temperature) == (SAMPLES, 0.7)
+
+
+def test_several_sources_score_one_set_of_answers(
+    config: Config, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    sources = (f"{tmp_path / 'judge.py'}:digits", "task")
+    options: dict[str, Any] = {"policy": str(policy), "samples": SAMPLES}
+    alone = [evaluation.measure(config, by=by, **options) for by in sources]
+    assert [m.win_rates for m in alone] == [(m.win_rate,) for m in alone]
+    sampled: list[int] = []
+
+    def counted(*arguments: Any) -> Any:
+        sampled.append(1)
+        return answer(*arguments)
+
+    monkeypatch.setattr("stretto.evaluation.measures.answer", counted)
+    both = evaluation.measure(config, by=sources, **options)
+    assert sampled == [1]
+    assert both.win_rates == tuple(m.win_rate for m in alone)
+    assert both.win_rate == alone[0].win_rate != alone[1].win_rate
+    assert (both.rows, both.held_out) == (config.task.name, False)
+    neither = evaluation.measure(config, by=(), **options)
+    assert (neither.win_rates, neither.win_rate, neither.samples) == ((), None, SAMPLES)
+
+
+def ending_turns(config: Config, policy: Path, out: Path) -> tuple[Config, Path, Any]:
+    """A policy that ends its turns with a token that only the generation config names."""
+    from transformers import GenerationConfig
+
+    model, tokenizer = _load(policy), load_tokenizer(policy)
+    model.generation_config = GenerationConfig(eos_token_id=[BOS, 258], pad_token_id=256)
+    model.save_pretrained(out)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<bos>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(out)
+    return config, out, tokenizer
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_references_end_as_the_policys_responses_do(
+    config: Config, policy: Path, tmp_path: Path, same: bool
+) -> None:
+    """With the token of the generation config; for a model of other tokens, in its own way."""
+    config, folder, tokenizer = ending_turns(config, policy, tmp_path / "chat")
+    gold, model = reward_model(policy, tmp_path / "gold")
+    reader = copy.deepcopy(tokenizer)
+    if not same:
+        reader.add_tokens(["question"])
+        model.resize_token_embeddings(260)
+        reader.chat_template = tokenizer.chat_template.replace("<bos>", "<eos>")
+        model.save_pretrained(gold)
+    reader.save_pretrained(gold)
+    measured = evaluation.measure(
+        config, policy=str(folder), samples=SAMPLES, by=f"model:{gold}", reference_column="human"
+    )
+    end = "<bos>" if same else "<eos>"
+    own, references = [], []
+    rollouts = sampled(config, folder)
+    for r in rollouts:
+        asked = f"<user>{r.prompt.data['prompt']}{end}\n<assistant>"
+        text = response_text(tokenizer, r.tokens, r.finish, config.rollout.stop)
+        said = [*reader(asked)["input_ids"], *reader(text)["input_ids"]]
+        said += [258] if str(r.finish) == "stop" else []
+        if same:
+            said = [*r.prompt.tokens, *r.tokens]
+        given = reader(f"{asked}{r.prompt.data['human']}{end}")["input_ids"]
+        for scores, tokens in ((own, said), (references, given)):
+            with torch.no_grad():
+                scores.append(model(input_ids=torch.tensor([tokens])).logits.item())
+    assert measured.win_rate is not None
+    assert measured.win_rate.score == pytest.approx(fmean(own), abs=1e-5)
+    assert measured.win_rate.reference_score == pytest.approx(fmean(references), abs=1e-5)
+
+
+def test_end_tokens_are_known_without_the_weights(
+    config: Config, policy: Path, tmp_path: Path
+) -> None:
+    _, folder, tokenizer = ending_turns(config, policy, tmp_path / "chat")
+    assert end_tokens_of(folder, tokenizer) == {BOS, 258}
+    assert end_tokens_of(folder, tokenizer) == end_token_ids(_load(folder), tokenizer)
+    (folder / "generation_config.json").unlink()
+    model_config = json.loads((folder / "config.json").read_text())
+    for named, expected in (([7, 9], {7, 9, 258}), (5, {5, 258}), (None, {258})):
+        text = json.dumps({**model_config, "eos_token_id": named})
+        (folder / "config.json").write_text(text)
+        assert end_tokens_of(folder, tokenizer) == expected
+        assert end_tokens_of(folder, tokenizer) == end_token_ids(_load(folder), tokenizer)
+
+
+def test_what_is_read_is_said(config: Config) -> None:
+    def of(**task: Any) -> tuple[str, bool]:
+        changed = Config.model_validate(
+            config.model_dump() | {"task": config.task.model_dump() | task}
+        )
+        return rows_of(changed)
+
+    name = config.task.name
+    assert of() == (name, False)
+    assert of(held_out="other.jsonl") == ("other.jsonl", True)
+    hub = {"name": "owner/name:main"}
+    assert of(**hub) == ("owner/name:main, split 'train'", False)
+    assert of(**hub, held_out="test") == ("owner/name:main, split 'test'", True)
+    assert rows_of(recipes.load("tiny")) == (f"{recipes.load('tiny').task.name}, seed 1000", True)
+
+
+def test_the_task_judges_its_own_answers_right(config: Config, policy: Path) -> None:
+    result = evaluation.win_rate(config, policy=str(policy), samples=3, by="task")
+    assert (result.reference_score, result.by) == (1.0, "task")
+    assert result.rate == (result.wins + result.ties / 2) / 3
+
+
+def test_kl_and_perplexity_are_those_of_a_naive_forward_pass(
+    config: Config, policy: Path, tiny_folder: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    result = evaluation.kl_to_sft(config, policy=str(policy), samples=SAMPLES, sft=str(tiny_folder))
+    rollouts = sampled(config, policy)
+    pi, sft = (auto.from_pretrained(folder) for folder in (policy, tiny_folder))
+    with torch.no_grad():
+        kls = [
+            (a.sum() - b.sum()).item()
+            for a, b in zip(
+                left_padded_logprobs(pi, rollouts, 0.7),
+                left_padded_logprobs(sft, rollouts, 0.7),
+                strict=True,
+            )
+        ]
+        nll = -torch.cat(left_padded_logprobs(sft, rollouts, 1.0))
+    mean = fmean(kls)
+    assert result.kl == pytest.approx(mean, abs=1e-4)
+    assert result.kl > 1
+    variance = fmean((kl - mean) ** 2 for kl in kls)
+    assert result.standard_error == pytest.approx(math.sqrt(variance / SAMPLES), abs=1e-4)
+    assert result.perplexity == pytest.approx(nll.mean().exp().item(), rel=1e-5)
+
+
+def test_a_policy_has_no_kl_to_itself(config: Config, policy: Path) -> None:
+    result = evaluation.kl_to_sft(config, policy=str(policy), samples=4, sft=str(policy))
+    assert result.kl == pytest.approx(0, abs=1e-5)
+    rollouts = sampled(config, policy)[:4]
+    at_one = left_padded_logprobs(_load(policy), rollouts, 1.0)
+    assert result.perplexity == pytest.approx((-torch.cat(at_one).mean()).exp().item(), rel=1e-5)
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(folder).requires_grad_(False)
+
+
+def test_what_cannot_be_measured_is_refused_before_sampling(
+    config: Config, policy: Path, tiny_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("sampled")
+
+    monkeypatch.setattr("stretto.evaluation.measures.answer", never)
+
+    def refused(kind: type[Exception], match: str, config: Config = config, **options: Any) -> None:
+        with pytest.raises(kind, match=match):
+            evaluation.measure(config, policy=str(policy), samples=2, **options)
+
+    greedy = config.rollout.model_copy(update={"temperature": 0.0})
+    greedy_config = config.model_copy(update={"rollout": greedy})
+    refused(ConfigError, "temperature 0 is greedy", greedy_config, sft=str(tiny_folder))
+    other = tmp_path / "other"
+    _load(tiny_folder).save_pretrained(other)
+    tokenizer = copy.deepcopy(load_tokenizer(tiny_folder))
+    tokenizer.add_tokens(["question"])
+    tokenizer.save_pretrained(other)
+    refused(ConfigError, "has another tokenizer", sft=str(other))
+    refused(ConfigError, "'gold' is no source of rewards", by="gold")
+    refused(ModelError, "no folder", by="model:./nowhere")
+    refused(ModelError, "scalar|num_labels|lacks", by=f"model:{tiny_folder}")
+    refused(TaskError, "no column of the dataset.*answer, chat, empty", by="task",
+            reference_column="nobody")  # fmt: skip
+    refused(TaskError, "column 'empty': a reference response is text", by="task",
+            reference_column="empty")  # fmt: skip
+    without = config.task.model_copy(update={"answer_column": ""})
+    no_answers = config.model_copy(update={"task": without})
+    refused(TaskError, "--reference-column. The dataset has: answer", no_answers, by="x.py:f")
+    monkeypatch.setitem(sys.modules, "openai", None)
+    judge = evaluation.LlmJudge("m", "http://127.0.0.1:9/v1")
+    refused(MissingExtraError, r"stretto\[judge\]", judge=judge)
+
+
+def test_a_score_that_is_no_number_stops_the_comparison(
+    config: Config, policy: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("stretto.evaluation.gold.judge_all", lambda *_: [math.nan] * 3)
+    with pytest.raises(JudgeError, match="gives nan for the response to prompt"):
+        evaluation.win_rate(config, policy=str(policy), samples=3, by="task")
+
+
+def test_a_conversation_stands_for_its_last_turn(config: Config) -> None:
+    task = tasks.load(config.task, 0)
+    data = {**task.row(2).data, tasks.INDEX_KEY: 2}
+    assert reference_text(task, data, "chat") == "e"
+    assert reference_text(task, data, "") == "2"
+    data["chat"] = data["chat"][:1]
+    with pytest.raises(TaskError, match="whose last is the assistant's"):
+        reference_text(task, data, "chat")
+
+
+def test_procedural_tasks_are_measured_on_rows_of_their_own(config: Config) -> None:
+    procedural = recipes.load("tiny")
+    assert held_out(procedural).seed == procedural.seed + 1000
+    assert held_out(config).seed == config.seed
+
+
+# -- the LLM judge -------------------------------------------------------------------------------
+
+
+class FakeJudge:
+    """An OpenAI-compatible endpoint on loopback; ``answers`` makes an answer of (A, B)."""
+
+    def __init__(self, answers: Callable[[str, str], str]) -> None:
+        self.answers = answers
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[str | None] = []
+        self.statuses: list[int] = []
+        self.hang: threading.Event | None = None
+        self.choices = True
+        self.finish_reason = "stop"
+        self.refused: tuple[str, ...] = ()
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                asked = json.loads(body)
+                status, answer = fake.handle(asked, self.headers["Authorization"])
+                refused = [name for name in fake.refused if name in asked]
+                status = 400 if refused else status
+                payload = json.dumps(
+                    {"error": {"message": f"Unsupported parameter: '{refused[0]}'"}}
+                    if refused
+                    else {
+                        "id": "1",
+                        "object": "chat.completion",
+                        "created": 0,
+                        "model": "m",
+                        "choices": [
+                            {
+                                "index": 0,
+                                "finish_reason": fake.finish_reason,
+                                "message": {"role": "assistant", "content": answer},
+                            }
+                        ][: fake.choices],
+                    }
+                ).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(payload)))
+                self.send_header("Retry-After-Ms", "1")
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}/v1"
+
+    def handle(self, body: dict[str, Any], key: str | None) -> tuple[int, str]:
+        with self.lock:
+            self.requests.append(body)
+            self.headers.append(key)
+            status = self.statuses.pop(0) if self.statuses else 200
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        if self.hang:
+            self.hang.wait(20)
+        text = body["messages"][1]["content"]
+        a, b = (
+            text.partition(f"<response_{side}>\n")[2].partition(f"\n</response_{side}>")[0]
+            for side in "ab"
+        )
+        answer = self.answers(a, b)
+        with self.lock:
+            self.at_once -= 1
+        return status, answer
+
+    def close(self) -> None:
+        if self.hang:
+            self.hang.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeJudge]]:
+    pytest.importorskip("openai")
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    opened: list[FakeJudge] = []
+
+    def start(answers: Callable[[str, str], str]) -> FakeJudge:
+        opened.append(FakeJudge(answers))
+        return opened[-1]
+
+    yield start
+    for fake in opened:
+        fake.close()
+
+
+def judged(config: Config, policy: Path, fake: FakeJudge, **options: Any) -> evaluation.Judgement:
+    by = evaluation.LlmJudge("m", fake.url, **options)
+    return evaluation.judge(
+        config, policy=str(policy), samples=SAMPLES, by=by, reference_column="human"
+    )
+
+
+def test_a_judge_that_always_takes_the_first_gives_one_half(
+    config: Config, policy: Path, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    fake = serve(lambda a, b: "It comes first.\nVerdict: A")
+    result = judged(config, policy, fake, concurrency=2)
+    assert (result.rate, result.ties, result.consistent) == (0.5, SAMPLES, 0.0)
+    assert len(fake.requests) == 2 * SAMPLES
+    assert fake.most_at_once <= 2
+    assert set(fake.headers) == {"Bearer sesame"}
+    assert {(r["temperature"], r["model"]) for r in fake.requests} == {(0, "m")}
+    shown = fake.requests[0]["messages"][1]["content"]
+    assert "<request>\nquestion" in shown
+
+
+def test_a_judge_with_a_preference_is_heard_in_both_orders(
+    config: Config, policy: Path, serve: Any
+) -> None:
+    def longer(a: str, b: str) -> str:
+        return f"Verdict: {'tie' if len(a) == len(b) else 'A' if len(a) > len(b) else 'B'}"
+
+    result = judged(config, policy, serve(longer))
+    tokenizer = load_tokenizer(policy)
+    points = []
+    for r in sampled(config, policy):
+        text = response_text(tokenizer, r.tokens, r.finish, config.rollout.stop)
+        difference = len(text) - len(r.prompt.data["human"])
+        points.append(0.5 if difference == 0 else float(difference > 0))
+    assert result.rate == fmean(points)
+    assert (result.wins, result.losses) == (points.count(1.0), points.count(0.0))
+    assert result.consistent == 1.0
+
+
+def test_a_judge_is_asked_again_after_a_servers_error(
+    config: Config, policy: Path, serve: Any
+) -> None:
+    fake = serve(lambda a, b: "Verdict: B")
+    fake.statuses = [500, 429, 503]
+    assert judged(config, policy, fake).rate == 0.5
+    assert len(fake.requests) == 2 * SAMPLES + 3
+
+
+def test_a_judge_that_refuses_or_hangs_ends_the_evaluation(
+    config: Config, policy: Path, serve: Any
+) -> None:
+    fake = serve(lambda a, b: "Verdict: A")
+    fake.statuses = [401] * 2 * SAMPLES
+    with pytest.raises(JudgeError, match=r"'m' at http://127.0.0.1:\d+/v1/ failed: .*401"):
+        judged(config, policy, fake)
+    lost = serve(lambda a, b: "Verdict: A")
+    lost.choices = False
+    with pytest.raises(JudgeError, match="answered with no chat completion"):
+        judged(config, policy, lost)
+    slow = serve(lambda a, b: "Verdict: A")
+    slow.hang = threading.Event()
+    with pytest.raises(JudgeError, match=r"did not answer within 0.2 s"):
+        judged(config, policy, slow, timeout_s=0.2)
+
+
+def test_answers_without_a_verdict_are_counted_and_their_pairs_left_out(
+    config: Config, policy: Path, serve: Any
+) -> None:
+    answers = iter(["I cannot say."] + ["Verdict: tie"] * (2 * SAMPLES - 1))
+    result = judged(config, policy, serve(lambda a, b: next(answers)), concurrency=1)
+    assert (result.unparsable, result.left_out, result.ties) == (1, 1, SAMPLES - 1)
+    with pytest.raises(JudgeError, match="none of 9 pairs got two verdicts"):
+        judged(config, policy, serve(lambda a, b: "?"))
+
+
+@pytest.mark.parametrize("refused", ["temperature", "max_tokens"])
+def test_a_judge_that_refuses_an_option_is_asked_without(
+    config: Config, policy: Path, serve: Any, refused: str
+) -> None:
+    fake = serve(lambda a, b: "Verdict: A")
+    fake.refused = (refused,)
+    assert judged(config, policy, fake).ties == SAMPLES
+    assert len(fake.requests) == 4 * SAMPLES
+    own = {"model", "messages"}
+    assert sum(set(r) - own == {"temperature", "max_tokens"} for r in fake.requests) == 2 * SAMPLES
+    assert sum(set(r) - own == {"max_completion_tokens"} for r in fake.requests) == 2 * SAMPLES
+    fake.refused = ("messages",)
+    with pytest.raises(JudgeError, match="Unsupported parameter: 'messages'"):
+        judged(config, policy, fake)
+
+
+def test_an_answer_that_was_cut_off_has_no_verdict(
+    config: Config, policy: Path, serve: Any
+) -> None:
+    fake = serve(lambda a, b: "First I thought:\nVerdict: A")
+    fake.finish_reason = "length"
+    with pytest.raises(JudgeError, match="none of 9 pairs got two verdicts"):
+        judged(config, policy, fake)
+
+
+def test_a_judge_can_be_asked_where_an_event_loop_runs(
+    config: Config, policy: Path, serve: Any
+) -> None:
+    """As in a notebook."""
+    fake = serve(lambda a, b: "Verdict: A")
+
+    async def notebook() -> evaluation.Judgement:
+        return judged(config, policy, fake)
+
+    assert asyncio.run(notebook()).ties == SAMPLES
+
+
+def test_verdicts_by_hand() -> None:
+    verdicts: list[tuple[Verdict | None, Verdict | None]] = [
+        ("A", "B"),  # the policy both times
+        ("B", "A"),  # the reference both times
+        ("A", "A"),  # whichever comes first
+        ("tie", "tie"),
+        ("tie", "B"),  # a tie, then the policy
+        ("A", None),
+    ]
+    result = tally("m", verdicts)
+    assert (result.wins, result.ties, result.losses) == (1, 3, 1)
+    assert (result.rate, result.consistent) == (0.5, 0.6)
+    assert (result.unparsable, result.left_out) == (1, 1)
+    assert result.standard_error == pytest.approx(math.sqrt(0.1 / 5))
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"),
+    [
+        ("Because.\nVerdict: A", "A"),
+        ("**Verdict:** B.", "B"),
+        ("Verdict: **tie**", "tie"),
+        ("verdict - [b]", "B"),
+        ("Verdict: A\nOn second thought:\nVerdict: B", "B"),
+        ("B", "B"),
+        (" tie. ", "tie"),
+        ("So my final verdict: B!", "B"),
+        ("**Verdict:**\n\nA", "A"),
+        ("Verdict: Apples are better", None),
+        ("Verdict: a tie", None),
+        ("Verdict: A or B", None),
+        ("Verdict: A\nNo:\nVerdict: either A or B", "A"),
+        ("Verdict: A\nNo:\nVerdict: B or A", None),
+        ("A is better", None),
+        ("", None),
+    ],
+)
+def test_verdicts_are_read_from_answers(answer: str, verdict: str | None) -> None:
+    assert parse(answer) == verdict
+
+
+def test_openais_own_endpoint_needs_a_key(serve: Any) -> None:
+    with pytest.raises(ConfigError, match="set OPENAI_API_KEY, or name another endpoint"):
+        open_judge(evaluation.LlmJudge("gpt"))
+    with pytest.raises(ConfigError, match="both must be above 0"):
+        evaluation.LlmJudge("gpt", concurrency=0)
+
+
+# -- benchmarks ----------------------------------------------------------------------------------
+
+
+def test_benchmarks_get_the_examples_of_the_table(
+    config: Config, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    class TaskManager:
+        def __init__(self, include_path: list[str]) -> None:
+            names = ["own"] if include_path == [str(tmp_path)] else []
+            self.all_tasks = [*FEWSHOT, "mmlu", *names]
+
+    def simple_evaluate(**options: Any) -> dict[str, Any]:
+        calls.append(options)
+        return {
+            "results": {
+                name: {"alias": name, "acc,none": 0.25, "acc_stderr,none": 0.125}
+                if name != "gsm8k"
+                else {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"}
+                for name in options["tasks"]
+            },
+            "n-shot": dict.fromkeys(options["tasks"], options["num_fewshot"] or 3),
+        }
+
+    fake: Any = types.ModuleType("lm_eval")
+    of_tasks: Any = types.ModuleType("lm_eval.tasks")
+    of_tasks.TaskManager = TaskManager
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", of_tasks)
+    fake.simple_evaluate = simple_evaluate
+    monkeypatch.setitem(sys.modules, "lm_eval", fake)
+    (tmp_path / "own.yaml").write_text("dataset_path: json\ntask: own\n")
+    names = ["mmlu", "gsm8k", str(tmp_path / "own.yaml")]
+    figures = evaluation.benchmark(config, model=str(tiny_folder), tasks=names, limit=7)
+    assert [(c["tasks"], c["num_fewshot"], c["limit"]) for c in calls] == [
+        (["mmlu", "own"], None, 7),
+        (["gsm8k"], 5, 7),
+    ]
+    assert calls[0]["model_args"]["pretrained"] == str(tiny_folder)
+    assert figures == [
+        evaluation.Benchmark("mmlu", "acc", 3, 0.25, 0.125),
+        evaluation.Benchmark("own", "acc", 3, 0.25, 0.125),
+        evaluation.Benchmark("gsm8k", "exact_match,strict-match", 5, 0.5, None),
+    ]
+    with pytest.raises(ConfigError, match="no benchmark 'mmlo'; did you mean 'mmlu'"):
+        evaluation.benchmark(config, model=str(tiny_folder), tasks=["mmlo"])
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.yaml"):
+        evaluation.benchmark(config, model=str(tiny_folder), tasks=["nowhere.yaml"])
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(MissingExtraError, match=r"stretto\[lm-eval\]"):
+        evaluation.benchmark(config, model=str(tiny_folder), tasks=["gsm8k"])
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_prints_and_keeps_the_figures(
+    config: Config,
+    policy: Path,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory.create("runs", "tiny", config)
+    run.model.symlink_to(policy)
+    command = ["eval", str(run.path), "--samples", "4", "--win-rate-by", "task"]
+    command += ["--sft", str(tiny_folder), "--temperature", "0.5", "--out", "figures.json"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    (record,) = evaluations.read(run.path)
+    figures = record["figures"]
+    rows = f"{config.task.name}; whether training sees them is not known here"
+    assert f"rows         {rows}\n" in printed
+    assert (figures["rows"], figures["held_out"]) == (config.task.name, False)
+    assert "win_rates" not in figures
+    assert (record["model"], record["what"]) == (str(run.model), ["win_rate", "kl"])
+    assert figures["samples"] == 4
+    assert record["settings"]["rollout"]["temperature"] == figures["temperature"] == 0.5
+    assert f"KL           {figures['kl']['kl']:.4f} ± " in printed
+    assert f"win-rate     {figures['win_rate']['rate']:.4f} ± " in printed
+    assert f"perplexity   {figures['kl']['perplexity']:.4f} of {tiny_folder}" in printed
+    written = json.loads(Path("figures.json").read_text())
+    assert {**written, "settings": None} == {
+        "model": str(run.model),
+        **figures,
+        "settings": None,
+    }
+    command = ["eval", str(run.path), "--samples", "2", "--task.held-out", config.task.name]
+    assert main(command) == 0
+    assert f"rows         {config.task.name}; held out from training" in capsys.readouterr().out
+    assert [r["what"] for r in evaluations.read(run.path)][1:] == [["accuracy"]]
+
+
+def test_the_command_asks_the_judge(
+    policy: Path, serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = serve(lambda a, b: f"Verdict: {'A' if a < b else 'B'}")
+    command = ["eval", "tiny", "--model", str(policy), "--samples", "3", "--judge", "m"]
+    command += ["--judge-url", fake.url, "--out", str(tmp_path / "out.json")]
+    assert main(command) == 0
+    figures = json.loads((tmp_path / "out.json").read_text())["judge"]
+    assert figures["judge"] == "m"
+    printed = capsys.readouterr().out
+    assert f"LLM judge    {figures['rate']:.4f} ± " in printed
+    assert f"consistent   {figures['consistent']:.4f} of the pairs" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "0.5"], "--temperature has no effect without --win-rate-by or --sft"),
+        (["--reference-column", "x"], "no effect without --win-rate-by or --judge"),
+        (["--judge-url", "http://x"], "--judge-url has no effect without --judge"),
+        (["--judge-concurrency", "8"], "--judge-concurrency has no effect without --judge"),
+        (["--judge-timeout", "0"], "--judge-timeout has no effect without --judge"),
+        (["--temperature", "0"], "--temperature has no effect without --win-rate-by or --sft"),
+        (["--lm-eval", "gsm8k", "--samples", "200"], "--samples has no effect on benchmarks"),
+        (["--lm-eval-limit", "-1"], "--lm-eval-limit -1: must be 0 or more"),
+        (["--lm-eval-limit", "3"], "no effect without --lm-eval"),
+        (["--win-rate-by", "task", "--temperature", "-1"], "--temperature -1.0: must be 0"),
+        (["--win-rate-by", "gold"], "'gold' is no source of rewards"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "tiny", *options]) == 2
+    assert message in capsys.readouterr().err

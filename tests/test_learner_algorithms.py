@@ -1,0 +1,406 @@
+"""The learner with every algorithm: its steps against whole losses out of naive forward passes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers import critic_of, left_padded_logprobs, llama, make_learner, make_rollouts
+from stretto.algorithms.registry import ALGORITHMS
+from stretto.config import TRAITS, AlgorithmConfig
+from stretto.errors import LearnerError
+from stretto.models.weights import fingerprint
+from stretto.training.collate import collate
+from stretto.training.learner import PolicyLearner
+from stretto.types import Rollout, Score
+from test_learner import Grads, assert_close, engine_rollouts, learned_gradients
+from test_losses import VARIANTS, loss_of, part_of
+
+SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4), (6, 2), (4, 8)]
+PROMPTS = [5, 2, 5, 2, 5, 8, 2, 8]
+"""Three responses to 5 and to 2, two to 8, in no order."""
+CORRECTED = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
+
+
+def settings(algorithm: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    training = {"ratio_tolerance": 100.0, "lr": 1e-3, **sections.pop("training", {})}
+    rollout = {"batch": 8, "samples_per_prompt": 2, "max_new_tokens": 16}
+    return {"algorithm": algorithm, "training": training, "rollout": rollout, **sections}
+
+
+def learner_of(algorithm: dict[str, Any], actor: Any, **sections: Any) -> PolicyLearner:
+    critic = None
+    if TRAITS[algorithm["name"]].critic:
+        critic = critic_of(actor).to(next(actor.parameters()).dtype)
+    return make_learner(actor, critic, settings(algorithm, **sections))
+
+
+def make_batch(
+    actor: Any, algorithm: dict[str, Any], shapes: Sequence[tuple[int, int]] = SHAPES
+) -> list[Rollout]:
+    """Scored responses, of the critic and the reference only where the algorithm has them."""
+    a = AlgorithmConfig.model_validate(algorithm)
+    filled = [(prompt, response or 1) for prompt, response in shapes]
+    batch = make_rollouts(actor, critic_of(actor), filled)
+    for rollout, prompt, (_, length) in zip(batch, PROMPTS, shapes, strict=True):
+        rollout.prompt = replace(rollout.prompt, id=prompt)
+        if not length:
+            rollout.tokens, rollout.logprobs, rollout.versions = [], [], []
+            for name in ("critic", "reference"):
+                rollout.scores[name] = replace(
+                    rollout.scores[name], values=rollout.scores[name].values[:0]
+                )
+        if not a.traits.critic:
+            del rollout.scores["critic"]
+        if not a.has_reference:
+            del rollout.scores["reference"]
+    return batch
+
+
+def now(actor: Any, batch: Sequence[Rollout]) -> Tensor:
+    """Log-probs [B, T] of the present policy by a naive pass for each response."""
+    rows = [left_padded_logprobs(actor, [r])[0] if len(r) else torch.zeros(0) for r in batch]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]) -> Grads:
+    """Of the policy's loss on the whole batch at once."""
+    a = learner._config.algorithm
+    logprobs = now(actor, batch)
+    proximal = logprobs.detach().float() if a.old_policy == "proximal" else None
+    e = learner._prepare(collate(batch, {"task": 1.0}), proximal)
+    rows = [row for unit in e.units for row in unit]
+    names = ("advantages", "old_logprobs", "ref_logprobs")
+    part = part_of(
+        e.mask[rows],
+        a.averaging,
+        16,
+        **{n: None if (t := getattr(e, n)) is None else t[rows].to(logprobs) for n in names},
+    )
+    # The beta of the losses' tests is their own.
+    term = ALGORITHMS[a.name].policy_loss(logprobs[rows], part, a)
+    if a.kl_place == "loss" and a.kl_coef:
+        extra = loss_of(a, logprobs[rows], part).loss - term.loss
+        loss = term.loss + extra * a.kl_coef / 0.3
+    else:
+        loss = term.loss
+    loss.backward()
+    grads = {}
+    for name, p in actor.named_parameters():
+        assert p.grad is not None
+        grads[f"actor.{name}"], p.grad = p.grad.clone(), None
+    return grads
+
+
+@pytest.mark.parametrize("budget", [1, 70, 100_000])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_equal_those_of_the_whole_loss(variant: str, budget: int) -> None:
+    """Whatever the micro-batches, with groups scattered over the batch."""
+    algorithm = VARIANTS[variant]
+    actor = llama(dtype=torch.float64)
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
+    batch = make_batch(actor, algorithm)
+    expected = naive_gradients(learner, actor, batch)
+    got, stats = learned_gradients(learner, batch)
+    assert_close({k: g for k, g in got.items() if k in expected}, expected, 2e-6)
+    assert ("loss/value_avg" in stats) == ("critic/lr" in stats) == (algorithm["name"] == "ppo")
+    assert ("group/reward_std" in stats) == (algorithm["name"] != "ppo")
+
+
+@pytest.mark.parametrize("variant", ["ppo", "rloo", "proximal-rloo", "grpo", "copg"])
+def test_corrected_gradients_equal_those_of_the_whole_loss(variant: str) -> None:
+    """The proximal policy is the learner's own before the step."""
+    algorithm = VARIANTS[variant] | CORRECTED | {"correction_cap": 1.1}
+    actor = llama(dtype=torch.float64)
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": 70})
+    batch = make_batch(actor, algorithm)
+    expected = naive_gradients(learner, actor, batch)
+    got, stats = learned_gradients(learner, batch)
+    assert_close({k: g for k, g in got.items() if k in expected}, expected, 2e-6)
+    assert stats["val/ratio_max"] == pytest.approx(1, abs=1e-6)  # to itself
+    assert 0.8 < stats["correction/weight_mean"] < 1.1
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_steps_do_not_depend_on_the_split_or_the_order(name: str) -> None:
+    """Two whole steps; a batch in another order has the same groups, pairs and updates."""
+    ends = []
+    for budget, order in ((100_000, range(8)), (1, range(8)), (60, [3, 7, 0, 6, 1, 5, 2, 4])):
+        actor = llama(dtype=torch.float64)
+        algorithm = {"name": name}
+        learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
+        batch = make_batch(actor, algorithm)
+        stats = [learner.train([batch[i] for i in order]) for _ in range(2)]
+        ends.append((stats, {n: p.detach() for n, p in actor.named_parameters()}))
+    (first, weights), *others = ends
+    start = dict(llama(dtype=torch.float64).named_parameters())
+    assert not any(torch.equal(weights[n], start[n]) for n in weights)
+    for stats, found in others:
+        for ours, theirs in zip(stats, first, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        for n in weights:
+            torch.testing.assert_close(found[n], weights[n], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_empty_responses_count_in_their_group_and_nowhere_else(name: str) -> None:
+    algorithm = {"name": name}
+    shapes = [(3, 7), (40, 5), (5, 0), (2, 9), (8, 6), (3, 4), (6, 0), (4, 8)]
+    for budget in (1, 100_000):
+        actor = llama(dtype=torch.float64)
+        learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
+        batch = make_batch(actor, algorithm, shapes)
+        expected = naive_gradients(learner, actor, batch)
+        got, stats = learned_gradients(learner, batch)
+        assert_close({k: g for k, g in got.items() if k in expected}, expected, 2e-6)
+        assert stats["staleness/max"] == 0
+
+
+@pytest.mark.parametrize("old_policy", ["behaviour", "proximal"])
+def test_a_batch_of_nothing_is_refused(old_policy: str) -> None:
+    actor = llama()
+    algorithm = {"name": "rloo", "old_policy": old_policy}
+    batch = make_batch(actor, algorithm, [(3, 0)] * 8)
+    with pytest.raises(LearnerError, match="all 8 responses are empty"):
+        learner_of(algorithm, actor).train(batch)
+
+
+def test_a_mini_batch_without_a_token_moves_nothing_by_itself() -> None:
+    """The best of each group may be an empty response."""
+    actor = llama()
+    algorithm = {"name": "best-of-n", "kl_coef": 0}
+    batch = make_batch(actor, algorithm, [(3, 7), (3, 0)] * 4)
+    for r, prompt, score in zip(batch, [0, 0, 1, 1, 2, 2, 3, 3], [0.0, 1.0] * 4, strict=True):
+        r.prompt, r.finish = replace(r.prompt, id=prompt), batch[1].finish
+        r.scores["task"] = replace(r.scores["task"], values=torch.tensor([score]).numpy())
+    before = fingerprint(actor.named_parameters())
+    stats = learner_of(algorithm, actor).train(batch)
+    assert stats["policy/grad_norm"] == 0
+    assert fingerprint(actor.named_parameters()) == before
+
+
+# -- the same step where the gradient is the same ------------------------------------------------
+
+
+def test_four_algorithms_take_the_same_step_on_policy() -> None:
+    """PPO with the leave-one-out baseline for its critic's values, lambda 1 and sums over responses
+    has RLOO's advantages; CoPG and Proximal RLOO have them anyway.
+    """
+    same = {"kl_coef": 0}
+    as_rloo = {
+        "aggregation": "sequence_sum",
+        "lam": 1.0,
+        "whiten_advantages": False,
+    }
+    ends: dict[str, dict[str, Tensor]] = {}
+    for name, more in (("ppo", as_rloo), ("rloo", {}), ("copg", {}), ("proximal-rloo", {})):
+        actor = llama(dtype=torch.float64)
+        rollouts = engine_rollouts(actor, None, temperature=1.0)
+        scores = {r.id: r.scores["task"].scalar for r in rollouts}
+        for i, r in enumerate(rollouts):
+            r.prompt = replace(r.prompt, id=i // 4)
+            others = [
+                scores[x.id] for j, x in enumerate(rollouts) if j // 4 == i // 4 and x is not r
+            ]
+            del r.scores["reference"], r.scores["critic"]
+            if name == "ppo":
+                baseline = torch.full((len(r),), sum(others) / 3).numpy()
+                r.scores["critic"] = Score(r.id, "critic", "values", baseline)
+        algorithm = {"name": name, **same, **more}
+        learner = learner_of(algorithm, actor, reward={"missing_eos": "off"})
+        stats = learner.train(rollouts)
+        assert stats["policy/grad_norm"] > 0.1
+        ends[name] = {n: p.detach() for n, p in actor.named_parameters()}
+    start = dict(llama(dtype=torch.float64).named_parameters())
+    for name, weights in ends.items():
+        for n in weights:
+            assert (weights[n] - start[n]).abs().max() > 5e-4, name
+            torch.testing.assert_close(
+                weights[n] - start[n], ends["rloo"][n] - start[n], rtol=1e-3, atol=1e-5
+            )
+
+
+# -- units ---------------------------------------------------------------------------------------
+
+
+def test_pairs_stay_together() -> None:
+    actor = llama()
+    algorithm = {"name": "online-dpo"}
+    learner = learner_of(algorithm, actor, training={"minibatches": 2, "microbatch_tokens": 1})
+    batch = make_batch(actor, algorithm)
+    e = learner._prepare(collate(batch, {"task": 1.0}), None)
+    score = [r.scores["task"].scalar for r in batch]
+    cut = [r.finish == "length" for r in batch]
+    score = [-1.0 if c else s for s, c in zip(score, cut, strict=True)]
+    pairs = []
+    for prompt in (2, 5, 8):
+        rows = [i for i, p in enumerate(PROMPTS) if p == prompt]
+        pair = max(rows, key=lambda i: score[i]), min(rows, key=lambda i: score[i])
+        pairs += [pair] if score[pair[0]] > score[pair[1]] else []
+    assert list(e.units) == pairs
+    assert len(pairs) == 3
+    parts = list(learner._minibatches(8, e.units))
+    assert sorted(len(p) for p in parts) == [1, 2]
+    assert sorted(unit for part in parts for unit in part) == sorted(pairs)
+    for units in parts:
+        made = learner._microbatches(batch, units, e)
+        assert sorted(tuple(r.id for r in m.rollouts) for m in made) == sorted(units)
+        assert sum(m.part.response_weights.sum().item() for m in made) == pytest.approx(1)
+        for m in made:
+            rows = [r.id for r in m.rollouts]
+            assert torch.equal(m.part.mask, e.mask[rows])
+            assert torch.equal(m.part.ref_logprobs, e.ref_logprobs[rows])
+
+
+@pytest.mark.parametrize("budget", [30, 60, 90])
+def test_micro_batches_of_pairs_keep_to_the_budget(budget: int) -> None:
+    """Padding counted; a pair that is larger by itself goes alone."""
+    actor = llama()
+    algorithm = {"name": "online-dpo"}
+    learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
+    batch = make_batch(actor, algorithm)
+    e = learner._prepare(collate(batch, {"task": 1.0}), None)
+    sizes = [[r.total_tokens for r in m.rollouts] for m in learner._microbatches(batch, e.units, e)]
+    assert sum(map(len, sizes)) == 6
+    assert all(max(s) * len(s) <= budget or len(s) == 2 for s in sizes)
+    assert len(sizes) == {30: 3, 60: 2, 90: 2}[budget]
+
+
+@pytest.mark.parametrize("name", ["online-dpo", "best-of-n"])
+def test_fewer_units_than_mini_batches_make_one_update_each(name: str) -> None:
+    actor = llama()
+    algorithm = {"name": name}
+    learner = learner_of(algorithm, actor, training={"minibatches": 4, "epochs": 2})
+    updates = []
+    take = learner._actor.update
+    learner._actor.update = lambda: updates.append(1) or take()  # type: ignore[method-assign]
+    stats = learner.train(make_batch(actor, algorithm))
+    assert len(updates) == 2 * 3
+    assert stats["policy/grad_norm"] > 0
+
+
+def test_equal_scores_under_online_dpo_make_a_step_without_an_update() -> None:
+    actor = llama()
+    algorithm = {"name": "online-dpo"}
+    learner = learner_of(algorithm, actor, training={"lr_schedule": "linear"})
+    batch = make_batch(actor, algorithm)
+    equal = copy.deepcopy(batch)
+    for r in equal:
+        r.finish = batch[1].finish
+        r.scores["task"] = replace(r.scores["task"], values=torch.ones(1).numpy())
+    before = fingerprint(actor.named_parameters())
+    stats = learner.train(equal)
+    assert fingerprint(actor.named_parameters()) == before
+    assert stats["dpo/pairs"] == 0
+    assert stats["group/all_equal"] == 1
+    assert stats["objective/scores"] == 1
+    assert stats["policy/grad_norm"] == 0
+    assert "loss/policy_avg" not in stats
+    assert learner.state_dict()["steps"] == 1
+    assert learner.publish()["actor"].version == 1
+    again = learner.train(batch)
+    assert again["dpo/pairs"] == 3
+    assert again["lr"] == pytest.approx(1e-3 * 9 / 10)  # of ten updates planned one has gone by
+    assert fingerprint(actor.named_parameters()) != before
+
+
+# -- the proximal policy -------------------------------------------------------------------------
+
+
+def test_a_disagreeing_engine_is_found_out_under_the_proximal_policy_too() -> None:
+    """There every ratio to the proximal policy is 1, whatever the engine says."""
+    actor = llama()
+    algorithm = {"name": "ppo", "old_policy": "proximal"}
+    rollouts = engine_rollouts(actor, critic_of(actor), temperature=1.0)
+    given = {"rollout": {"batch": 8, "temperature": 0.7}, "algorithm": algorithm}
+    learner = make_learner(actor, critic_of(actor), given)
+    before = fingerprint(actor.named_parameters())
+    with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
+        learner.train(rollouts)
+    assert fingerprint(actor.named_parameters()) == before
+    honest = engine_rollouts(actor, critic_of(actor), temperature=0.7)
+    learner.train(honest)
+
+
+def test_ratios_are_to_the_policy_before_the_step_in_all_its_updates() -> None:
+    """Not to the one before the update: the second epoch's ratios have moved."""
+    actor = llama(dtype=torch.float64)
+    algorithm = {"name": "ppo", "old_policy": "proximal", "kl_coef": 0}
+    learner = learner_of(algorithm, actor, training={"epochs": 2, "lr": 1e-2})
+    batch = make_batch(actor, algorithm)
+    mask = collate(batch, {"task": 1.0}).mask
+    with torch.no_grad():
+        before = now(actor, batch)
+    seen = []
+    actor_pass = learner._actor_pass
+
+    def watch(parts: Any) -> Any:
+        with torch.no_grad():
+            seen.append(now(actor, batch))
+        return actor_pass(parts)
+
+    learner._actor_pass = watch  # type: ignore[method-assign]
+    stats = learner.train(batch)
+    ratios = [(x - before).exp()[mask] for x in seen]
+    assert ratios[0].max() == pytest.approx(1)
+    assert stats["val/ratio_max"] == pytest.approx(ratios[1].max().item(), rel=1e-5)
+    assert stats["val/ratio_min"] == pytest.approx(ratios[1].min().item(), rel=1e-5)
+    assert stats["val/ratio_max"] > 1.01
+
+
+# -- without a critic ----------------------------------------------------------------------------
+
+
+def test_without_a_critic_the_actor_alone_is_handed_over_and_kept() -> None:
+    actor = llama()
+    algorithm = {"name": "grpo", "kl_target": 0.1}
+    learner = learner_of(algorithm, actor, training={"lr_schedule": "cosine", "minibatches": 2})
+    batch = make_batch(actor, algorithm)
+    stats = learner.train(batch)
+    assert not [k for k in stats if "critic" in k or "value" in k]
+    assert {"policy/clipfrac_avg", "loss/kl_avg", "group/reward_std"} < stats.keys()
+    assert set(learner.publish()) == {"actor"}
+    state = copy.deepcopy(learner.state_dict())
+    assert set(state["models"]) == {"actor"}
+    other_actor = llama()
+    other = learner_of(algorithm, other_actor, training={"lr_schedule": "cosine", "minibatches": 2})
+    other.load_state_dict(state)
+    for _ in range(2):
+        assert learner.train(batch) == other.train(batch)
+    assert learner.publish() == other.publish()
+    for p, q in zip(actor.parameters(), other_actor.parameters(), strict=True):
+        assert torch.equal(p, q)
+    with pytest.raises(LearnerError, match="snapshots are taken of trained models; got 'critic'"):
+        PolicyLearner(learner._actor, None, learner._config, {"task": 1.0}, snapshots=["critic"])
+
+
+def test_a_beta_that_adapts_is_the_one_in_the_loss() -> None:
+    """KL in the loss: the coefficient of the next step is what the KL of this one made it."""
+    actor = llama()
+    algorithm = {"name": "grpo", "kl_coef": 0.5, "kl_target": 1e-6, "kl_horizon": 40}
+    learner = learner_of(algorithm, actor)
+    batch = make_batch(actor, algorithm)
+    assert learner.train(batch)["objective/kl_coef"] == 0.5
+    beta = 0.5 * (1 + 0.2 * 8 / 40)
+    expected = naive_gradients_with_beta(learner, actor, batch, beta)
+    got, stats = learned_gradients(learner, batch)
+    assert stats["objective/kl_coef"] == pytest.approx(beta)
+    assert_close(got, expected, 1e-3)
+
+
+def naive_gradients_with_beta(
+    learner: PolicyLearner, actor: Any, batch: Sequence[Rollout], beta: float
+) -> Grads:
+    config = learner._config
+    changed = config.algorithm.model_copy(update={"kl_coef": beta})
+    learner._config = config.model_copy(update={"algorithm": changed})
+    try:
+        return naive_gradients(learner, actor, batch)
+    finally:
+        learner._config = config

@@ -1,0 +1,63 @@
+"""Every algorithm teaches `tiny` to spell backward, stage after stage and with every knob on.
+
+The settings are data, in tiny_algorithms.toml; docs/algorithms.md has what they reach.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Any, get_args
+
+import pytest
+
+from stretto import recipes
+from stretto.config import Config
+from stretto.config.algorithm import AlgorithmName
+from stretto.observe import RunDirectory
+from stretto.observe.progress import NoProgress
+from stretto.runtime import inline
+
+SETTINGS = tomllib.loads((Path(__file__).parent / "tiny_algorithms.toml").read_text())
+
+SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "sync": {},
+    "every knob": {"schedule": {"preset": "stretto"}, "rollout": {"engines": 2}},
+}
+
+
+def settings(algorithm: str, schedule: str) -> Config:
+    data = recipes.load("tiny").model_dump()
+    for changes in (SETTINGS[algorithm], SCHEDULES[schedule], {"observe": {"progress": "off"}}):
+        for key, value in changes.items():
+            data[key] = data[key] | value if isinstance(value, Mapping) else value
+    return Config.model_validate(data)
+
+
+def test_the_file_has_settings_for_every_algorithm_that_are_valid() -> None:
+    assert set(SETTINGS) == set(get_args(AlgorithmName))
+    recipe = recipes.load("tiny")
+    for algorithm in SETTINGS:
+        config = settings(algorithm, "every knob")
+        assert config.algorithm.name == algorithm
+        knobs = [config.schedule.knob(k) for k in ("score_on", "overcommit", "lag", "migrate")]
+        assert knobs == ["chunk", "auto", 1, "auto"]
+        assert config.warmup_examples == recipe.warmup_examples
+        assert config.rollout.batch == recipe.rollout.batch
+    assert settings("ppo", "sync").algorithm == recipe.algorithm  # the recipe as it is shipped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("algorithm", SETTINGS)
+def test_tiny_learns_under(algorithm: str, schedule: str, tmp_path: Path) -> None:
+    """From under 0.5 to over 0.8, in about a minute of one core."""
+    config = settings(algorithm, schedule)
+    run_dir = RunDirectory.create(tmp_path, algorithm, config)
+    inline.train(config, run_dir=run_dir, progress=NoProgress())
+    rewards = [step["objective/scores"] for step in run_dir.read_metrics()]
+    assert len(rewards) == config.steps
+    assert fmean(rewards[:10]) < 0.5
+    assert fmean(rewards[-10:]) > 0.8

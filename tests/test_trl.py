@@ -1,0 +1,668 @@
+"""The PPO trainer under TRL's names: numbers as under our own, and every argument heeded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_utils import SchedulerType
+
+import stretto
+from stretto import PPOConfig, PPOTrainer, recipes
+from stretto.config import Config
+from stretto.errors import ConfigError, ModelError, StateError, StrettoError, TaskError
+from stretto.runtime.inline.models import made_ready
+from stretto.trl import arguments, tables
+from stretto.trl.prompts import TokenTask
+
+WORDS = ("cat", "dog", "horse", "cow", "sheep", "pig", "hen", "duck", "goose", "lamb")
+STEPS, BATCH, TOKENS = 12, 16, 6
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A policy, and a reward and a value model whose heads have been trained to say something."""
+    made = {"policy": tiny_folder}
+    for seed, (name, scale) in enumerate({"reward": 8.0, "value": 1.0}.items()):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_pretrained(tiny_folder, num_labels=1)
+        with torch.no_grad():
+            model.score.weight *= scale
+        made[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(made[name])
+        AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(made[name])
+    return made
+
+
+def scalar(folder: Path, **settings: Any) -> Any:
+    return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **settings)
+
+
+BASE = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": BATCH // 4,
+    "total_episodes": STEPS * BATCH,
+    "num_ppo_epochs": 2,
+    "response_length": TOKENS,
+    "stop_token": "eos",
+    "missing_eos_penalty": 0.25,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant",
+    "kl_coef": 0.01,
+    "seed": 3,
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+def make_trainer(
+    folders: Mapping[str, Path],
+    out: Path,
+    settings: Mapping[str, Any] | None = None,
+    **parts: Any,
+) -> PPOTrainer:
+    """A trainer as scripts make it: models from checkpoints, prompts tokenised beforehand."""
+    tokenizer = AutoTokenizer.from_pretrained(folders["policy"], padding_side="left")
+    rows = [{"input_ids": tokenizer(f"say {word}")["input_ids"]} for word in WORDS]
+    given: dict[str, Any] = {
+        "args": PPOConfig(str(out), **{**BASE, **(settings or {})}),
+        "processing_class": tokenizer,
+        "model": AutoModelForCausalLM.from_pretrained(folders["policy"]),
+        "ref_model": AutoModelForCausalLM.from_pretrained(folders["policy"]),
+        "reward_model": scalar(folders["reward"]),
+        "value_model": scalar(folders["value"]),
+        "train_dataset": rows,
+    }
+    return PPOTrainer(**{**given, **parts})
+
+
+def understood(settings: Mapping[str, Any]) -> Config:
+    """What arguments come to, on 10 prompts of up to 9 tokens."""
+    args = PPOConfig(**{**BASE, **settings})
+    arguments.check(args)
+    run = arguments.sizes(args, len(WORDS))
+    data = arguments.settings(args, run, len(WORDS), 9, "float32")
+    arguments.write_sizes(args, run)
+    return recipes.build(data, "test")
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def scores(run: Path) -> list[float]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["objective/scores"] for line in lines]
+
+
+def our_settings(folders: Mapping[str, Path], out: Path) -> Config:
+    """The run of :func:`make_trainer` as our own settings name it."""
+    return recipes.build(
+        {
+            "seed": 3,
+            "steps": STEPS,
+            "out": str(out),
+            "model": {"name": str(folders["policy"]), "device": "cpu", "dtype": "float32"},
+            "critic": {"init": str(folders["value"])},
+            "task": {"max_prompt_tokens": 9, "chat": "off"},
+            "reward": {"missing_eos": "subtract", "missing_eos_penalty": 0.25},
+            "rollout": {"batch": BATCH, "max_new_tokens": TOKENS, "temperature": 0.7},
+            "algorithm": {"kl_coef": 0.01},
+            "training": {
+                "lr": 1e-2,
+                "critic_lr": 1e-2,
+                "epochs": 2,
+                "microbatch_tokens": 4 * (9 + TOKENS),
+            },
+            "observe": {"progress": "off"},
+        },
+        "test",
+    )
+
+
+def test_a_script_learns_and_its_numbers_are_those_of_our_own_settings(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer = make_trainer(folders, tmp_path / "theirs")
+    before = weights(trainer.value_model)
+    result = trainer.train()
+    assert result is not None
+    assert result.steps == STEPS
+    assert trainer.run_dir is not None
+    curve = scores(trainer.run_dir.path)
+    assert fmean(curve[-3:]) > fmean(curve[:3]) + 0.5
+    assert any(not torch.equal(before[n], p) for n, p in weights(trainer.value_model).items())
+
+    own = stretto.train(
+        our_settings(folders, tmp_path / "ours"),
+        reward=f"model:{folders['reward']}",
+        dataset=[{"prompt": f"say {word}"} for word in WORDS],
+    )
+    assert scores(own.model.parent) == curve
+    ours = weights(AutoModelForCausalLM.from_pretrained(own.model))
+    theirs = weights(trainer.policy_model)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    trainer.save_model(tmp_path / "saved")
+    saved = weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    assert all(torch.equal(ours[name], saved[name]) for name in ours)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved")("a")["input_ids"] == [97]
+    with pytest.raises(StateError, match="make a new PPOTrainer"):
+        trainer.train()
+
+
+def test_without_a_reference_the_policy_as_it_starts_is_one(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    few = {"total_episodes": BATCH}
+    given = make_trainer(folders, tmp_path, few)
+    copied = make_trainer(folders, tmp_path, {**few, "exp_name": "mine"}, ref_model=None)
+    given.train()
+    copied.train()
+    theirs = weights(given.policy_model)
+    assert all(torch.equal(p, theirs[n]) for n, p in weights(copied.policy_model).items())
+    # Each run in one output_dir has a folder of its own.
+    make_trainer(folders, tmp_path, {**few, "run_name": "mine"}).train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-001", "mine-002", "ppo-001"]
+
+
+def test_a_schedule_overlaps_the_same_script(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = make_trainer(folders, tmp_path, {"schedule": "oppo", "total_episodes": 2 * BATCH})
+    trainer.train()
+    assert trainer.run_dir is not None
+    assert recipes.load(trainer.run_dir.path).schedule.preset == "oppo"
+    lines = (trainer.run_dir.path / "metrics.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["schedule/overcommit"] > 0 for line in lines)
+
+
+def test_without_a_stop_token_responses_are_as_long_as_they_may_be(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {"stop_token": None, "total_episodes": BATCH, "missing_eos_penalty": 1.5}
+    trainer = make_trainer(folders, tmp_path, settings)
+    trainer.train()
+    assert trainer.run_dir is not None
+    lengths = [record.tokens for record in trainer.run_dir.read_rollouts()]
+    assert lengths == [TOKENS] * BATCH
+    judge = trainer._given().functions["missing_eos"]
+    end = trainer.processing_class.eos_token_id
+    assert judge(completion_ids=[[1, end, 2], [1, 2, 3]]) == [0.0, -1.5]
+
+
+def test_a_stop_token_of_the_scripts_own_ends_responses(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    settings = {"stop_token": None, "stop_token_id": 101, "missing_eos_penalty": None}
+    trainer = make_trainer(folders, tmp_path, settings)
+    assert trainer._end_tokens() == {101}
+    assert trainer.config.reward.missing_eos == "off"
+
+
+ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"output_dir": "there"}, "out", "there"),
+    ({"seed": 7}, "seed", 7),
+    ({"schedule": "async"}, "schedule.preset", "async"),
+    ({"schedule": {"preset": "oppo", "chunk_tokens": 4}}, "schedule.chunk_tokens", 4),
+    ({"schedule": '{"preset": "oppo", "lag": 1}'}, "schedule.lag", 1),
+    ({"total_episodes": 100}, "steps", 7),  # of 16, and the last goes beyond
+    ({"total_episodes": None, "num_train_epochs": 8}, "steps", 5),  # 8 * 10 / 16
+    ({"total_episodes": None, "max_steps": 6}, "steps", 6),
+    ({"per_device_train_batch_size": 8}, "rollout.batch", 32),
+    ({"gradient_accumulation_steps": 3}, "rollout.batch", 12),
+    ({"per_device_train_batch_size": 2}, "training.microbatch_tokens", 2 * (9 + TOKENS)),
+    ({"num_mini_batches": 4}, "rollout.batch", 16),
+    ({"num_mini_batches": 4}, "training.minibatches", 4),
+    ({"num_mini_batches": 4, "batch_size": 64}, "rollout.batch", 64),
+    ({"num_ppo_epochs": 3}, "training.epochs", 3),
+    ({"local_rollout_forward_batch_size": 5}, "rollout.slots", 5),
+    ({"response_length": 11}, "rollout.max_new_tokens", 11),
+    ({"temperature": 0.9}, "rollout.temperature", 0.9),
+    ({"missing_eos_penalty": 2.0}, "reward.missing_eos", "subtract"),
+    ({"missing_eos_penalty": 2.0}, "reward.missing_eos_penalty", 2.0),
+    ({"missing_eos_penalty": None}, "reward.missing_eos", "off"),
+    ({}, "reward.sources", ("model:reward_model",)),
+    ({"stop_token": None}, "reward.sources", ("model:reward_model", "missing_eos")),
+    ({"stop_token": None}, "reward.missing_eos", "off"),
+    ({"whiten_rewards": True}, "algorithm.whiten_rewards", True),
+    ({}, "algorithm.whiten_advantages", True),  # TRL always did
+    ({"kl_coef": 0.2}, "algorithm.kl_coef", 0.2),
+    ({"kl_estimator": "k3"}, "algorithm.kl_estimator", "k3"),
+    ({}, "algorithm.kl_in", "reward"),
+    ({"cliprange": 0.1}, "algorithm.clip", 0.1),
+    ({"cliprange_value": 0.3}, "algorithm.value_clip", 0.3),
+    ({"vf_coef": 0.5}, "training.critic_lr", 1e-2),  # AdamW does not see the loss's scale
+    ({"gamma": 0.9}, "algorithm.gamma", 0.9),
+    ({"lam": 0.8}, "algorithm.lam", 0.8),
+    ({"learning_rate": 1e-4}, "training.lr", 1e-4),
+    ({"learning_rate": 1e-4}, "training.critic_lr", 1e-4),
+    ({"lr_scheduler_type": "linear"}, "training.lr_schedule", "linear"),
+    ({"lr_scheduler_type": SchedulerType.COSINE}, "training.lr_schedule", "cosine"),
+    ({"lr_scheduler_type": "constant_with_warmup"}, "training.lr_schedule", "constant"),
+    ({"warmup_steps": 3}, "training.warmup_steps", 3),
+    ({"warmup_steps": 0.1}, "training.warmup_steps", 2),  # a share of 12
+    ({"warmup_ratio": 0.25}, "training.warmup_steps", 3),
+    ({"weight_decay": 0.1}, "training.weight_decay", 0.1),
+    ({"adam_beta1": 0.8}, "training.betas", (0.8, 0.999)),
+    ({"adam_beta2": 0.9}, "training.betas", (0.9, 0.9)),
+    ({"max_grad_norm": 0.5}, "training.grad_clip", 0.5),
+    ({"optim": "adamw_torch"}, "training.weight_decay", 0.0),
+    ({"use_cpu": False, "no_cuda": True}, "model.device", "cpu"),
+    ({"use_cpu": False}, "model.device", "auto"),
+    ({"bf16": False}, "model.dtype", "float32"),
+    ({"gradient_checkpointing": True}, "model.gradient_checkpointing", True),
+    ({"report_to": "none"}, "observe.trackers", ()),
+    ({"report_to": ["tensorboard"]}, "observe.trackers", ("tensorboard",)),
+    ({"report_to": "wandb"}, "observe.trackers", ("wandb",)),
+    ({"disable_tqdm": False}, "observe.progress", "auto"),
+    ({"num_sample_generations": 0}, "observe.samples", 0),
+    ({"save_strategy": "steps", "save_steps": 5}, "observe.checkpoint_every", 5),
+    ({"save_strategy": "steps", "save_steps": 0.5}, "observe.checkpoint_every", 6),
+    ({"save_strategy": "epoch"}, "observe.checkpoint_every", 1),  # 10 prompts in batches of 16
+    ({}, "task.max_prompt_tokens", 9),  # none is left out
+]
+
+HEEDED = {name for given, _, _ in ARGUMENTS for name in given} | {
+    "exp_name",
+    "run_name",
+    "stop_token_id",
+    "data_seed",
+    "gradient_checkpointing_kwargs",
+    "resume_from_checkpoint",
+    *("world_size", "num_total_batches", "micro_batch_size", "local_batch_size"),
+    *("local_mini_batch_size", "mini_batch_size"),
+}
+"""The others have tests of their own here."""
+
+
+@pytest.mark.parametrize(("given", "setting", "value"), ARGUMENTS, ids=str)
+def test_arguments_become_settings(given: dict[str, Any], setting: str, value: Any) -> None:
+    found: Any = understood(given)
+    for part in setting.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_models_are_brought_to_bfloat16(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = make_trainer(folders, tmp_path, {"bf16": True})
+    assert trainer.config.model.dtype == "bfloat16"
+    models = trainer.policy_model, trainer.ref_model, trainer.reward_model, trainer.value_model
+    assert {p.dtype for model in models for p in model.parameters()} == {torch.bfloat16}
+    assert make_trainer(folders, tmp_path).config.model.dtype == "float32"
+
+
+def test_every_argument_is_heeded_remarked_on_refused_or_the_scripts_own() -> None:
+    groups = [HEEDED, set(tables.REMARKS), set(tables.REFUSALS), set(tables.FOR_SCRIPTS)]
+    names = {field.name for field in fields(PPOConfig)}
+    assert set().union(*groups) == names
+    assert sum(map(len, groups)) == len(names)
+    assert {f.name for f in fields(TrainingArguments)} - names == set()
+
+
+def test_derived_sizes_are_written_where_scripts_read_them(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer = make_trainer(folders, tmp_path, {"num_mini_batches": 2})
+    a = trainer.args
+    assert (a.batch_size, a.local_batch_size, a.mini_batch_size) == (16, 16, 8)
+    assert (a.local_mini_batch_size, a.micro_batch_size, a.world_size) == (8, 4, 1)
+    assert (a.num_total_batches, a.total_episodes) == (STEPS, STEPS * BATCH)
+    first, *rest = trainer._notes()
+    assert first == (
+        "batch 16 = per_device_train_batch_size x gradient_accumulation_steps = 4 x 4, 2 "
+        "mini-batches of 8 (TRL until 0.16 made the batch num_mini_batches times as large; "
+        "batch_size asks for that); 192 episodes: 12 steps"
+    )
+    assert rest == []
+    # The same arguments serve another trainer.
+    again = make_trainer(folders, tmp_path, {}, args=a)
+    assert again.config.rollout.batch == 16
+
+
+def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 10, "dataloader_num_workers": 4}
+    trainer = make_trainer(folders, tmp_path, settings)
+    assert [line.partition(" (")[0] for line in trainer._notes()[1:]] == [
+        "without effect: eval_steps, eval_strategy",
+        "without effect: dataloader_num_workers",
+    ]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"fp16": True}, "fp16 = True: float16 is not computed with here; use bf16=True"),
+    ({"deepspeed": "zero2.json"}, "deepspeed = 'zero2.json': training runs on one device here"),
+    ({"fsdp": "full_shard"}, "fsdp = 'full_shard': training runs on one device"),
+    ({"push_to_hub": True}, "push_to_hub = True: nothing is uploaded from here"),
+    ({"optim": "adafactor"}, "optim = 'adafactor': the learner has its own AdamW"),
+    ({"adam_epsilon": 1e-5}, "adam_epsilon = 1e-05: AdamW's epsilon is 1e-8 here"),
+    ({"lr_scheduler_type": "polynomial"}, "lr_scheduler_type = 'polynomial': must be one of"),
+    ({"lr_scheduler_kwargs": {"a": 1}}, "lr_scheduler_kwargs"),
+    ({"kl_estimator": "k2"}, "kl_estimator = 'k2': must be 'k1' or 'k3'"),
+    ({"vf_coef": 0.0}, "vf_coef = 0.0: must be above 0"),
+    ({"cliprange_value": 0.0}, "cliprange_value = 0.0: must be above 0"),
+    ({"missing_eos_penalty": -1.0}, "missing_eos_penalty = -1.0: is taken off the score"),
+    ({"stop_token": "eot"}, "stop_token = 'eot': must be 'eos' or None"),
+    ({"stop_token_id": 3}, "both say what ends a response"),
+    ({"data_seed": 4}, "data_seed = 4: the order of the prompts follows seed = 3"),
+    ({"max_steps": 3}, "max_steps = 3 and total_episodes = 192 both say how long"),
+    ({"warmup_steps": 1, "warmup_ratio": 0.1}, "both say how long the warm-up is"),
+    ({"num_mini_batches": 3}, "num_mini_batches = 3 does not divide the batch of 16"),
+    ({"batch_size": 20}, "batch_size = 20: TRL derived it as"),
+    ({"mini_batch_size": 5}, "mini_batch_size = 5 is derived from other arguments"),
+    ({"world_size": 8}, "world_size = 8 is derived from other arguments, and comes out as 1"),
+    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size = 0: must be 1 or more"),
+    ({"total_episodes": 0}, "0 responses are asked for"),
+    ({"report_to": "mlflow"}, "report_to = 'mlflow': figures go to tensorboard and wandb"),
+    ({"schedule": "opo"}, "schedule = 'opo' is no preset. Did you mean 'oppo'?"),
+    ({"schedule": "{oppo"}, "is not valid JSON"),
+    ({"schedule": {"overcomit": 4}}, "Did you mean 'schedule.overcommit'?"),
+    ({"temperature": 0.0}, "rollout.temperature is 0"),
+    ({"save_strategy": "best"}, "save_strategy = 'best': must be one of"),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "not re-entrant"),
+    ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha = 5.0"),
+    ({"ref_adapter_name": "ref"}, "ref_adapter_name = 'ref': with adapters the reference is"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=lambda v: str(v)[:40])
+def test_refusals_say_why(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        understood(given)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name", sorted(tables.REFUSALS))
+def test_a_refused_argument_is_refused_whatever_it_says(name: str) -> None:
+    args = PPOConfig()
+    arguments.check(args)
+    setattr(args, name, "something")
+    with pytest.raises(ConfigError, match=f"^{name} = 'something': "):
+        arguments.check(args)
+
+
+def test_several_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="4 processes were started"):
+        arguments.check(PPOConfig())
+
+
+def test_wrong_names_get_the_nearest_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no argument 'clip_range'\. Did you mean 'cliprange'"):
+        PPOConfig(clip_range=0.2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"no argument 'reward_modell'\. Did you mean 'reward_mo"):
+        make_trainer(folders, tmp_path, reward_modell=None)
+    with pytest.raises(ConfigError, match="'policy' is the old name of 'model'; give one"):
+        make_trainer(folders, tmp_path, policy=scalar(folders["value"]))
+    with pytest.raises(ConfigError, match="PPOTrainer needs reward_model"):
+        make_trainer(folders, tmp_path, reward_model=None)
+    with pytest.raises(ConfigError, match=r"must be a PPOConfig of stretto; got a .*TrainingArg"):
+        make_trainer(folders, tmp_path, args=TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_names_of_older_releases_are_taken(folders: dict[str, Path], tmp_path: Path) -> None:
+    policy = AutoModelForCausalLM.from_pretrained(folders["policy"])
+    trainer = make_trainer(folders, tmp_path, model=None, policy=policy)
+    assert trainer.model is trainer.policy_model is policy
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "message"),
+    [
+        (
+            lambda f: {"train_dataset": [{"prompt": "a", "id": 3}]},
+            TaskError,
+            "train_dataset, row 0 has no column 'input_ids' (its columns: prompt, id)",
+        ),
+        (lambda f: {"train_dataset": []}, TaskError, "train_dataset holds no rows"),
+        (lambda f: {"train_dataset": {"train": []}}, TaskError, "several datasets (train)"),
+        (lambda f: {"train_dataset": iter(())}, TaskError, "must have a length"),
+        (lambda f: {"train_dataset": [{"input_ids": []}]}, TaskError, "row 0 has no tokens"),
+        (
+            lambda f: {"train_dataset": [{"input_ids": [5]}, {"input_ids": [700]}]},
+            TaskError,
+            "row 1: a token id is 700, and the models know ids below 259",
+        ),
+        (
+            lambda f: {
+                "reward_model": AutoModelForSequenceClassification.from_pretrained(
+                    f["policy"], num_labels=3
+                )
+            },
+            ModelError,
+            "reward_model must give one score (num_labels = 1); it has num_labels = 3",
+        ),
+        (
+            lambda f: {
+                "reward_model": AutoModelForCausalLM.from_pretrained(f["policy"], num_labels=1)
+            },
+            ModelError,
+            "reward_model: LlamaForCausalLM has no layer called score or classifier",
+        ),
+        (
+            lambda f: {"value_model": small_classifier()},
+            ModelError,
+            "value_model knows 100 token ids, and processing_class has 259: another tokenizer",
+        ),
+        (
+            lambda f: (lambda m: {"model": m, "ref_model": m})(
+                AutoModelForCausalLM.from_pretrained(f["policy"])
+            ),
+            ConfigError,
+            "ref_model and model share weights",
+        ),
+        (lambda f: {"data_collator": len}, ConfigError, "data_collator = builtin_function"),
+        (lambda f: {"optimizers": (object(), None)}, ConfigError, "set learning_rate"),
+        (lambda f: {"peft_config": object()}, ConfigError, "give a LoraConfig"),
+        (
+            lambda f: {"model": AutoModelForCausalLM.from_pretrained(f["policy"]).half()},
+            ModelError,
+            "model computes in torch.float16",
+        ),
+    ],
+    ids=lambda v: v[:30] if isinstance(v, str) else "",
+)
+def test_wrong_models_and_data_are_refused_before_anything_starts(
+    parts: Callable[[dict[str, Path]], dict[str, Any]],
+    error: type[StrettoError],
+    message: str,
+    folders: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(error) as raised:
+        make_trainer(folders, tmp_path / "out", **parts(folders))
+    assert message in str(raised.value)
+    assert not (tmp_path / "out").exists()
+
+
+def small_classifier() -> Any:
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, num_labels=1,
+    )  # fmt: skip
+    return AutoModelForSequenceClassification.from_config(config)
+
+
+def test_padding_is_no_part_of_a_prompt(folders: dict[str, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders["policy"])
+    pad = tokenizer.pad_token_id
+    rows = [
+        {"input_ids": [pad, pad, 97, pad, 98, pad]},  # the pad in the middle is the script's own
+        {"input_ids": torch.tensor([97, pad, 98, 99]), "attention_mask": [0, 1, 1, 0]},
+    ]
+    task = TokenTask(rows, tokenizer, "train_dataset", 259)
+    assert [task.row(i).tokens for i in range(2)] == [(97, pad, 98), (pad, 98)]
+    assert task.longest == 3
+
+
+class Told(TrainerCallback):
+    """Keeps what it is told, and ends training after a step."""
+
+    def __init__(self, last: int) -> None:
+        self.events: list[str] = []
+        self.last = last
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        assert more["model"] is not None
+        self.events.append(f"begin of {state.max_steps}")
+
+    def on_log(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        assert more["logs"]["episode"] == BATCH * state.global_step
+        self.events.append("log")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
+        self.events.append(f"step {state.global_step}")
+        control.should_training_stop = state.global_step == self.last
+        return control
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.events.append("end")
+
+
+def test_callbacks_are_told_and_can_end_training(folders: dict[str, Path], tmp_path: Path) -> None:
+    told = Told(last=2)
+    trainer = make_trainer(folders, tmp_path, callbacks=[told])
+    assert trainer.train() is None
+    assert told.events == ["begin of 12", "log", "step 1", "log", "step 2", "end"]
+    trainer.save_model(tmp_path / "saved")
+    saved = weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    kept = weights(trainer.policy_model)
+    assert all(torch.equal(saved[name], kept[name]) for name in saved)
+
+
+class Interrupted(TrainerCallback):
+    """Presses Ctrl-C."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_keeps_what_was_learned(folders: dict[str, Path], tmp_path: Path) -> None:
+    trainer = make_trainer(folders, tmp_path, callbacks=[Interrupted()])
+    start = weights(trainer.policy_model)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert trainer.run_dir is not None
+    saved = weights(AutoModelForCausalLM.from_pretrained(trainer.run_dir.model))
+    kept = weights(trainer.policy_model)
+    assert all(torch.equal(saved[name], kept[name]) for name in saved)
+    assert not all(torch.equal(start[name], kept[name]) for name in kept)
+
+    one = make_trainer(folders, tmp_path, callbacks=[Told(last=1)])
+    one.train()
+    assert all(torch.equal(kept[n], p) for n, p in weights(one.policy_model).items())
+
+
+def test_a_run_goes_on_from_its_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 1, "total_episodes": 3 * BATCH}
+    whole = make_trainer(folders, tmp_path, saving)
+    whole.train()
+    stopped = make_trainer(folders, tmp_path, saving, callbacks=[Told(last=2)])
+    stopped.train()
+    assert stopped.run_dir is not None
+    resumed = make_trainer(folders, tmp_path, saving)
+    resumed.train(resume_from_checkpoint=str(stopped.run_dir.path))
+    theirs = weights(whole.policy_model)
+    assert all(torch.equal(theirs[n], p) for n, p in weights(resumed.policy_model).items())
+    other = make_trainer(
+        folders,
+        tmp_path,
+        {**saving, "kl_coef": 0.5, "resume_from_checkpoint": str(stopped.run_dir.path)},
+    )
+    with pytest.raises(ConfigError, match=r"algorithm.kl_coef = 0.5: the run to resume has 0.01"):
+        other.train()
+
+
+def test_lora_is_what_the_settings_call_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    lora = LoraConfig(r=4, lora_alpha=12, target_modules=["v_proj", "q_proj"], lora_dropout=0.1)
+    few = {"total_episodes": BATCH}
+    trainer = make_trainer(folders, tmp_path, few, ref_model=None, peft_config=lora)
+    m = trainer.config.model
+    assert (m.lora_rank, m.lora_alpha, m.lora_targets) == (4, 12.0, ("q_proj", "v_proj"))
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    start = weights(AutoModelForCausalLM.from_pretrained(folders["policy"]))
+    saved = weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    moved = {name for name in start if not torch.equal(start[name], saved[name])}
+    assert moved == {
+        f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qv"
+    }
+    assert make_trainer(folders, tmp_path, peft_config=LoraConfig()).config.model.lora_targets == (
+        "q_proj",
+        "v_proj",
+    )
+    for more in ({"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["lm_head"]}):
+        with pytest.raises(ConfigError, match=f"peft_config: {next(iter(more))} = "):
+            make_trainer(folders, tmp_path, peft_config=LoraConfig(**more))
+    with pytest.raises(ConfigError, match="is a pattern; give a list"):
+        make_trainer(folders, tmp_path, peft_config=LoraConfig(target_modules=".*q_proj"))
+
+
+def test_completions_are_greedy_and_scored(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [{"input_ids": list(text.encode())} for text in ("one", "seven", "two")]
+    trainer = make_trainer(
+        folders, tmp_path, {"per_device_eval_batch_size": 2}, eval_dataset=prompts
+    )
+    rows = trainer.generate_completions()
+    assert [row["query"] for row in rows] == ["one", "seven", "two"]
+    assert "model response" in capsys.readouterr().out
+    end = trainer.processing_class.eos_token_id
+    policy, judge = trainer.policy_model, trainer.reward_model
+    for prompt, row in zip(prompts, rows, strict=True):
+        ids = list(prompt["input_ids"])
+        with torch.no_grad():
+            for _ in range(TOKENS):
+                ids.append(int(policy(torch.tensor([ids])).logits[0, -1].argmax()))
+                if ids[-1] == end:
+                    break
+            score = judge(torch.tensor([ids])).logits[0, 0].item()
+        response = ids[len(prompt["input_ids"]) :]
+        assert row["model response"] == trainer.processing_class.decode(response)
+        assert row["score"] == pytest.approx(score, abs=1e-5)
+    assert trainer.generate_completions(sampling=True) == rows[:2]
+    with pytest.raises(ConfigError, match="give one to PPOTrainer"):
+        make_trainer(folders, tmp_path).generate_completions()
+    with pytest.raises(ConfigError, match="hf upload"):
+        trainer.push_to_hub()
+
+
+def test_arguments_come_from_a_command_line_too() -> None:
+    words = "--output_dir there --kl_coef 0.1 --stop_token eos --schedule oppo --total_episodes 64"
+    (args,) = HfArgumentParser(PPOConfig).parse_args_into_dataclasses(words.split())
+    assert args == PPOConfig(
+        "there", kl_coef=0.1, stop_token="eos", schedule="oppo", total_episodes=64
+    )
+
+
+def test_models_that_are_brought_have_no_dropout() -> None:
+    config = LlamaConfig(
+        vocab_size=30, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=1, attention_dropout=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).train()
+    model.extra = torch.nn.Dropout(0.4)
+    ready: Any = made_ready(model, Config.model_validate({"model": {"device": "cpu"}}))
+    assert ready is model
+    assert (ready.model.layers[0].self_attn.attention_dropout, ready.extra.p) == (0.0, 0.0)
+    assert not ready.training
