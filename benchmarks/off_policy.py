@@ -175,7 +175,7 @@ def _reached(curve: Curve, reward: float) -> str:
 # The picture: a panel for each algorithm, a line for each N, a band from the lowest seed to the
 # highest.
 _PANEL_W, _PANEL_H, _LEFT, _TOP, _GAP_X, _GAP_Y = 400, 190, 52, 66, 44, 62
-_LOW, _HIGH = 0.2, 0.9
+_LOW, _HIGH = 0.0, 0.95
 
 
 def picture(curves: Mapping[Variant, Sequence[Curve]]) -> str:
@@ -219,7 +219,7 @@ def _legend() -> str:
 
 def _axes(algorithm: str, x: int, y: int) -> Iterator[str]:
     yield f'<text class="title" x="{x}" y="{y - 9}">{escape(algorithm)}</text>'
-    for reward in (0.2, 0.4, 0.6, 0.8):
+    for reward in (0.0, 0.2, 0.4, 0.6, 0.8):
         level = _height(reward, y)
         yield (
             f'<path class="rule" d="M{x} {level:.1f}h{_PANEL_W}"/><text class="muted" '
@@ -244,7 +244,7 @@ def _line(runs: Sequence[Curve], colour: str, x: int, y: int) -> str:
         return [
             f"{x + _PANEL_W * (i + WINDOW) / STEPS:.1f} {_height(r, y):.1f}"
             for i, r in enumerate(rewards)
-            if i % 3 == 0 or i == len(rewards) - 1
+            if i % 4 == 0 or i == len(rewards) - 1
         ]
 
     lowest, highest = points([min(e) for e in each]), points([max(e) for e in each])
