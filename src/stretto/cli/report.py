@@ -27,7 +27,8 @@ def _report(
     step: int = 0,
     timeline: str = "",
 ) -> None:
-    """Make one HTML page of one run or several: timelines, rewards, utilisation, lengths, settings.
+    """Make one HTML page of one run or several: timelines, rewards, utilisation, lengths, settings;
+    win-rate against KL, and what became of rewards with the off-policyness N.
 
     The page holds all it needs and opens without a network. Runs that are still going can be
     reported too.
