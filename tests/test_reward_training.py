@@ -176,7 +176,7 @@ def test_columns_go_by_the_names_given(tmp_path: Path) -> None:
         ),
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "row 0: chosen and rejected are equal"),
         ({"prompt": "q", "chosen": " ", "rejected": "a"}, "row 0: the chosen response is empty"),
-        ({"prompt": "q", "chosen": "a", "rejected": ""}, "row 0: the rejected side is text, or a"),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "row 0: the rejected side must be text"),
         ({"prompt": "q", "chosen": "a", "rejected": None}, "row 0: the rejected side .*got None"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "row 0: a prompt must be text"),
         ({"chosen": "What?", "rejected": "Why?"}, "the two sides share no turn"),

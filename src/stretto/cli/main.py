@@ -26,6 +26,7 @@ COMMANDS = {
     "recipes": "list the recipes that commands take by name",
     "compare": "run the same training under several schedules, side by side",
     "report": "show runs: timelines, rewards, utilisation, lengths",
+    "pipeline": "plan one pipeline schedule for actor and critic, and say how good it is",
     "doctor": "say what this machine has, and what would not work on it",
     "memory": "plan the memory of the four models of PPO",
 }

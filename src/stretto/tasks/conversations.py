@@ -84,7 +84,10 @@ def cells_of(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list
     """
     for column in columns:
         if column not in row:
-            raise TaskError(f"{where} has no column '{column}'; its columns: {_listed(row)}")
+            raise TaskError(
+                f"{where} has no column '{column}'; its columns: {_listed(row)}. Name the one that "
+                "is meant with the data.*_column settings"
+            )
     return [row[column] for column in columns]
 
 

@@ -140,8 +140,8 @@ def _side(value: Any, name: str, where: str) -> Side:
     side = value if isinstance(value, str) else as_messages(value)
     if not side:
         raise TaskError(
-            f"{where}: the {name} side is text, or a list of messages with 'role' and 'content' "
-            f"and nothing else; got {repr(value)[:200]}"
+            f"{where}: the {name} side must be text that is not empty, or a list of messages with "
+            f"'role' and 'content' and nothing else; got {repr(value)[:200]}"
         )
     return side
 

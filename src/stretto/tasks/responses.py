@@ -64,7 +64,10 @@ def attempt(
         except TaskError as error:
             reasons.append(str(error))
     if reasons and not made:
-        raise TaskError(f"none of '{config.name}' can be used. The first: {reasons[0]}")
+        raise TaskError(
+            f"none of the {len(reasons)} rows of '{config.name}' can be used; correct them, or the "
+            f"columns that data names. The first: {reasons[0]}"
+        )
     if reasons and config.on_error == "stop":
         others = f" ({len(reasons)} rows cannot be used)" if len(reasons) > 1 else ""
         raise TaskError(
