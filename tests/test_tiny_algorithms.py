@@ -21,6 +21,8 @@ from stretto.observe.progress import NoProgress
 from stretto.runtime import inline
 
 SETTINGS = tomllib.loads((Path(__file__).parent / "tiny_algorithms.toml").read_text())
+WITH_EVERY_KNOB = SETTINGS.pop("every-knob")
+"""What is changed besides, by algorithm."""
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "sync": {},
@@ -30,7 +32,9 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 
 def settings(algorithm: str, schedule: str) -> Config:
     data = recipes.load("tiny").model_dump()
-    for changes in (SETTINGS[algorithm], SCHEDULES[schedule], {"observe": {"progress": "off"}}):
+    besides = WITH_EVERY_KNOB.get(algorithm, {}) if schedule == "every knob" else {}
+    off = {"observe": {"progress": "off"}}
+    for changes in (SETTINGS[algorithm], SCHEDULES[schedule], besides, off):
         for key, value in changes.items():
             data[key] = data[key] | value if isinstance(value, Mapping) else value
     return Config.model_validate(data)
