@@ -1,0 +1,131 @@
+"""What fused schedules are compared with: 1F1B and its variants, and the greedy schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stretto.pipelines.graph import BACKWARD, FORWARD, Graph, make_graph
+from stretto.pipelines.kernels import earliest_starts, latency_of
+from stretto.pipelines.listing import UNLIMITED, decode, plain_rules
+from stretto.pipelines.problem import Problem
+from stretto.pipelines.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The two models one after the other.
+
+    Attributes:
+        latency: ticks of both.
+        peak: highest activation memory of any device.
+    """
+
+    latency: int
+    peak: float
+
+
+def serial_1f1b(problem: Problem) -> Baseline:
+    """Both models by 1F1B, the critic after the actor has finished."""
+    graph = make_graph(problem)
+    latency = sum(_alone(graph, problem, actor) for actor in (True, False))
+    peak = max(
+        min(side.stages - s, side.micro_batches) * side.activation[s]
+        for side in problem.sides
+        for s in range(side.stages)
+    )
+    return Baseline(latency, peak)
+
+
+def one_f_one_b_plus(problem: Problem) -> Baseline | None:
+    """1F1B with half the stages and twice the pipelines; ``None`` where stages are odd in number.
+
+    Each two neighbouring stages become one, on both of their devices; half the micro-batches
+    (rounded up) go through each half. A device holds the activations of two stages.
+    """
+    if any(side.stages % 2 for side in problem.sides):
+        return None
+    actor, critic = (
+        replace(
+            side,
+            stages=side.stages // 2,
+            pipelines=side.pipelines * 2,
+            micro_batches=-(-side.micro_batches // 2),
+            forward=_by_two(side.forward),
+            backward=_by_two(side.backward),
+            activation=tuple(a + b for a, b in _twos(side.activation)),
+        )
+        for side in problem.sides
+    )
+    return serial_1f1b(Problem(actor, critic))
+
+
+def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
+    """Interleaved 1F1B with ``chunks`` model chunks a device (Narayanan et al. 2021, section 2.2).
+
+    The bubble is that of 1F1B divided by the chunks, whatever the number of micro-batches;
+    memory is that of the first stage's warm-up. By formula, as stages are cut more finely than the
+    problem says.
+    """
+    latency, peak = 0.0, 0.0
+    for side in problem.sides:
+        each = [f + b for f, b in zip(side.forward, side.backward, strict=True)]
+        hops = 2 * (side.stages * chunks - 1) * side.communication
+        bubble = sum(each) - max(each)
+        latency += side.micro_batches * max(each) + (bubble + hops) / chunks
+        in_flight = 2 * (side.stages - 1) + (chunks - 1) * side.stages + 1
+        in_flight = min(in_flight, chunks * side.micro_batches)
+        peak = max(peak, in_flight / chunks * max(side.activation))
+    return Baseline(math.ceil(latency), peak)
+
+
+def greedy(problem: Problem) -> Schedule:
+    """RLHFuse's start: whatever is ready runs, of the larger model first; memory has no limit."""
+    graph = make_graph(problem)
+    work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.sides]
+    larger = 0 if work[0] >= work[1] else 1
+    of_larger = (graph.pipeline >= problem.actor.pipelines) == bool(larger)
+    key = (2.0 * of_larger + (graph.kind == BACKWARD))[graph.queue_of]
+    word, start = np.empty(key.size, np.int64), np.empty(key.size, np.int64)
+    decode(graph, key, plain_rules(graph), UNLIMITED, word, start)
+    return Schedule.of_tasks(graph, word)
+
+
+def _alone(graph: Graph, problem: Problem, actor: bool) -> int:
+    """Latency of one model by 1F1B, with the devices to itself."""
+    words: list[int] = []
+    word_at = [0]
+    for d in range(problem.devices):
+        for q in graph.queues[4 * d : 4 * d + 4].tolist():
+            of_actor = graph.pipeline[q] < problem.actor.pipelines
+            if graph.kind[q] == FORWARD and of_actor == actor:
+                side = problem.actor if actor else problem.critic
+                words += _one_f_one_b(graph, q, side.stages)
+        word_at.append(len(words))
+    word, alone = np.array(words), graph._replace(word_at=np.array(word_at))
+    start = np.zeros(graph.queue_of.size, np.int64)
+    earliest_starts(alone, word, start, np.zeros_like(word))
+    return int(latency_of(alone, word, start))
+
+
+def _one_f_one_b(graph: Graph, q: int, stages: int) -> list[int]:
+    """Task numbers of a forward queue and its mate: forwards to fill the pipeline, then in turn."""
+    first, mate = int(graph.offset[q]), int(graph.offset[graph.mate[q]])
+    count = int(graph.length[q])
+    ahead = min(stages - 1 - int(graph.stage[q]), count)
+    tasks = list(range(first, first + ahead))
+    for i in range(count):
+        tasks += [first + ahead + i] if ahead + i < count else []
+        tasks.append(mate + i)
+    return tasks
+
+
+def _twos(values: Sequence[float]) -> Iterator[tuple[float, float]]:
+    return zip(values[::2], values[1::2], strict=True)
+
+
+def _by_two(latencies: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(latencies[::2], latencies[1::2], strict=True))

@@ -1,0 +1,275 @@
+"""List scheduling under a cap on memory, and the annealing of its parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from stretto.pipelines.graph import FORWARD, Flags, Floats, Graph, Ints
+
+_NEVER = np.int64(2**60)
+UNLIMITED = np.iinfo(np.int64).max // 4
+
+
+class Rules(NamedTuple):
+    """What a device goes by; the parameters of the decoder.
+
+    Attributes:
+        bias: [Q] added to the keys of a queue's tasks, in ticks.
+        limit: [Q] most micro-batches in flight, read at forward queues; at least 1.
+        polite: [Q] read at forward queues: whether to leave room for the other pipeline's next
+            micro-batch. Those of one model at least must be, or devices can wait for each other.
+        window: [D] ticks that a device may wait for a task of a higher key that is on its way.
+    """
+
+    bias: Floats
+    limit: Ints
+    polite: Flags
+    window: Floats
+
+
+def plain_rules(g: Graph) -> Rules:
+    """No bias, no limits, both models polite, no waiting."""
+    queues = g.length.size
+    return Rules(
+        np.zeros(queues),
+        np.full(queues, UNLIMITED),
+        np.ones(queues, np.bool_),
+        np.zeros(g.word_at.size - 1),
+    )
+
+
+def urgency(g: Graph) -> Floats:
+    """[T] ticks that are left from each task's start at the least: what it is listed by.
+
+    The task's own chain to its end, and the later tasks of its queue one after the other.
+    """
+    left = np.zeros(g.length.size)
+    for q in range(g.length.size):
+        last = int(g.after[q])
+        ticks = int(g.duration[q])
+        while last >= 0:
+            ticks += int(g.delay[last] + g.duration[last])
+            last = int(g.after[last])
+        left[q] = ticks
+    behind = g.length[g.queue_of] - 1 - (np.arange(g.queue_of.size) - g.offset[g.queue_of])
+    work = (g.duration + g.duration[g.mate])[g.queue_of]
+    return np.asarray(left[g.queue_of] + behind * work, dtype=np.float64)
+
+
+@njit(cache=True, nogil=True)
+def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start: Ints) -> int:
+    """Build a schedule in order of time: each free device takes the ready task of the highest key.
+
+    A forward starts only if the memory allows it. If it is polite, there must also be room left for
+    one micro-batch of the device's other pipeline, in case that has forwards to run and none in
+    flight. So, the oldest unfinished micro-batch of a model to which the other is polite can always
+    go on, until that model is done; and then the other can. Nothing deadlocks under any capacity
+    that holds one micro-batch.
+
+    Args:
+        g: the problem.
+        key: [T] of each task.
+        rules: what else devices go by.
+        capacity: memory of each device, in the graph's units.
+        word: [T] filled: tasks, device after device.
+        start: [T] filled: start of each task.
+
+    Returns:
+        The latency; or -1 if the two models are polite to each other, the capacity does not hold
+        one micro-batch of both, and so nothing can start.
+    """
+    length, offset, duration, device = g.length, g.offset, g.duration, g.device
+    before, after, delay, memory, queues = g.before, g.after, g.delay, g.memory, g.queues
+    window = rules.window
+    devices = window.size
+    free = np.zeros(devices, np.int64)
+    held = np.zeros(devices, np.int64)
+    at = g.word_at[:-1].copy()
+    done = np.zeros(length.size, np.int64)
+    arrival = np.full(length.size, _NEVER)
+    when = np.full(devices, _NEVER)
+    fits = np.zeros(length.size, np.bool_)
+    for d in range(devices):
+        _admit(g, rules, capacity, d, held[d], done, fits)
+    for q in range(length.size):
+        if before[q] < 0:
+            arrival[q] = 0
+            if fits[q]:
+                when[device[q]] = 0
+    latency = 0
+    for _ in range(word.size):
+        d = _first(when)
+        if when[d] == _NEVER:
+            return -1
+        q = _highest(queues, offset, key, done, fits, arrival, d, when[d] + window[d])
+        i = done[q]
+        start[offset[q] + i] = max(free[d], arrival[q])
+        end = start[offset[q] + i] + duration[q]
+        word[at[d]] = offset[q] + i
+        at[d] += 1
+        free[d] = end
+        held[d] += memory[q]
+        done[q] = i + 1
+        latency = max(latency, end)
+        b = before[q]
+        arrival[q] = _NEVER
+        if i + 1 < length[q]:
+            if b < 0:
+                arrival[q] = 0
+            elif done[b] > i + 1:
+                arrival[q] = start[offset[b] + i + 1] + duration[b] + delay[q]
+        _admit(g, rules, capacity, d, held[d], done, fits)
+        a = after[q]
+        if a >= 0 and done[a] == i:
+            arrival[a] = end + delay[a]
+            other = device[a]
+            if fits[a]:
+                when[other] = min(when[other], max(arrival[a], free[other]))
+        soonest = _soonest(queues, fits, arrival, d)
+        when[d] = soonest if soonest == _NEVER else max(soonest, end)
+    return latency
+
+
+@njit(cache=True, nogil=True)
+def _first(when: Ints) -> int:
+    """The device of the earliest decision."""
+    first = 0
+    for d in range(1, when.size):
+        if when[d] < when[first]:
+            first = d
+    return first
+
+
+@njit(cache=True, nogil=True)
+def _highest(
+    queues: Ints,
+    offset: Ints,
+    key: Floats,
+    done: Ints,
+    fits: Flags,
+    arrival: Ints,
+    d: int,
+    until: float,
+) -> int:
+    """Of a device's queues whose next task may start by then, the one of the highest key."""
+    chosen, highest = -1, -np.inf
+    for j in range(4 * d, 4 * d + 4):
+        q = queues[j]
+        if fits[q] and arrival[q] <= until and key[offset[q] + done[q]] > highest:
+            chosen, highest = q, key[offset[q] + done[q]]
+    return chosen
+
+
+@njit(cache=True, nogil=True)
+def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int) -> np.int64:
+    """When the first task that may start arrives at a device."""
+    soonest = _NEVER
+    for j in range(4 * d, 4 * d + 4):
+        if fits[queues[j]]:
+            soonest = min(soonest, arrival[queues[j]])
+    return soonest
+
+
+@njit(cache=True, nogil=True)
+def _admit(
+    g: Graph, rules: Rules, capacity: int, d: int, held: int, done: Ints, fits: Flags
+) -> None:
+    """Say of each queue of a device whether its next task may start as far as memory goes."""
+    length, memory, mate, rival, kind, queues = (
+        g.length, g.memory, g.mate, g.rival, g.kind, g.queues,
+    )  # fmt: skip
+    for j in range(4 * d, 4 * d + 4):
+        q = queues[j]
+        if kind[q] != FORWARD:
+            fits[q] = True
+            continue
+        need = held + memory[q]
+        r = rival[q]
+        if rules.polite[q] and done[r] < length[r] and done[r] == done[mate[r]]:
+            need += memory[r]
+        fits[q] = need <= capacity and done[q] - done[mate[q]] < rules.limit[q]
+
+
+@njit(cache=True, nogil=True)
+def _mutate(g: Graph, rules: Rules, spread: float) -> None:
+    """Change one to three parameters by chance."""
+    for _ in range(1 + np.random.randint(3)):
+        which = np.random.random()
+        q = np.random.randint(rules.bias.size)
+        if which < 0.5:
+            rules.bias[q] += np.random.normal() * spread
+        elif which < 0.85:
+            if g.kind[q] != FORWARD:
+                q = g.mate[q]
+            moved = rules.limit[q] + np.random.randint(-2, 3)
+            rules.limit[q] = max(1, min(g.length[q], moved))
+        else:
+            d = np.random.randint(rules.window.size)
+            rules.window[d] = max(0.0, rules.window[d] + np.random.randint(-1, 2))
+
+
+@njit(cache=True, nogil=True)
+def _keys(g: Graph, left: Floats, rules: Rules, key: Floats) -> None:
+    for q in range(g.length.size):
+        for task in range(g.offset[q], g.offset[q] + g.length[q]):
+            key[task] = left[task] + rules.bias[q]
+
+
+@njit(cache=True, nogil=True)
+def anneal_rules(
+    g: Graph,
+    left: Floats,
+    rules: Rules,
+    capacity: int,
+    target: int,
+    rounds: int,
+    hot: float,
+    cold: float,
+    spread: float,
+    seed: int,
+    best_word: Ints,
+) -> int:
+    """Search for the rules under which the decoder's schedule is short.
+
+    Args:
+        g: the problem.
+        left: [T] keys without bias, of :func:`urgency`.
+        rules: to start from; left as the search ends.
+        capacity: memory of each device, in the graph's units.
+        target: latency at which to stop.
+        rounds: schedules to build.
+        hot: temperature of the first, in ticks.
+        cold: of the last.
+        spread: standard deviation of a change of bias, in ticks.
+        seed: of the random numbers.
+        best_word: [T] filled with the shortest schedule.
+
+    Returns:
+        Its latency; or -1 as :func:`decode` does.
+    """
+    np.random.seed(seed)
+    key, word = np.empty(left.size), np.empty(left.size, np.int64)
+    start = np.empty(left.size, np.int64)
+    _keys(g, left, rules, key)
+    latency = decode(g, key, rules, capacity, best_word, start)
+    best = latency
+    falling = math.log(cold / hot) / rounds
+    for r in range(rounds):
+        if best <= target:
+            break
+        bias, limit, window = rules.bias.copy(), rules.limit.copy(), rules.window.copy()
+        _mutate(g, rules, spread)
+        _keys(g, left, rules, key)
+        new = decode(g, key, rules, capacity, word, start)
+        if new <= latency - hot * math.exp(falling * r) * math.log(np.random.random()):
+            latency = new
+            if new < best:
+                best = new
+                best_word[:] = word
+        else:
+            rules.bias[:], rules.limit[:], rules.window[:] = bias, limit, window
+    return best

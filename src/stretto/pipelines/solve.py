@@ -1,0 +1,143 @@
+"""Finding a schedule: the shortest within the memory, then less memory at that latency."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+
+from stretto.errors import ConfigError, nearest
+from stretto.pipelines import certify
+from stretto.pipelines.baselines import greedy
+from stretto.pipelines.descent import Descent
+from stretto.pipelines.evaluate import Evaluation, evaluate_tasks
+from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.published import anneal_schedule, as_published
+from stretto.pipelines.record import Improvement, Record
+from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.search import list_schedule, make_views, squeeze
+
+Method = Literal["stretto", "annealing", "cp-sat"]
+Status = Literal["proved optimal", "at the bound", "best found"]
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The best schedule of a search.
+
+    Attributes:
+        schedule: it.
+        evaluation: what it does.
+        bound: no schedule is shorter.
+        status: of its latency: ``at the bound``, which proves it the shortest; ``proved optimal``
+            by CP-SAT, above the bound of the formula; or ``best found``.
+        memory_bound: no schedule of this latency needs less.
+        seconds: that the search took.
+        trace: its improvements.
+    """
+
+    schedule: Schedule
+    evaluation: Evaluation
+    bound: int
+    status: Status
+    memory_bound: float
+    seconds: float
+    trace: tuple[Improvement, ...]
+
+    @property
+    def makespan(self) -> int:
+        """Its latency."""
+        return self.evaluation.latency
+
+    @property
+    def peak(self) -> float:
+        """Its highest memory on any device."""
+        return self.evaluation.peak
+
+    @property
+    def memory_proved(self) -> bool:
+        """Whether it is proved that no schedule of this latency needs less memory."""
+        return self.memory_bound >= self.peak
+
+
+def solve(
+    problem: Problem,
+    *,
+    seconds: float = 60.0,
+    seed: int = 0,
+    method: Method = "stretto",
+    threads: int = 1,
+    memory: float = 0.0,
+) -> Solution:
+    """Look for the shortest schedule, then for one of that latency that needs less memory.
+
+    Args:
+        problem: with its capacity, which every schedule keeps.
+        seconds: to look; fewer if latency and memory cannot get any better.
+        seed: of the random numbers. The same seed tries the same things in the same order; how far
+            it gets depends on the machine.
+        method: ``stretto``; ``cp-sat``, which improves and proves what ``stretto`` has found in a
+            quarter of the time; or ``annealing``, the search as published, for comparison, which
+            knows no capacity.
+        threads: that search at the same time.
+        memory: a peak that is low enough to stop at, once the latency is at the bound.
+
+    Raises:
+        ConfigError: a number is out of range, the method unknown, or cannot keep a capacity.
+        MissingExtraError: CP-SAT is asked for and not installed.
+    """
+    if not seconds > 0:
+        raise ConfigError(f"seconds {seconds:g}: must be more than 0")
+    if threads < 1:
+        raise ConfigError(f"threads {threads}: must be 1 or more")
+    if method not in get_args(Method):
+        raise ConfigError(f"unknown method '{method}'. {nearest(method, get_args(Method))}")
+    _compile()
+    record = Record(problem, seconds, memory)
+    if method == "annealing":
+        if problem.capacity is not None:
+            raise ConfigError(
+                "the published annealing knows no capacity: leave the capacity out, or take "
+                "another method"
+            )
+        as_published(record, greedy(problem).tasks(problem), seed)
+    elif method == "cp-sat":
+        certify.require()
+        Descent(record, seed, threads, record.begun + seconds / 4).run()
+        certify.improve(record, seed, threads)
+    else:
+        Descent(record, seed, threads, record.deadline).run()
+    return _solution(record)
+
+
+@cache
+def _compile() -> None:
+    """Have everything compiled, or read from the disk, before the clock starts."""
+    one = Side.of(1, 1, 2, forward=1, backward=1, activation=1.0)
+    record = Record(Problem(one, one), 60.0, 0.0)
+    chance = np.random.default_rng(0)
+    view, _ = make_views(record.problem)
+    _, word = list_schedule(view, record.capacity, 0, 2, chance)
+    record.offer(squeeze(view, word, 1, 0, 100, 1.0, chance, record.deadline))
+    anneal_schedule(record.graph, word.copy(), 0, 0, 2, 1.0, 1.0, 0, word)
+
+
+def _solution(record: Record) -> Solution:
+    problem = record.problem
+    status: Status = "best found"
+    if record.latency == record.formula:
+        status = "at the bound"
+    elif record.latency <= record.bound:
+        status = "proved optimal"
+    return Solution(
+        schedule=Schedule.of_tasks(record.graph, record.word),
+        evaluation=evaluate_tasks(problem, record.graph, record.word),
+        bound=record.bound,
+        status=status,
+        memory_bound=record.memory_bound / problem.memory_scale,
+        seconds=time.monotonic() - record.begun,
+        trace=tuple(record.trace),
+    )
