@@ -143,4 +143,4 @@ def _solve(
         device = record.graph.device[record.graph.queue_of]
         record.offer(np.lexsort((starts, device)).astype(np.int64))
     # Before the first bound it is minus infinity.
-    return math.ceil(max(0.0, solver.best_objective_bound) - 1e-6)
+    return int(math.ceil(max(0.0, solver.best_objective_bound) - 1e-6))
