@@ -142,5 +142,5 @@ def _solve(
         starts = np.array([solver.value(variable) for variable in at])
         device = record.graph.device[record.graph.queue_of]
         record.offer(np.lexsort((starts, device)).astype(np.int64))
-    # Before the first bound it is minus infinity.
-    return int(math.ceil(max(0.0, solver.best_objective_bound) - 1e-6))
+    bound: float = solver.best_objective_bound  # before the first one, minus infinity
+    return math.ceil(max(0.0, bound) - 1e-6)
