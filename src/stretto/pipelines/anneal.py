@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 
 from stretto.pipelines.graph import BACKWARD, FORWARD, Graph, Ints
-from stretto.pipelines.kernels import State, latency_of, swap, undo
+from stretto.pipelines.kernels import State, latency_of, length_after, swap
 
 
 @njit(cache=True, nogil=True)
@@ -206,12 +206,11 @@ def anneal_swaps(
         price = cooling.soft * math.exp(rising * move)
         worse = -cooling.hot * math.exp(falling * move) * math.log(np.random.random())
         at_most = latency + worse - price * more
-        changed = swap(g, s, k)
-        if changed < 0:
+        if length_after(g, s, k) > at_most or not swap(g, s, k):
             continue
         new = latency_of(g, s.word, s.start)
         if new > at_most:
-            undo(g, s, k, changed)
+            swap(g, s, k)
             continue
         latency = new
         excess += more

@@ -17,11 +17,14 @@ from stretto.pipelines.search import View, list_schedule, make_views, rounds_for
 _LISTED = 64
 """Searches for rules, short ones, before anything is squeezed."""
 _LISTED_ROUNDS = 20
-_HOT, _WARM = (1.0, 2.0), (0.3, 0.6)
-"""First temperatures, in mean durations: for a new schedule, and for one that is nearly right."""
+_HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3), (0.1, 0.15, 0.2)
+"""First temperatures, in mean durations of a task: for a new schedule, for one that has to change
+much, and for one that is nearly right."""
+_NEARLY = 1.03
+"""Times the bound, below which a schedule within the capacity is nearly right."""
 _DROP = 0.07
 """Share by which a cap is first put below the peak."""
-_MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 200, 3000, 2
+_MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 4000, 2
 """Exchanges a task of the first tries and of the longest, and failures until they are doubled."""
 _STUCK = 4
 """Failures after which more than one way is tried."""
@@ -59,20 +62,23 @@ class Descent:
             self._list(loose)
         with ThreadPoolExecutor(self._threads) as pool:
             while not record.done and time.monotonic() < self._deadline:
-                kinds = [self._kind(i) for i in range(self._threads)]
-                tries = [self._lower(i) if k == "lower" else self._shorten() for i, k in kinds]
-                words = pool.map(lambda attempt: attempt(), tries)
-                for (_, kind), word in zip(kinds, list(words), strict=True):
+                kind = self._kind()  # of one kind, they take about equally long
+                tries = [
+                    self._lower(i) if kind == "lower" else self._shorten()
+                    for i in range(self._threads)
+                ]
+                for word in list(pool.map(lambda attempt: attempt(), tries)):
                     better = [record.offer(word), loose.offer(word)]
                     self._failed[kind] = 0 if any(better) else self._failed[kind] + 1
 
-    def _kind(self, i: int) -> tuple[int, str]:
-        """Of the i-th of the tries that run at the same time."""
-        at_bound = self._record.latency <= self._record.bound
-        lowers = at_bound or (
-            self._loose.latency <= self._record.bound and (self._tries + i) % 4 > 0
+    def _kind(self) -> str:
+        """Of the tries that come next."""
+        latency, bound = self._record.latency, self._record.bound
+        lowered = 1 if latency <= _NEARLY * bound else 3
+        lowers = latency <= bound or (
+            self._loose.latency <= bound and self._tries // self._threads % 4 < lowered
         )
-        return i, "lower" if lowers else "shorten"
+        return "lower" if lowers else "shorten"
 
     def _next(self) -> tuple[np.random.Generator, View]:
         """Random numbers and a view of the next try's own."""
@@ -91,8 +97,10 @@ class Descent:
         """A try at a lower latency within the capacity."""
         record = self._record
         chance, view = self._next()
-        if self._failed["shorten"] > _STUCK and chance.random() < 0.5:
-            word, hot = self._seen_from(view, record), chance.choice(_WARM)
+        if record.latency <= _NEARLY * record.bound or (
+            self._failed["shorten"] > _STUCK and chance.random() < 0.5
+        ):
+            word, hot = self._seen_from(view, record), chance.choice(_MILD)
             return partial(
                 self._squeezed, "shorten", view, word, record.capacity, record.bound, hot, chance
             )

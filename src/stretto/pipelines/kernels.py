@@ -102,29 +102,27 @@ class State(NamedTuple):
         word: tasks, device after device.
         place: of each task in ``word``.
         start: earliest start of each task.
+        tail: ticks that must follow the end of each task.
         order: tasks, each after all it waits for.
         rank: of each task in ``order``.
         held: memory on the device before the task at each place starts.
-        stale: scratch; tasks whose start has to be computed again. All false between calls.
+        stale: scratch; tasks that have to be computed again. All false between calls.
         moved: scratch; tasks that wait for the one that is moved back. All false between calls.
-        tasks: scratch; tasks whose start has changed.
-        starts: scratch; what their starts were.
-        old_order: scratch; the part of ``order`` that has changed.
-        old_span: [2] scratch; first and last rank of that part.
+        later: scratch; these tasks.
+        old_order: scratch; a part of ``order`` as it was.
     """
 
     word: Ints
     place: Ints
     start: Ints
+    tail: Ints
     order: Ints
     rank: Ints
     held: Ints
     stale: Flags
     moved: Flags
-    tasks: Ints
-    starts: Ints
+    later: Ints
     old_order: Ints
-    old_span: Ints
 
 
 @njit(cache=True, nogil=True)
@@ -137,10 +135,9 @@ def make_state(g: Graph, word: Ints) -> State:
     # Sorted by time, the tasks between two neighbours on a device are few.
     order = order[np.argsort(start[order], kind="mergesort")]
     state = State(
-        word.copy(), np.empty(size, np.int64), start, order, np.empty(size, np.int64),
-        np.empty(size, np.int64), np.zeros(size, np.bool_), np.zeros(size, np.bool_),
-        np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64),
-        np.zeros(2, np.int64),
+        word.copy(), np.empty(size, np.int64), start, np.zeros(size, np.int64), order,
+        np.empty(size, np.int64), np.empty(size, np.int64), np.zeros(size, np.bool_),
+        np.zeros(size, np.bool_), np.empty(size, np.int64), np.empty(size, np.int64),
     )  # fmt: skip
     for k in range(size):
         state.rank[order[k]] = k
@@ -150,36 +147,85 @@ def make_state(g: Graph, word: Ints) -> State:
         for k in range(g.word_at[d], g.word_at[d + 1]):
             state.held[k] = held
             held += g.memory[g.queue_of[word[k]]]
+    state.stale[:] = True
+    _renew_tails(g, state, size - 1, size)
     return state
 
 
 @njit(cache=True, nogil=True)
-def swap(g: Graph, s: State, k: int) -> int:
-    """Exchange the tasks at places ``k`` and ``k + 1`` of one device, and compute starts again.
+def length_after(g: Graph, s: State, k: int) -> int:
+    """The longest path through the tasks at places ``k`` and ``k + 1`` if they were exchanged.
+
+    No other path gets longer by the exchange. So the schedule's latency will be this if this is
+    more than the latency now, and else at most what it is now. It takes no more than a few steps
+    (Taillard 1994), if devices would not wait for each other in a circle.
+    """
+    queue_of, offset, word_at, duration = g.queue_of, g.offset, g.word_at, g.duration
+    word, start, tail = s.word, s.start, s.tail
+    first, second = word[k], word[k + 1]
+    p, q = queue_of[first], queue_of[second]
+    d = g.device[q]
+    begin = 0
+    if k > word_at[d]:
+        begin = start[word[k - 1]] + duration[queue_of[word[k - 1]]]
+    b = g.before[q]
+    if b >= 0:
+        begin = max(begin, start[offset[b] + second - offset[q]] + duration[b] + g.delay[q])
+    end = begin + duration[q]
+    then = end  # of the first task, which comes second
+    b = g.before[p]
+    if b >= 0:
+        then = max(then, start[offset[b] + first - offset[p]] + duration[b] + g.delay[p])
+    then += duration[p]
+    left = 0
+    if k + 2 < word_at[d + 1]:
+        left = duration[queue_of[word[k + 2]]] + tail[word[k + 2]]
+    a = g.after[p]
+    if a >= 0:
+        left = max(left, g.delay[a] + duration[a] + tail[offset[a] + first - offset[p]])
+    longest = then + left
+    left += duration[p]
+    a = g.after[q]
+    if a >= 0:
+        left = max(left, g.delay[a] + duration[a] + tail[offset[a] + second - offset[q]])
+    return int(max(longest, end + left))
+
+
+@njit(cache=True, nogil=True)
+def swap(g: Graph, s: State, k: int) -> bool:
+    """Exchange the tasks at places ``k`` and ``k + 1`` of one device; a second time undoes it.
 
     They must be of different queues, and not the forward and the backward of one micro-batch on its
     last stage. Only what can have changed is computed: tasks are visited in an order in which each
-    comes after all it waits for, until none is left of which something before it has moved.
+    comes after all it waits for, until none is left of which something before it has moved; and
+    the same from the end for the tails.
 
     Returns:
-        How many starts have changed, for :func:`undo`; or -1 if devices would wait for each other
-        in a circle, and then nothing has changed. Two tasks of which the second starts when the
-        first ends never give a circle: a second way from one to the other would take time.
+        Whether it was done. Otherwise devices would wait for each other in a circle, and nothing
+        has changed. Two tasks of which the second starts when the first ends never give a circle: a
+        second way from one to the other would take time.
     """
     if not _reorder(g, s, k):
-        return -1
+        return False
     word, place, stale = s.word, s.place, s.stale
     first, second = word[k], word[k + 1]
-    held = s.held[k] + g.memory[g.queue_of[second]]
-    s.held[k + 1] = held
+    d = g.device[g.queue_of[first]]
+    s.held[k + 1] = s.held[k] + g.memory[g.queue_of[second]]
     word[k], word[k + 1] = second, first
     place[second], place[first] = k, k + 1
     stale[first] = stale[second] = True
     pending = 2
-    if k + 2 < g.word_at[g.device[g.queue_of[first]] + 1]:
+    if k + 2 < g.word_at[d + 1]:
         stale[word[k + 2]] = True
         pending = 3
-    return _propagate(g, s, s.rank[second], pending)
+    _renew_starts(g, s, s.rank[second], pending)
+    stale[first] = stale[second] = True
+    pending = 2
+    if k > g.word_at[d]:
+        stale[word[k - 1]] = True
+        pending = 3
+    _renew_tails(g, s, s.rank[first], pending)
+    return True
 
 
 @njit(cache=True, nogil=True)
@@ -189,11 +235,10 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
     word, place, order, rank, moved, old = s.word, s.place, s.order, s.rank, s.moved, s.old_order
     first, second = word[k], word[k + 1]
     low, high = rank[first], rank[second]
-    s.old_span[0], s.old_span[1] = low, high
     for r in range(low, high + 1):
         old[r - low] = order[r]
     moved[first] = True
-    later = s.tasks
+    later = s.later
     later[0] = first
     count, write = 1, low
     for r in range(low + 1, high):
@@ -214,33 +259,27 @@ def _reorder(g: Graph, s: State, k: int) -> bool:
     q = queue_of[second]
     b = before[q]
     circle = b >= 0 and moved[offset[b] + second - offset[q]]
+    for j in range(count):
+        moved[later[j]] = False
+    if circle:
+        for r in range(low, high + 1):
+            order[r] = old[r - low]
+            rank[order[r]] = r
+        return False
     order[write] = second
     rank[second] = write
     for j in range(count):
-        moved[later[j]] = False
         order[write + 1 + j] = later[j]
         rank[later[j]] = write + 1 + j
-    if circle:
-        _restore_order(s)
-    return not circle
+    return True
 
 
 @njit(cache=True, nogil=True)
-def _restore_order(s: State) -> None:
-    low, high = s.old_span[0], s.old_span[1]
-    for r in range(low, high + 1):
-        s.order[r] = s.old_order[r - low]
-        s.rank[s.order[r]] = r
-
-
-@njit(cache=True, nogil=True)
-def _propagate(g: Graph, s: State, r: int, pending: int) -> int:
-    """Compute starts of stale tasks from rank ``r`` on; returns how many have changed."""
+def _renew_starts(g: Graph, s: State, r: int, pending: int) -> None:
+    """Compute starts of stale tasks, all of rank ``r`` or higher, and of what depends on them."""
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     before, after, delay, duration = g.before, g.after, g.delay, g.duration
     word, place, start, order, stale = s.word, s.place, s.start, s.order, s.stale
-    tasks, starts = s.tasks, s.starts
-    changed = 0
     while pending:
         task = order[r]
         r += 1
@@ -260,9 +299,6 @@ def _propagate(g: Graph, s: State, r: int, pending: int) -> int:
             begin = max(begin, start[previous] + duration[queue_of[previous]])
         if begin == start[task]:
             continue
-        tasks[changed] = task
-        starts[changed] = start[task]
-        changed += 1
         start[task] = begin
         if p + 1 < word_at[device[q] + 1] and not stale[word[p + 1]]:
             stale[word[p + 1]] = True
@@ -271,16 +307,38 @@ def _propagate(g: Graph, s: State, r: int, pending: int) -> int:
         if a >= 0 and not stale[offset[a] + i]:
             stale[offset[a] + i] = True
             pending += 1
-    return changed
 
 
 @njit(cache=True, nogil=True)
-def undo(g: Graph, s: State, k: int, changed: int) -> None:
-    """Take back the last :func:`swap`, which was of place ``k`` and returned ``changed``."""
-    for j in range(changed):
-        s.start[s.tasks[j]] = s.starts[j]
-    second, first = s.word[k], s.word[k + 1]
-    s.word[k], s.word[k + 1] = first, second
-    s.place[first], s.place[second] = k, k + 1
-    s.held[k + 1] = s.held[k] + g.memory[g.queue_of[first]]
-    _restore_order(s)
+def _renew_tails(g: Graph, s: State, r: int, pending: int) -> None:
+    """Compute tails of stale tasks, all of rank ``r`` or lower, and of what they depend on."""
+    queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
+    before, after, delay, duration = g.before, g.after, g.delay, g.duration
+    word, place, tail, order, stale = s.word, s.place, s.tail, s.order, s.stale
+    while pending:
+        task = order[r]
+        r -= 1
+        if not stale[task]:
+            continue
+        stale[task] = False
+        pending -= 1
+        q = queue_of[task]
+        i = task - offset[q]
+        p = place[task]
+        ticks = 0
+        a = after[q]
+        if a >= 0:
+            ticks = delay[a] + duration[a] + tail[offset[a] + i]
+        if p + 1 < word_at[device[q] + 1]:
+            following = word[p + 1]
+            ticks = max(ticks, duration[queue_of[following]] + tail[following])
+        if ticks == tail[task]:
+            continue
+        tail[task] = ticks
+        if p > word_at[device[q]] and not stale[word[p - 1]]:
+            stale[word[p - 1]] = True
+            pending += 1
+        b = before[q]
+        if b >= 0 and not stale[offset[b] + i]:
+            stale[offset[b] + i] = True
+            pending += 1

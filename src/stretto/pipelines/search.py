@@ -16,11 +16,11 @@ from stretto.pipelines.problem import Problem
 
 _DECODED_TASKS = 3_000_000
 """Of one search for rules; a tenth of a second."""
-_SEGMENT_MOVES = 50_000
+_SEGMENT_MOVES = 200_000
 """Exchanges between two looks at the clock: tenths of a second."""
-_COLD, _SOFT, _FIRM = 0.1, 0.1, 1.0
+_COLD, _SOFT, _FIRM = 0.05, 0.3, 1.0
 """Last temperature, and first and last price of memory, in mean durations of a task."""
-_REPAIRS, _EDGES = 0.1, 0.3
+_REPAIRS, _EDGES = 0.2, 0.5
 _NOTHING = 2**60
 
 
