@@ -11,6 +11,7 @@
     ├── EngineError            the generation engine was asked for what it cannot do
     ├── LearnerError           training found its own numbers wrong
     ├── StateError             saved state does not fit what it is put back into
+    ├── RankError              a process of a pipelined step failed, and with it the step
     ├── StalledError           a role did not answer in time, or everyone waits for everyone
     └── LifecycleError         a rollout was moved along an edge that does not exist
 
@@ -72,6 +73,20 @@ class LearnerError(StrettoError):
 
 class StateError(StrettoError):
     """Saved state does not fit the component it is put back into."""
+
+
+class RankError(StrettoError):
+    """A process that holds a part of the models failed; all of them have been ended.
+
+    Where the process raised an error of Stretto, that is the ``__cause__``.
+
+    Attributes:
+        rank: the one that failed first, or ``None`` where none did.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class StalledError(StrettoError):

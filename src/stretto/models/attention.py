@@ -29,13 +29,18 @@ def use_short_attention(model: Any) -> None:
     Everything else goes where it went before, so a model that asked for something other than
     torch's fused attention is left alone.
     """
+    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
+        register()
+        model.set_attn_implementation(NAME)
+
+
+def register() -> None:
+    """Make it known to transformers, in this process: for a model that came from another."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-    if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(NAME, _attention)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
-        model.set_attn_implementation(NAME)
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 def _attention(

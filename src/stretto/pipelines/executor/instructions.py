@@ -1,0 +1,120 @@
+"""From a schedule to what each rank does: tasks, and the transfers between them.
+
+Transfers cannot deadlock, however slow ranks and links are, and even if a send lasts until its
+receiver has asked for it:
+
+- All transfers are in one order: by the time at which their tensor is made when the schedule runs
+  on paper. Every rank starts its own in that order, so the two of a pair start theirs alike. That
+  is what NCCL asks for, where the transfers of a pair go through one stream.
+- A rank asks for a tensor before the first of its own tasks that ends later than the tensor is
+  made, and waits for it only when a task needs it. On paper that is no later than it is sent, so
+  tensors travel while both ranks compute.
+
+Take the transfer that is first in the order among those that have not happened. Everything before
+its two ends in the words is done or under way, so it happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from stretto.pipelines.evaluate import evaluate
+from stretto.pipelines.graph import FORWARD, Graph, make_graph
+from stretto.pipelines.problem import Problem
+from stretto.pipelines.schedule import Schedule
+
+Kind = Literal["F", "B"]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Forward or backward of a micro-batch on this rank's stage of a pipeline.
+
+    Attributes:
+        kind: forward or backward.
+        pipeline: as the schedule counts them: the actor's first.
+        micro_batch: its number in the pipeline.
+    """
+
+    kind: Kind
+    pipeline: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Ask a rank for the input of a task, without waiting for it."""
+
+    task: Task
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Give a rank the input of one of its tasks, without waiting until it is there."""
+
+    task: Task
+    peer: int
+
+
+Instruction = Task | Receive | Send
+
+
+@lru_cache(maxsize=16)
+def instructions(problem: Problem, schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+    """What each rank does, in order; rank r is device r.
+
+    Args:
+        problem: whose latencies say in which order tensors are made. The instructions are right
+            for any, and fastest for true ones.
+        schedule: of it.
+
+    Raises:
+        ConfigError: the schedule cannot run.
+    """
+    done = evaluate(problem, schedule)
+    graph = make_graph(problem)
+    ends = done.starts + graph.duration[graph.queue_of]
+    # (end of the task that makes the tensor, its number): no two are alike, and a task comes after
+    # all that it depends on, as each takes a tick or more.
+    key = list(zip(ends.tolist(), range(ends.size), strict=True))
+    words = [
+        done.tasks[low:high].tolist()
+        for low, high in zip(graph.word_at[:-1], graph.word_at[1:], strict=True)
+    ]
+    incoming: list[list[tuple[tuple[int, int], Receive]]] = [[] for _ in words]
+    for task in range(ends.size):
+        sent = _sent(graph, task)
+        if sent:
+            peer = int(graph.device[graph.queue_of[task]])
+            incoming[sent.peer].append((key[task], Receive(sent.task, peer)))
+    programs = []
+    for word, receives in zip(words, incoming, strict=True):
+        receives.sort(key=lambda each: each[0], reverse=True)
+        program: list[Instruction] = []
+        for task in word:
+            while receives and receives[-1][0] < key[task]:
+                program.append(receives.pop()[1])
+            program.append(_task(graph, task))
+            sent = _sent(graph, task)
+            program += [sent] if sent else []
+        programs.append(tuple(program))
+    return tuple(programs)
+
+
+def _task(graph: Graph, task: int) -> Task:
+    q = int(graph.queue_of[task])
+    kind: Kind = "F" if graph.kind[q] == FORWARD else "B"
+    return Task(kind, int(graph.pipeline[q]), task - int(graph.offset[q]))
+
+
+def _sent(graph: Graph, task: int) -> Send | None:
+    """What another device needs of a task's result."""
+    q = int(graph.queue_of[task])
+    after = int(graph.after[q])
+    if after < 0 or graph.device[after] == graph.device[q]:
+        return None
+    following = int(graph.offset[after]) + task - int(graph.offset[q])
+    return Send(_task(graph, following), int(graph.device[after]))

@@ -1,0 +1,63 @@
+"""Ranks that fail; in a file of its own, which imports little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from stretto.errors import LearnerError
+
+
+class SlowError(ValueError):
+    """Takes its time to be told."""
+
+    def __str__(self) -> str:
+        time.sleep(0.4)
+        return super().__str__()
+
+
+class Misbehaving:
+    """Fails in every way that a rank can."""
+
+    def __init__(self, rank: int, greeting: str) -> None:
+        self.rank, self.greeting = rank, greeting
+
+    def greet(self, name: str) -> str:
+        return f"{self.greeting} {name}, from {self.rank}"
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def total(self, number: int) -> float:
+        value = torch.tensor(float(number))
+        dist.all_reduce(value)
+        return value.item()
+
+    def fail(self, how: str, rank: int) -> None:
+        """On one rank; the others wait for a tensor from it."""
+        if self.rank == rank:
+            time.sleep(0.3)
+            if how == "raise":
+                raise ValueError("no such luck")
+            if how == "own":
+                raise LearnerError("the loss is not finite")
+            if how == "exit":
+                os._exit(3)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            dist.recv(torch.zeros(1), rank)
+
+    def late(self) -> None:
+        """Both raise; rank 0, which does so later, is heard first."""
+        if self.rank == 0:
+            time.sleep(0.2)
+            raise ValueError("late on rank 0")
+        raise SlowError("early on rank 1")
+
+    def hang(self) -> None:
+        time.sleep(1000)

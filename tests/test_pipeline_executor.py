@@ -1,0 +1,353 @@
+"""Fused pipelines on real ranks: gradients, memory, timings, failures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline_models import VOCABULARY, critic_of, language_model
+from pipeline_workers import Batch, Trainer, lm_loss, value_loss
+from stretto.config import ModelConfig
+from stretto.errors import ConfigError
+from stretto.models.attention import use_short_attention
+from stretto.models.forward import backbone, output_head
+from stretto.models.load import set_checkpointing
+from stretto.models.lora import add_lora
+from stretto.pipelines.baselines import greedy
+from stretto.pipelines.evaluate import evaluate
+from stretto.pipelines.executor.executor import Executor, Layout, Timings, Work
+from stretto.pipelines.executor.profile import makespan_us, profile
+from stretto.pipelines.executor.ranks import Ranks
+from stretto.pipelines.executor.stages import cut
+from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.solve import solve
+
+
+def make_batches(shapes: Sequence[Sequence[int]], seed: int) -> list[Batch]:
+    """Micro-batches with rows of the given lengths, padded with noise: nothing may depend on it."""
+    rng = torch.Generator().manual_seed(seed)
+    return [
+        Batch(torch.randint(VOCABULARY, (len(rows), max(rows)), generator=rng), tuple(rows))
+        for rows in shapes
+    ]
+
+
+def one_f_one_b(problem: Problem) -> Schedule:
+    """Serial: the actor by 1F1B, then the critic."""
+    words = []
+    for device in range(problem.devices):
+        word: list[str] = []
+        first = 0
+        for side, forward in ((problem.actor, True), (problem.critic, False)):
+            pipeline, along = divmod(device, side.stages)
+            ahead = min(side.stages - 1 - along if forward else along, side.micro_batches)
+            letters = ["F"] * ahead + ["F", "B"] * (side.micro_batches - ahead) + ["B"] * ahead
+            word += [f"{first + pipeline}{letter}" for letter in letters]
+            first += side.pipelines
+        words.append(tuple(word))
+    return Schedule(tuple(words))
+
+
+def serial_gradients(model: Any, batches: Sequence[Batch]) -> dict[str, Tensor]:
+    """Of the whole model in this process, micro-batch after micro-batch."""
+    model.zero_grad()
+    for batch in batches:
+        hidden = backbone(model)(input_ids=batch.tokens, use_cache=False).last_hidden_state
+        is_critic = model.get_output_embeddings() is None
+        loss = (
+            value_loss(model, hidden, batch)
+            if is_critic
+            else lm_loss(output_head(model), hidden, batch)
+        )
+        loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def require_close(ours: Tensor, serial: Tensor, most: float = 1e-6) -> None:
+    far = (ours.double() - serial.double()).norm() / serial.double().norm()
+    assert far <= most, far.item()
+
+
+def load(ranks: Ranks, layout: Layout, actor: Any, critic: Any) -> None:
+    stages = []
+    for rank in range(layout.ranks):
+        pair = []
+        for name, model in (("actor", actor), ("critic", critic)):
+            count, _ = layout.of(name)
+            pair.append(cut(model, count, layout.place(name, rank)[1]))
+        stages.append((*pair, layout))
+    ranks.call_each("load", stages)
+
+
+def require_equal_gradients(ranks: Ranks, layout: Layout, expected: Any) -> None:
+    """Of all ranks, after a step; together they are all of both models'."""
+    answers = ranks.call("gradients")
+    for name, serial in expected.items():
+        seen = set()
+        whole = torch.stack([g.double().norm() for g in serial.values()]).norm().item()
+        for answer in answers:
+            gradients, norm = answer[name]
+            assert norm == pytest.approx(whole, rel=1e-6)
+            assert norm == answers[0][name][1]
+            for key, gradient in gradients.items():
+                require_close(gradient, serial[key])
+            seen |= set(gradients)
+        assert seen == set(serial)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """As the ranks have: sums of other parts round differently."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2, Trainer, ())
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4, Trainer, ())
+    yield ranks
+    ranks.close()
+
+
+RAGGED = [(9, 4, 7), (12,), (3, 3, 2, 5), (6, 11)]
+
+
+def schedules(problem: Problem) -> list[Schedule]:
+    return [one_f_one_b(problem), greedy(problem), solve(problem, seconds=0.3).schedule]
+
+
+def most_held(word: Sequence[str], pipelines: range) -> int:
+    held = most = 0
+    for letter in word:
+        if int(letter[:-1]) in pipelines:
+            held += 1 if letter[-1] == "F" else -1
+            most = max(most, held)
+    return most
+
+
+def require_equal_steps(
+    ranks: Ranks, layout: Layout, actor: Any, critic: Any, counts: tuple[int, int]
+) -> None:
+    """Every kind of schedule has the serial gradients, and keeps what its word says."""
+    batches = [make_batches([RAGGED[i % 4] for i in range(n)], seed=n) for n in counts]
+    expected = {
+        "actor": serial_gradients(actor, batches[0]),
+        "critic": serial_gradients(critic, batches[1]),
+    }
+    load(ranks, layout, actor, critic)
+    actors = range(layout.actor_pipelines)
+    critics = range(layout.actor_pipelines, layout.actor_pipelines + layout.critic_pipelines)
+    for schedule in schedules(layout.problem(*counts)):
+        timings = ranks.call("step", schedule, *batches)
+        require_equal_gradients(ranks, layout, expected)
+        for rank, (word, held) in enumerate(zip(schedule.words, ranks.call("held"), strict=True)):
+            assert held == {
+                "actor": (most_held(word, actors), 0),
+                "critic": (most_held(word, critics), 0),
+            }
+            assert [f"{t.pipeline}{t.kind}" for t in timings[rank].word] == list(word)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "layers"), [("llama", True, 3), ("qwen2", False, 4), ("gpt_neox", False, 2)]
+)
+def test_two_stages_have_serial_gradients(two: Ranks, kind: str, tied: bool, layers: int) -> None:
+    actor = language_model(kind, tied=tied, layers=layers)
+    require_equal_steps(two, Layout(2, 1, 2, 1), actor, critic_of(actor), (4, 4))
+
+
+def test_stages_and_whole_models_have_serial_gradients(two: Ranks) -> None:
+    actor = language_model("llama", layers=2)
+    require_equal_steps(two, Layout(2, 1, 1, 2), actor, critic_of(actor), (3, 4))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_four_stages_have_serial_gradients(four: Ranks, tied: bool) -> None:
+    actor = language_model("llama", tied=tied, layers=5)
+    require_equal_steps(four, Layout(4, 1, 4, 1), actor, critic_of(actor), (4, 6))
+
+
+def test_four_stages_and_two_pipelines_have_serial_gradients(four: Ranks) -> None:
+    actor = language_model("qwen2", layers=4)
+    critic = critic_of(language_model("llama", layers=3))
+    require_equal_steps(four, Layout(4, 1, 2, 2), actor, critic, (4, 8))
+    require_equal_steps(four, Layout(2, 2, 4, 1), actor, critic_of(actor), (6, 4))
+
+
+def test_adapters_over_frozen_weights_have_serial_gradients(two: Ranks) -> None:
+    """The first stage's ids, and its frozen embeddings, need no gradient."""
+    config = ModelConfig(lora_rank=2)
+    actor = add_lora(language_model("llama", layers=2), config, "CAUSAL_LM")
+    critic = add_lora(critic_of(language_model("llama", layers=2)), config, "SEQ_CLS")
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in [*actor.named_parameters(), *critic.named_parameters()]:
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+    require_equal_steps(two, Layout(2, 1, 2, 1), actor, critic, (2, 3))
+
+
+def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: Ranks) -> None:
+    layout = Layout(2, 1, 2, 1)
+    actor = language_model("qwen2", layers=2, tied=False)
+    critic = critic_of(actor)
+    for model in (actor, critic):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1." in name)
+    load(two, layout, actor, critic)
+    batches = make_batches(RAGGED, seed=3)
+    two.call("step", greedy(layout.problem(4, 4)), batches, batches)
+    expected = {
+        "actor": serial_gradients(actor, batches),
+        "critic": serial_gradients(critic, batches),
+    }
+    require_equal_gradients(two, layout, expected)
+    first, second = two.call("held")
+    assert (first["actor"][0], second["critic"][0]) == (1, 1)
+
+
+def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: Ranks) -> None:
+    layout = Layout(2, 1, 2, 1)
+    actor = language_model("llama", layers=2).to(torch.bfloat16)
+    critic = critic_of(actor).to(torch.bfloat16)
+    batches = make_batches(RAGGED, seed=3)
+    expected = serial_gradients(critic, batches)
+    for model in (actor, critic):
+        set_checkpointing(model, ModelConfig(gradient_checkpointing=True))
+    load(two, layout, actor, critic)
+    two.call("train")
+    two.call("step", greedy(layout.problem(4, 4)), batches, batches)
+    for answer in two.call("gradients"):
+        for key, gradient in answer["critic"][0].items():
+            assert gradient.dtype == torch.bfloat16
+            require_close(gradient, expected[key])  # the same operations in the same order
+
+
+def test_what_is_sent_is_kept_until_it_has_left(two: Ranks) -> None:
+    assert two.call("post") == [(True, False), (True, False)]
+
+
+def test_gradients_add_up_over_runs(two: Ranks) -> None:
+    layout = Layout(2, 1, 2, 1)
+    actor = language_model("llama", layers=2)
+    use_short_attention(actor)  # which the ranks have not heard of before
+    critic = critic_of(actor)
+    load(two, layout, actor, critic)
+    batches = make_batches(RAGGED, seed=3)
+    for part in (batches[:1], batches[1:]):
+        two.call("step", greedy(layout.problem(len(part), 2)), part, batches[:2])
+    expected = {
+        "actor": serial_gradients(actor, batches),
+        "critic": serial_gradients(critic, [*batches[:2], *batches[:2]]),
+    }
+    require_equal_gradients(two, layout, expected)
+
+
+def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
+    """A critic that is much slower: its forwards, made early, are asked for late."""
+    layout = Layout(2, 1, 2, 1)
+    actor = language_model("llama", layers=2)
+    critic = critic_of(actor)
+    load(two, layout, actor, critic)
+    batches = make_batches(RAGGED, seed=3)
+    problem = Problem(
+        Side.of(2, 1, 4, forward=[1, 3], backward=[2, 5], activation=1.0, communication=2),
+        Side.of(2, 1, 4, forward=[9, 30], backward=[20, 50], activation=1.0),
+    )
+    two.call("step", solve(problem, seconds=0.2).schedule, batches, batches, problem)
+    expected = {
+        "actor": serial_gradients(actor, batches),
+        "critic": serial_gradients(critic, batches),
+    }
+    require_equal_gradients(two, layout, expected)
+
+
+def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
+    layout = Layout(2, 1, 2, 1)
+    actor = language_model("llama", layers=4)
+    load(two, layout, actor, critic_of(language_model("llama", layers=2)))
+    batches = make_batches([(16,) * 8] * 4, seed=3)
+    schedule = one_f_one_b(layout.problem(4, 4))
+    saved = two.call("saved", batches[0].tokens)
+    for _ in range(2):
+        timings: list[Timings] = two.call("step", schedule, batches, batches)
+    for t in timings:
+        moments = [m for each in zip(t.asked, t.start, t.end, strict=True) for m in each]
+        assert moments == sorted(moments)
+        assert moments[0] >= 0
+    problem = profile(layout, timings, saved)
+    assert (problem.actor.micro_batches, problem.critic.micro_batches) == (4, 4)
+    for side in problem.sides:
+        assert all(1 <= ticks <= makespan_us(timings) for ticks in side.forward + side.backward)
+    # Two layers a stage keep more than one; the critic's stages stand the other way round.
+    assert problem.actor.activation == (saved[0][0], saved[1][0])
+    assert problem.critic.activation == (saved[1][1], saved[0][1])
+    assert problem.actor.activation[0] > 1.8 * problem.critic.activation[0] > 0
+    assert evaluate(problem, schedule).latency <= 1.5 * makespan_us(timings)
+    two.call("gradients")
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process as a group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_does_not_fit_is_refused(alone: None) -> None:
+    actor = language_model("llama", layers=2)
+    critic = critic_of(actor)
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match="the layout is of 2 ranks, but 1 run; start as many as"):
+        Executor(cut(actor, 2, 0), cut(critic, 2, 1), Layout(2, 1, 2, 1), cpu)
+    layout = Layout(1, 1, 1, 1)
+    with pytest.raises(
+        ConfigError, match="rank 0 runs stage 0 of 1 of the critic, but got stage 1"
+    ):
+        Executor(cut(actor, 1, 0), cut(critic, 2, 1), layout, cpu)
+    executor = Executor(cut(actor, 1, 0), cut(critic, 1, 0), layout, cpu)
+    work = [Work(torch.ones(1, 3, dtype=torch.long), Tensor.sum)]
+    schedule = greedy(layout.problem(2, 1))
+    with pytest.raises(
+        ConfigError, match="'0F' stands 2 times; it must once for each of the 1 mic"
+    ):
+        executor.run(schedule, work, work)
+    with pytest.raises(
+        ConfigError, match=r"actor has .* 2 micro-batches, but what runs has .* 1 mi"
+    ):
+        executor.run(schedule, work, work, layout.problem(2, 1))
+
+
+def test_one_rank_runs_both_models_whole(alone: None) -> None:
+    actor = language_model("llama", layers=2)
+    critic = critic_of(actor)
+    layout = Layout(1, 1, 1, 1)
+    batches = make_batches(RAGGED, seed=3)
+    expected = serial_gradients(critic, batches)
+    stage = cut(critic, 1, 0)
+    executor = Executor(cut(actor, 1, 0), stage, layout, torch.device("cpu"))
+    executor.run(
+        greedy(layout.problem(1, 4)),
+        [Work(batches[0].tokens, Tensor.sum)],
+        [Work(b.tokens, partial(value_loss, stage, batch=b)) for b in batches],
+    )
+    for name, parameter in critic.named_parameters():
+        require_close(parameter.grad, expected[name])

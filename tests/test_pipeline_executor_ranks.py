@@ -1,0 +1,157 @@
+"""Ranks that fail, and ranks that are ended: always all of them, soon, and with the cause."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from pipeline_misbehaving import Misbehaving
+from pipeline_models import critic_of, language_model
+from pipeline_workers import Batch, Trainer
+from stretto.errors import LearnerError, RankError
+from stretto.pipelines.baselines import greedy
+from stretto.pipelines.executor.executor import Layout
+from stretto.pipelines.executor.ranks import Ranks
+from stretto.pipelines.executor.stages import cut
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2, Misbehaving, ("hello",))
+    yield ranks
+    ranks.close()
+
+
+def require_none_left() -> None:
+    for child in psutil.Process().children(recursive=True):
+        assert "executor.worker" not in " ".join(child.cmdline())
+
+
+def require_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_calls_answer_by_rank(ranks: Ranks) -> None:
+    assert ranks.call("greet", "you") == ["hello you, from 0", "hello you, from 1"]
+    assert ranks.call_each("total", [(3,), (4,)]) == [7.0, 7.0]
+    ranks.close()
+    ranks.close()
+    with pytest.raises(RankError, match="the ranks have been ended; start new ones"):
+        ranks.call("greet", "you")
+    require_none_left()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        (
+            "raise",
+            "rank 1 of 2 failed in 'fail': ValueError: no such luck (pipeline_misbehaving",
+        ),
+        ("own", "rank 1 of 2 failed in 'fail': LearnerError: the loss is not finite. All ranks"),
+        ("exit", "rank 1 of 2 ended with exit code 3 in the middle of 'fail'. All ranks have been"),
+        ("kill", "rank 1 of 2 was killed by SIGKILL (by hand, or for want of memory) in the mi"),
+    ],
+)
+def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks.call("fail", how, 1)
+    assert time.monotonic() - begun < LIMIT_S
+    assert str(caught.value).startswith(said)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, LearnerError) == (how == "own")
+    require_none_left()
+
+
+def test_the_first_to_fail_is_named_even_if_another_is_heard_before(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 failed in 'late': SlowError: early on rank 1"):
+        ranks.call("late")
+
+
+def test_a_rank_that_cannot_start_is_named() -> None:
+    with pytest.raises(RankError, match=r"rank \d of 2 failed in 'start': TypeError: Misbehaving"):
+        Ranks(2, Misbehaving, ())
+    require_none_left()
+
+
+def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
+    layout = Layout(2, 1, 2, 1)
+    actor = language_model("llama", layers=2)
+    critic = critic_of(actor)
+    ranks = Ranks(2, Trainer, ())
+    ranks.call_each(
+        "load",
+        [(cut(actor, 2, rank), cut(critic, 2, 1 - rank), layout) for rank in range(2)],
+    )
+    batches = [Batch(torch.ones(2, 5, dtype=torch.long), (5, 4))] * 4
+    schedule = greedy(layout.problem(4, 4))
+    ranks.call("step", schedule, batches, batches)
+    ranks.call("doom")
+    begun = time.monotonic()
+    with pytest.raises(
+        RankError, match=r"rank 1 of 2 was killed by SIGKILL .* in the middle of 'st"
+    ):
+        ranks.call("step", schedule, batches, batches)
+    assert time.monotonic() - begun < LIMIT_S
+    require_none_left()
+
+
+def test_close_ends_ranks_at_work(ranks: Ranks) -> None:
+    timer = threading.Timer(0.5, ranks.close)
+    timer.start()
+    with pytest.raises(RankError, match="the ranks were ended while they were at work in 'hang'"):
+        ranks.call("hang")
+    timer.join()
+    require_none_left()
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, {tests!r})
+from pipeline_misbehaving import Misbehaving
+from stretto.pipelines.executor.ranks import Ranks
+ranks = Ranks(2, Misbehaving, ("hello",))
+print(*ranks.call("pid"), flush=True)
+ranks.call("hang")
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_parent(how: signal.Signals) -> None:
+    script = SCRIPT.format(tests=str(Path(__file__).parent))  # no guard of __main__ is needed
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert all(alive(pid) for pid in pids)
+    time.sleep(0.2)
+    parent.send_signal(how)
+    _, said = parent.communicate(timeout=LIMIT_S)
+    assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
+    require_gone(pids)
