@@ -338,14 +338,14 @@ def test_ratios_are_to_the_policy_before_the_step_in_all_its_updates() -> None:
     with torch.no_grad():
         before = now(actor, batch)
     seen = []
-    actor_pass = learner._actor_pass
+    run = learner._passes.run
 
-    def watch(parts: Any) -> Any:
+    def watch(parts: Any, kl_coef: float, *, trains_actor: bool) -> Any:
         with torch.no_grad():
             seen.append(now(actor, batch))
-        return actor_pass(parts)
+        return run(parts, kl_coef, trains_actor=trains_actor)
 
-    learner._actor_pass = watch  # type: ignore[method-assign]
+    learner._passes.run = watch  # type: ignore[method-assign]
     stats = learner.train(batch)
     ratios = [(x - before).exp()[mask] for x in seen]
     assert ratios[0].max() == pytest.approx(1)

@@ -14,7 +14,7 @@ S = TypeVar("S", bound=Section)
 
 Settings: TypeAlias = Config | str | Path
 
-RESUMABLE = ("steps", "threads", "observe")
+RESUMABLE = ("steps", "threads", "observe", "pipeline")
 """Settings that a resumed run may change; any other would make it a different run."""
 
 ROWS = ("task.name", "task.split")

@@ -6,6 +6,7 @@ are refused here, at construction, before anything heavy is loaded.
 
 from stretto.config.algorithm import TRAITS, AlgorithmConfig, Traits
 from stretto.config.base import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section
+from stretto.config.pipeline import PipelineConfig
 from stretto.config.run import Config
 from stretto.config.schedule import PRESETS, ScheduleConfig
 from stretto.config.sections import (
@@ -40,6 +41,7 @@ __all__ = [
     "ObserveConfig",
     "OptimizerConfig",
     "PairsConfig",
+    "PipelineConfig",
     "PositiveInt",
     "RewardConfig",
     "RewardModelConfig",

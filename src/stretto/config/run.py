@@ -8,6 +8,7 @@ from pydantic import model_validator
 
 from stretto.config.algorithm import ONLY, AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
+from stretto.config.pipeline import PipelineConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
     CriticConfig,
@@ -43,6 +44,7 @@ class Config(Section):
     schedule: ScheduleConfig = ScheduleConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property
@@ -62,6 +64,11 @@ class Config(Section):
                 f"algorithm.old_policy = 'proximal' costs a forward pass and changes no gradient of "
                 f"'{a.name}' without a correction"
             )
+        unused = [
+            name for key in PipelineConfig.model_fields if self._is_set(name := f"pipeline.{key}")
+        ]
+        if unused and not self.pipeline.ranks:
+            remarks.append(f"without effect while pipeline.ranks is 0: {', '.join(unused)}")
         return remarks
 
     def _is_set(self, name: str) -> bool:
@@ -108,6 +115,8 @@ class Config(Section):
                 "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
             )
         self._check_algorithm()
+        if self.pipeline.ranks:
+            self._check_pipeline()
         return self
 
     def _check_algorithm(self) -> None:
@@ -129,4 +138,26 @@ class Config(Section):
             raise ValueError(
                 f"critic.freeze_steps = {self.critic.freeze_steps} trains the critic alone, and "
                 f"'{a.name}' has none; set it to 0"
+            )
+
+    def _check_pipeline(self) -> None:
+        p, t = self.pipeline, self.training
+        if not self.algorithm.traits.critic:
+            raise ValueError(
+                f"pipeline.ranks = {p.ranks} trains an actor and a critic in pipelines that fill "
+                f"each other's bubbles, and '{self.algorithm.name}' has no critic; set "
+                "pipeline.ranks = 0, or algorithm.name = 'ppo'"
+            )
+        if self.model.trust_remote_code:
+            raise ValueError(
+                f"pipeline.ranks = {p.ranks} sends stages of the model to other processes, which "
+                "cannot be done with model.trust_remote_code, as its code is known to this one "
+                "alone; set one of them to 0 or false"
+            )
+        needed, responses = p.micro_batches or p.multiple, self.rollout.batch // t.minibatches
+        if responses < needed:
+            raise ValueError(
+                f"a mini-batch has {responses} responses (rollout.batch / training.minibatches), "
+                f"and the pipelines ask for {needed} micro-batches; raise rollout.batch, or lower "
+                "training.minibatches or pipeline.micro_batches"
             )

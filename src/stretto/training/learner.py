@@ -8,45 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.algorithms import policy
-from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
+from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
-from stretto.algorithms.ppo import value_loss
 from stretto.algorithms.reductions import Tally, response_weights, token_weights
-from stretto.algorithms.registry import ALGORITHMS, prepare
+from stretto.algorithms.registry import prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.models.forward import (
-    by_token_budget,
     microbatches,
     output_head,
     response_hidden,
     response_tokens,
     token_budget,
 )
-from stretto.models.heads import apply_scalar_head
-from stretto.models.logits import token_logprobs
 from stretto.models.weights import fingerprint
 from stretto.training.collate import collate, describe, staleness
-from stretto.training.trained import TrainedModel
-from stretto.types import Batch, Rollout, Weights
+from stretto.training.losses import Losses, MicroBatch
+from stretto.training.passes import LocalPasses, Passes, Trained
+from stretto.types import Batch, Weights
 
 RATIO_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Root mean square log ratio on on-policy data that rounding alone explains, by compute type."""
-
-
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Some rollouts of a mini-batch, and what the losses need of them, in the same order."""
-
-    rollouts: Sequence[Rollout]
-    part: Part
 
 
 class PolicyLearner:
@@ -68,6 +55,7 @@ class PolicyLearner:
         reward_weights: factor of each reward source, by name.
         snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
             published. Needed for one that is generated or scored with while training goes on.
+        passes: makes the passes of mini-batches; without one they are made in this process.
 
     Raises:
         LearnerError: ``snapshots`` names another model.
@@ -75,12 +63,13 @@ class PolicyLearner:
 
     def __init__(
         self,
-        actor: TrainedModel,
-        critic: TrainedModel | None,
+        actor: Trained,
+        critic: Trained | None,
         config: Config,
         reward_weights: Mapping[str, float],
         *,
         snapshots: Collection[str] = (),
+        passes: Passes | None = None,
     ) -> None:
         self._actor, self._critic, self._config = actor, critic, config
         self._trained = {"actor": actor} | ({"critic": critic} if critic else {})
@@ -95,7 +84,10 @@ class PolicyLearner:
         self._head = output_head(actor.model)
         self._budget = token_budget(config.training.microbatch_tokens, actor.device)
         a = config.algorithm
-        self._algorithm = ALGORITHMS[a.name]
+        self._losses = Losses(a, config.rollout.temperature)
+        self._passes = passes or LocalPasses(
+            actor.model, critic.model if critic else None, self._head, self._losses, self._budget
+        )
         self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
         self._version, self._steps, self._moved = 0, 0, False
 
@@ -124,6 +116,7 @@ class PolicyLearner:
         t = self._config.training
         for _ in range(t.epochs * t.minibatches - len(parts)):
             self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
+        figures = self._passes.finish()
         self._steps += 1
         thawed = self._steps > self._config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
@@ -134,6 +127,7 @@ class PolicyLearner:
             **age,
             **experience.stats,
             **_averages(tally, len(parts)),
+            **figures,
             **{f"{names[m]}/grad_norm": norm / max(len(parts), 1) for m, norm in norms.items()},
             **lr,
         }
@@ -148,7 +142,7 @@ class PolicyLearner:
         self._version, self._moved = self._version + 1, False
         return {name: self._publish(name, trained) for name, trained in self._trained.items()}
 
-    def _publish(self, name: str, trained: TrainedModel) -> Weights:
+    def _publish(self, name: str, trained: Trained) -> Weights:
         # The fingerprint comes last, as it waits for the device: then the copies are there too.
         tensors = trained.snapshot() if name in self._snapshots else None
         return Weights(self._version, fingerprint(trained.model.named_parameters()), tensors)
@@ -180,19 +174,13 @@ class PolicyLearner:
         """Log-probs [B, T] of the policy as it is now."""
         logprobs = torch.zeros(mask.shape)
         for rows in microbatches(batch, self._budget):
-            here = mask[rows]
-            chosen, _ = self._forward([batch[row] for row in rows], here)
+            rollouts = [batch[row] for row in rows]
+            hidden = response_hidden(self._actor.model, rollouts)
+            targets = response_tokens(rollouts, hidden.device)
+            here = mask[rows].to(hidden.device)
+            chosen, _ = self._losses.logprobs(self._head, hidden, targets, here)
             logprobs[rows] = chosen.float().cpu()
         return logprobs
-
-    def _forward(self, rollouts: Sequence[Rollout], mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the responses, each as ``mask``, 0 outside it."""
-        hidden = response_hidden(self._actor.model, rollouts)
-        targets = response_tokens(rollouts, hidden.device)
-        both = token_logprobs(self._head, hidden, targets, self._config.rollout.temperature)
-        mask = mask.to(hidden.device)
-        logprobs, entropy = (flat.new_zeros(mask.shape).masked_scatter(mask, flat) for flat in both)
-        return logprobs, entropy
 
     def _minibatches(
         self, size: int, units: Sequence[Sequence[int]]
@@ -224,23 +212,21 @@ class PolicyLearner:
         check_ratio: bool,
     ) -> Tally:
         parts = self._microbatches(batch, units, experience)
-        tally = Tally()
+        thawed = self._steps >= self._config.critic.freeze_steps
+        tallies = self._passes.run(parts, self._kl.coef, trains_actor=thawed)
         if self._critic:
-            tally += self._critic_pass(self._critic, parts)
             norms["critic"] += self._critic.update()
-        if self._steps >= self._config.critic.freeze_steps:
-            actor_tally = self._actor_pass(parts)
+        if thawed:
             if check_ratio:
-                self._check_ratio(2 * actor_tally.sums["policy/approxkl_avg"].item())
+                self._check_ratio(2 * tallies["actor"].sums["policy/approxkl_avg"].item())
             norms["actor"] += self._actor.update()
             self._moved = True
-            tally += actor_tally
-        return tally
+        return sum(tallies.values(), Tally())
 
     def _microbatches(
         self, batch: Batch, units: Sequence[Sequence[int]], experience: Experience
     ) -> list[MicroBatch]:
-        """Split a mini-batch by token budget, units whole; weights count over all of it."""
+        """Split a mini-batch as the passes ask, units whole; weights count over all of it."""
         e, a = experience, self._config.algorithm
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
@@ -249,7 +235,7 @@ class PolicyLearner:
         means, of_responses = token_weights(mask, "token_mean"), response_weights(mask)
         longest = [max(batch[row].total_tokens for row in unit) * len(unit) for unit in units]
         parts = []
-        for chosen in by_token_budget(longest, self._budget):
+        for chosen in self._passes.divide(longest):
             rows = [row for i in chosen for row in units[i]]
             at = [place[row] for row in rows]
             part = Part(
@@ -263,43 +249,8 @@ class PolicyLearner:
                 returns=None if e.returns is None else e.returns[rows],
                 old_values=None if e.old_values is None else e.old_values[rows],
             )
-            parts.append(MicroBatch([batch[row] for row in rows], part.to(self._actor.device)))
+            parts.append(MicroBatch([batch[row] for row in rows], part))
         return parts
-
-    def _actor_pass(self, parts: Sequence[MicroBatch]) -> Tally:
-        """Gradients of the policy's losses, summed over micro-batches."""
-        tally = Tally()
-        with self._actor.training():
-            for p in parts:
-                logprobs, entropy = self._forward(p.rollouts, p.part.mask)
-                term = self._policy_losses(logprobs, entropy, p.part)
-                term.loss.backward()
-                tally += term.tally + policy.drift(logprobs, p.part)
-        return tally
-
-    def _policy_losses(self, logprobs: Tensor, entropy: Tensor, part: Part) -> LossTerm:
-        """The algorithm's loss, the entropy bonus, and the KL where it is in the loss."""
-        a = self._config.algorithm
-        term = self._algorithm.policy_loss(logprobs, part, a)
-        term += policy.entropy_bonus(entropy, part, a.entropy_coef)
-        if a.kl_place == "loss" and a.kl_coef:
-            term += policy.kl_penalty(logprobs, part, self._kl.coef, a.estimator)
-        return term
-
-    def _critic_pass(self, critic: TrainedModel, parts: Sequence[MicroBatch]) -> Tally:
-        """Gradients of the value loss, summed over micro-batches."""
-        tally, clip = Tally(), self._config.algorithm.value_clip
-        with critic.training():
-            for p in parts:
-                hidden = response_hidden(critic.model, p.rollouts)
-                values, mask = apply_scalar_head(critic.model, hidden), p.part.mask
-                assert p.part.old_values is not None
-                assert p.part.returns is not None
-                old, returns = p.part.old_values[mask], p.part.returns[mask]
-                term = value_loss(values, old, returns, p.part.weights[mask], clip)
-                term.loss.backward()
-                tally += term.tally
-        return tally
 
     def _check_ratio(self, mean_square: float) -> None:
         """Refuse on-policy data whose log ratios are not 0 within rounding."""

@@ -6,7 +6,8 @@ import math
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +28,82 @@ def _add_into(total: Tensor, part: Tensor) -> None:
         a.add_(b)
 
 
+@contextmanager
+def training_mode(model: nn.Module) -> Iterator[None]:
+    """Training mode for the time of a forward and backward pass.
+
+    It switches gradient checkpointing on, where asked for, and nothing else: dropout is zero
+    everywhere. Outside of it the same module generates, with a cache.
+    """
+    try:
+        try:
+            model.train()
+            yield
+        finally:
+            model.eval()
+    except BaseException:
+        model.eval()  # an interruption may have struck on the way there
+        raise
+
+
+def require_finite_norm(norm: float) -> None:
+    """Refuse gradients that would spoil the weights.
+
+    Raises:
+        LearnerError: their norm is not finite.
+    """
+    if not math.isfinite(norm):
+        raise LearnerError(
+            f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
+            "training.lr, or look at the rewards and ratios of the last steps"
+        )
+
+
 class _Snapshot(dict[str, Tensor]):
     """Copies of weights by name; a class of its own, as a plain dict takes no weak references."""
+
+
+class Snapshots:
+    """Copies of weights, whose memory is used again.
+
+    Args:
+        weights: by name.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+        self._taken: list[tuple[list[Tensor], weakref.ref[_Snapshot]]] = []
+
+    @torch.no_grad()
+    def take(self) -> Mapping[str, Tensor]:
+        """Copies of the weights as they are now, by name.
+
+        The memory of an earlier snapshot is written over once nobody holds its mapping any more,
+        so hold the mapping for as long as its tensors are read.
+        """
+        free = next((s for s in self._taken if s[1]() is None), None)
+        if free:
+            self._taken.remove(free)
+        tensors = free[0] if free else [torch.empty_like(w) for w in self._weights.values()]
+        torch._foreach_copy_(tensors, [*self._weights.values()])
+        taken = _Snapshot(zip(self._weights, tensors, strict=True))
+        self._taken.append((tensors, weakref.ref(taken)))
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The learning rate of a model over a run.
+
+    Attributes:
+        lr: its peak.
+        updates: over which the schedule runs.
+        warmup: updates over which it rises.
+    """
+
+    lr: float
+    updates: int
+    warmup: int
 
 
 class TrainedModel:
@@ -51,7 +126,7 @@ class TrainedModel:
         self._names = [n for n, _ in named]
         self._weights = [p for _, p in named]
         self._hooks: list[RemovableHandle] = []
-        self._snapshots: list[tuple[list[Tensor], weakref.ref[_Snapshot]]] = []
+        self._snapshots = Snapshots(dict(named))
         self._masters = [self._make_master(p) for p in self._weights]
         self._optimizer = torch.optim.AdamW(
             self._masters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
@@ -86,35 +161,36 @@ class TrainedModel:
         """Where the weights live."""
         return self._weights[0].device
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Training mode for the time of a forward and backward pass.
+    def training(self) -> AbstractContextManager[None]:
+        """Training mode of the model; see :func:`training_mode`."""
+        return training_mode(self.model)
 
-        It switches gradient checkpointing on, where asked for, and nothing else: dropout is zero
-        everywhere. Outside of it the same module generates, with a cache.
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Those collected since the last update, by the model's parameter names; to be changed in
+        place. A weight that no pass has reached has none.
         """
-        try:
-            try:
-                self.model.train()
-                yield
-            finally:
-                self.model.eval()
-        except BaseException:
-            self.model.eval()  # an interruption may have struck on the way there
-            raise
+        pairs = zip(self._names, self._masters, strict=True)
+        return {name: master.grad for name, master in pairs if master.grad is not None}
 
-    def update(self) -> float:
+    def discard(self) -> None:
+        """Forget the gradients collected since the last update."""
+        self._optimizer.zero_grad(set_to_none=False)
+
+    def update(self, norm: float | None = None) -> float:
         """One optimizer step on the gradients collected since the last; returns their norm.
+
+        Args:
+            norm: of the gradients of all stages, where the model is one stage of several.
 
         Raises:
             LearnerError: the norm is not finite; the weights are left as they were.
         """
-        norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip or math.inf))
-        if not math.isfinite(norm):
-            raise LearnerError(
-                f"the gradient norm is {norm}; stopping before it reaches the weights. Lower "
-                "training.lr, or look at the rewards and ratios of the last steps"
-            )
+        if norm is None:
+            norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip or math.inf))
+        else:
+            total = torch.tensor(norm, device=self.device)
+            nn.utils.clip_grads_with_norm_(self._masters, self._clip or math.inf, total)
+        require_finite_norm(norm)
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad(set_to_none=False)
@@ -128,21 +204,9 @@ class TrainedModel:
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler")
             self._schedule.step()
 
-    @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of the trained weights as they are now, by the model's parameter names.
-
-        The memory of an earlier snapshot is written over once nobody holds its mapping any more,
-        so hold the mapping for as long as its tensors are read.
-        """
-        free = next((s for s in self._snapshots if s[1]() is None), None)
-        if free:
-            self._snapshots.remove(free)
-        tensors = free[0] if free else [torch.empty_like(w) for w in self._weights]
-        torch._foreach_copy_(tensors, [*self._weights])
-        taken = _Snapshot(zip(self._names, tensors, strict=True))
-        self._snapshots.append((tensors, weakref.ref(taken)))
-        return taken
+        """Copies of the trained weights as they are now; see :meth:`Snapshots.take`."""
+        return self._snapshots.take()
 
     def close(self) -> None:
         """Leave the model to another trainer: no hooks of this one, and no gradients."""

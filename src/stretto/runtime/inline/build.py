@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,7 @@ from stretto.schedules.schedule import Schedule
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import Course, TrainedModel
 from stretto.training.warmup import warm_up
 from stretto.types import Rollout
 
@@ -105,13 +105,13 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         [*own, *model_scorers(config, reference, values, say)]
         for own, values in zip(rewards, place.critics, strict=True)
     ]
-    learner = _make_learner(config, actor, critic, place.snapshots)
+    learner, end_ranks = _make_learner(config, actor, critic, place.snapshots, stack)
     spans = Spans(RealClock())
     schedule = Schedule(
         prompts.next,
         place.generators(spans),
         place.seats(judges, models, spans),
-        place.learner(learner, spans),
+        place.learner(learner, spans, end_ranks),
         controls(config, place.migrating(config)),
         RealClock(),
         spans,
@@ -178,16 +178,43 @@ def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[R
 
 
 def _make_learner(
-    config: Config, actor: nn.Module, critic: nn.Module | None, snapshots: Sequence[str]
-) -> PolicyLearner:
+    config: Config,
+    actor: nn.Module,
+    critic: nn.Module | None,
+    snapshots: Sequence[str],
+    stack: ExitStack,
+) -> tuple[PolicyLearner, Callable[[], None] | None]:
+    """The learner, and what ends the ranks that train for it, where there are any."""
     t = config.training
     per_step = t.epochs * t.minibatches
     updates, warmup = config.steps * per_step, t.warmup_steps * per_step
     frozen = min(config.critic.freeze_steps, config.steps) * per_step
-    return PolicyLearner(
-        TrainedModel(actor, t.lr, t, updates=updates - frozen, warmup=warmup),
-        TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup) if critic else None,
-        config,
-        config.reward.factors,
-        snapshots=snapshots,
+    of_actor, of_critic = (
+        Course(t.lr, updates - frozen, warmup),
+        Course(t.critic_lr, updates, warmup),
+    )
+    factors = config.reward.factors
+    if not config.pipeline.ranks or critic is None:
+        learner = PolicyLearner(
+            _trained(actor, of_actor, config),
+            _trained(critic, of_critic, config) if critic else None,
+            config,
+            factors,
+            snapshots=snapshots,
+        )
+        return learner, None
+    # Imported here, as planning brings a compiler that nothing else needs.
+    from stretto.training import pipelined
+
+    staged = pipelined.start(actor, critic, config, {"actor": of_actor, "critic": of_critic})
+    stack.callback(staged.ranks.close)
+    learner = PolicyLearner(
+        staged.actor, staged.critic, config, factors, snapshots=snapshots, passes=staged.passes
+    )
+    return learner, staged.ranks.close
+
+
+def _trained(model: nn.Module, course: Course, config: Config) -> TrainedModel:
+    return TrainedModel(
+        model, course.lr, config.training, updates=course.updates, warmup=course.warmup
     )

@@ -92,6 +92,7 @@ class Placement:
         ]
         self._hosts = hosts_scorers(config)
         self._judges: Sequence[Judge] = ()
+        self._end_ranks: Callable[[], None] = lambda: None
         self._generating = with_own_weights(actor) if self._lagging else actor
         rows = most_in_flight(config)
         self.engines = [
@@ -159,8 +160,18 @@ class Placement:
             seats += [Seat(InlineScorer(scorer, on, tracer), host) for scorer in scorers]
         return seats
 
-    def learner(self, learner: PlainLearner, tracer: Tracer) -> InlineLearner:
-        """The learner."""
+    def learner(
+        self, learner: PlainLearner, tracer: Tracer, end_ranks: Callable[[], None] | None = None
+    ) -> InlineLearner:
+        """The learner.
+
+        Args:
+            learner: trains in this process, or has ranks train.
+            tracer: gets its spans.
+            end_ranks: ends the processes that it waits for, if there are any, at work or not.
+        """
+        if end_ranks is not None:
+            self._end_ranks = end_ranks
         return InlineLearner(learner, self._lanes["learner"][0], tracer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,6 +202,7 @@ class Placement:
             lane.interrupt()
         for judge in self._judges:  # a lane that waits for one cannot be interrupted
             judge.close()
+        self._end_ranks()  # likewise
         until_s = time.monotonic() + PATIENCE_S
         ended = [lane.join(max(until_s - time.monotonic(), 0.0)) for lane in lanes]
         return all(ended)

@@ -1,0 +1,96 @@
+"""What is made of a model's last hidden states: the losses of a micro-batch, and their figures.
+
+They are the same wherever the passes are made: in one process, or on the last stage of a pipeline.
+
+Shapes: b responses and T columns of a micro-batch; N its response tokens, flattened; H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from stretto.algorithms import policy
+from stretto.algorithms.experience import LossTerm, Part
+from stretto.algorithms.ppo import value_loss
+from stretto.algorithms.registry import ALGORITHMS
+from stretto.config import AlgorithmConfig
+from stretto.models.heads import apply_scalar_head
+from stretto.models.logits import OutputHead, token_logprobs
+from stretto.types import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rollouts of a mini-batch, and what the losses need of them, in the same order."""
+
+    rollouts: Sequence[Rollout]
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The losses of a run.
+
+    Attributes:
+        algorithm: its settings.
+        temperature: that responses are sampled at.
+    """
+
+    algorithm: AlgorithmConfig
+    temperature: float
+
+    def logprobs(
+        self, head: OutputHead, hidden: Tensor, targets: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of response tokens.
+
+        Args:
+            head: of the actor.
+            hidden: [N, H], at the positions that predict the response tokens.
+            targets: [N], the response tokens.
+            mask: [b, T] bool, true where there is a response token.
+
+        Returns:
+            each [b, T], 0 outside the mask.
+        """
+        both = token_logprobs(head, hidden, targets, self.temperature)
+        logprobs, entropy = (flat.new_zeros(mask.shape).masked_scatter(mask, flat) for flat in both)
+        return logprobs, entropy
+
+    def of_actor(
+        self, head: OutputHead, hidden: Tensor, targets: Tensor, part: Part, kl_coef: float
+    ) -> LossTerm:
+        """The algorithm's loss, the entropy bonus, and the KL where it is in the loss.
+
+        Args:
+            head, hidden, targets: as in :meth:`logprobs`.
+            part: the rows.
+            kl_coef: the present beta.
+
+        Returns:
+            the loss; among its figures, how far the policy is from the old one.
+        """
+        a = self.algorithm
+        logprobs, entropy = self.logprobs(head, hidden, targets, part.mask)
+        term = ALGORITHMS[a.name].policy_loss(logprobs, part, a)
+        term += policy.entropy_bonus(entropy, part, a.entropy_coef)
+        if a.kl_place == "loss" and a.kl_coef:
+            term += policy.kl_penalty(logprobs, part, kl_coef, a.estimator)
+        return LossTerm(term.loss, term.tally + policy.drift(logprobs, part))
+
+    def of_critic(self, critic: nn.Module, hidden: Tensor, part: Part) -> LossTerm:
+        """The value loss.
+
+        Args:
+            critic: has the scalar head.
+            hidden: [N, H], of the states before each response token.
+            part: the rows, with returns and old values.
+        """
+        values, mask = apply_scalar_head(critic, hidden), part.mask
+        assert part.old_values is not None
+        assert part.returns is not None
+        old, returns = part.old_values[mask], part.returns[mask]
+        return value_loss(values, old, returns, part.weights[mask], self.algorithm.value_clip)

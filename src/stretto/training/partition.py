@@ -1,0 +1,140 @@
+"""What passes between a whole model and its stages: micro-batches as tensors, and state by names.
+
+Shapes: b responses and T columns of a micro-batch, L padded tokens; N response tokens, flattened;
+H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.algorithms.experience import Part
+from stretto.models.forward import by_token_budget, pad_right, response_tokens
+from stretto.training.losses import MicroBatch
+
+Names = Mapping[str, str]
+"""A stage's names of trained parameters, in its order, to those in the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedBatch:
+    """A micro-batch as stages take it.
+
+    Attributes:
+        tokens: [b, L] ids of prompts and responses, right-padded; the last response token is never
+            an input, as nothing is predicted from it.
+        rows, positions: [N], where the state that predicts each response token is.
+        targets: [N], the response tokens.
+        part: what the losses need besides.
+    """
+
+    tokens: Tensor
+    rows: Tensor
+    positions: Tensor
+    targets: Tensor
+    part: Part
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch) -> PaddedBatch:
+        """From rollouts, on the CPU."""
+        cpu, rollouts = torch.device("cpu"), micro_batch.rollouts
+        places = [
+            (row, len(r.prompt.tokens) - 1 + t)
+            for row, r in enumerate(rollouts)
+            for t in range(len(r))
+        ]
+        at = torch.tensor(places, dtype=torch.long).reshape(-1, 2)
+        return cls(
+            tokens=pad_right([[*r.prompt.tokens, *r.tokens[:-1]] for r in rollouts], cpu),
+            rows=at[:, 0].clone(),
+            positions=at[:, 1].clone(),
+            targets=response_tokens(rollouts, cpu),
+            part=micro_batch.part.to(cpu),
+        )
+
+    def at_responses(self, hidden: Tensor) -> Tensor:
+        """Of hidden states [b, L, H] those that predict response tokens: [N, H]."""
+        return hidden[self.rows.to(hidden.device), self.positions.to(hidden.device)]
+
+
+def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Just ``count`` micro-batches, the largest of them as small as it can be.
+
+    Neighbours in length go together, as in :func:`~stretto.models.forward.by_token_budget`.
+
+    Args:
+        tokens: of each sequence; at least ``count`` sequences.
+        count: of micro-batches.
+
+    Returns:
+        Indices into ``tokens``, longest sequences first.
+    """
+    low, high = 1, max(tokens) * len(tokens)
+    while low < high:
+        budget = (low + high) // 2
+        if len(by_token_budget(tokens, budget)) <= count:
+            high = budget
+        else:
+            low = budget + 1
+    groups = by_token_budget(tokens, low)
+    while len(groups) < count:  # where sequences of one length take a step of several groups
+        largest = max(
+            (i for i, group in enumerate(groups) if len(group) > 1),
+            key=lambda i: tokens[groups[i][0]] * len(groups[i]),
+        )
+        group = groups[largest]
+        groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
+    return groups
+
+
+def whole_state(
+    states: Iterable[tuple[Names, Mapping[str, Any]]], order: Sequence[str]
+) -> dict[str, Any]:
+    """The state of the whole model's trainer from those of its stages' trainers.
+
+    Args:
+        states: of each stage's :class:`~stretto.training.trained.TrainedModel`, with its names.
+        order: names of the whole model's trained parameters, as it lists them.
+    """
+    masters: dict[str, Tensor] = {}
+    moments: dict[str, Any] = {}
+    last: Mapping[str, Any] = {}
+    for names, last in states:
+        held = last["optimizer"]["state"]
+        for number, (own, name) in enumerate(names.items()):
+            masters[name] = last["masters"][own]
+            if number in held:
+                moments[name] = held[number]
+    (group,) = last["optimizer"]["param_groups"]
+    return {
+        "masters": {name: masters[name] for name in order},
+        "optimizer": {
+            "state": {i: moments[name] for i, name in enumerate(order) if name in moments},
+            "param_groups": [{**group, "params": list(range(len(order)))}],
+        },
+        "schedule": last["schedule"],
+    }
+
+
+def stage_state(state: Mapping[str, Any], order: Sequence[str], names: Names) -> dict[str, Any]:
+    """The state of a stage's trainer out of that of the whole model's; see :func:`whole_state`."""
+    number = {name: i for i, name in enumerate(order)}
+    moments = state["optimizer"]["state"]
+    (group,) = state["optimizer"]["param_groups"]
+    return {
+        "masters": {own: state["masters"][name] for own, name in names.items()},
+        "optimizer": {
+            "state": {
+                i: moments[number[name]]
+                for i, name in enumerate(names.values())
+                if number[name] in moments
+            },
+            "param_groups": [{**group, "params": list(range(len(names)))}],
+        },
+        "schedule": state["schedule"],
+    }

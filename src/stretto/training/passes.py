@@ -1,0 +1,164 @@
+"""Forward and backward passes of a mini-batch, behind one small interface.
+
+The learner divides a mini-batch as its passes ask, has them leave gradients in the models, and
+updates these. Whether the passes are made in this process (:class:`LocalPasses`) or by ranks that
+hold stages of the models (:class:`~stretto.training.pipelined.PipelinedPasses`) it does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stretto.algorithms.reductions import Tally
+from stretto.models.forward import by_token_budget, response_hidden, response_tokens
+from stretto.models.logits import OutputHead
+from stretto.training.losses import Losses, MicroBatch
+from stretto.training.trained import training_mode
+from stretto.types import Stats
+
+
+class Trained(Protocol):
+    """A model under training, as the learner sees it."""
+
+    model: nn.Module
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where :attr:`model` lives."""
+        ...
+
+    def update(self) -> float:
+        """One optimizer step on the gradients collected since the last; returns their norm.
+
+        Raises:
+            LearnerError: the norm is not finite; the weights are left as they were.
+        """
+        ...
+
+    def skip(self) -> None:
+        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Copies of the model's trained weights, by parameter name."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters, AdamW's moments and the schedule's position, of the whole model."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        ...
+
+
+class Passes(Protocol):
+    """Makes the passes of mini-batches."""
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Micro-batches of a mini-batch.
+
+        Args:
+            tokens: of each unit, padding within it counted.
+
+        Returns:
+            Indices into ``tokens``, each once.
+        """
+        ...
+
+    def run(
+        self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Tally]:
+        """Leave the gradients of the losses, summed over micro-batches, in the models.
+
+        Args:
+            parts: the micro-batches.
+            kl_coef: the present beta.
+            trains_actor: whether the actor gets gradients, too.
+
+        Returns:
+            Figures by the name of the model.
+        """
+        ...
+
+    def finish(self) -> Stats:
+        """The step's last update is made: have the whole models hold the new weights.
+
+        Returns:
+            Figures of the step's passes.
+        """
+        ...
+
+
+class LocalPasses:
+    """Passes in this process, a micro-batch after the other, critic before actor.
+
+    Args:
+        actor, critic: the models; ``None`` for algorithms without a critic.
+        head: the actor's.
+        losses: of the run.
+        budget: tokens of a micro-batch, padding counted.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        head: OutputHead,
+        losses: Losses,
+        budget: int,
+    ) -> None:
+        self._actor, self._critic, self._head = actor, critic, head
+        self._losses, self._budget = losses, budget
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See :class:`Passes`: by token budget."""
+        return by_token_budget(tokens, self._budget)
+
+    def run(
+        self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Tally]:
+        """See :class:`Passes`."""
+        device = self._head.weight.device
+        parts = [replace(p, part=p.part.to(device)) for p in parts]
+        tallies = {}
+        if self._critic is not None:
+            tallies["critic"] = self._critic_pass(self._critic, parts)
+        if trains_actor:
+            tallies["actor"] = self._actor_pass(parts, kl_coef)
+        return tallies
+
+    def finish(self) -> Stats:
+        """See :class:`Passes`: the models are the ones that were updated."""
+        return {}
+
+    def _actor_pass(self, parts: Sequence[MicroBatch], kl_coef: float) -> Tally:
+        tally = Tally()
+        with training_mode(self._actor):
+            for p in parts:
+                hidden = response_hidden(self._actor, p.rollouts)
+                targets = response_tokens(p.rollouts, hidden.device)
+                term = self._losses.of_actor(self._head, hidden, targets, p.part, kl_coef)
+                term.loss.backward()
+                tally += term.tally
+        return tally
+
+    def _critic_pass(self, critic: nn.Module, parts: Sequence[MicroBatch]) -> Tally:
+        tally = Tally()
+        with training_mode(critic):
+            for p in parts:
+                hidden = response_hidden(critic, p.rollouts)
+                term = self._losses.of_critic(critic, hidden, p.part)
+                term.loss.backward()
+                tally += term.tally
+        return tally

@@ -1,0 +1,329 @@
+"""Training through fused pipelines, as the learner sees it: models in stages on other processes.
+
+This process keeps both models whole: it generates, scores and saves with them. The ranks hold the
+stages that are trained, with their masters and AdamW. A mini-batch goes to them as tensors, figures
+and norms come back, and at the end of a step the new weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stretto.algorithms.reductions import Tally
+from stretto.config import Config, PipelineConfig
+from stretto.errors import ConfigError, LearnerError
+from stretto.models.forward import by_token_budget, token_budget
+from stretto.pipelines.executor.executor import Layout, Name, Timings
+from stretto.pipelines.executor.profile import makespan_us, profile
+from stretto.pipelines.executor.ranks import Ranks
+from stretto.pipelines.executor.stages import Stage, check_cut, cut
+from stretto.training.losses import Losses, MicroBatch
+from stretto.training.partition import (
+    Names,
+    PaddedBatch,
+    into_micro_batches,
+    stage_state,
+    whole_state,
+)
+from stretto.training.planner import Planner
+from stretto.training.stages import StageTrainer
+from stretto.training.trained import Course, Snapshots, require_finite_norm
+from stretto.types import Stats
+
+MEASURED_RUN = 2
+"""The mini-batch whose latencies are measured; the first is slow for reasons of its own."""
+
+
+class StagedModel:
+    """A model whose stages are trained by ranks; see :class:`~stretto.training.passes.Trained`.
+
+    State: that of the stages' trainers, put together as that of the whole model's would be: so a
+    run can be resumed with another number of ranks, or without any.
+
+    Args:
+        name: ``actor`` or ``critic``.
+        model: whole, in this process.
+        ranks: hold its stages.
+        names: of the stages' trained parameters, by rank.
+    """
+
+    def __init__(self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names]) -> None:
+        self.model = model
+        self._name, self._ranks, self._names = name, ranks, names
+        self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._snapshots = Snapshots(self._weights)
+        self._lr = float(ranks.call("lr", name)[0])
+        self._behind = False
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self._lr
+
+    @property
+    def device(self) -> torch.device:
+        """Where the whole model lives."""
+        return next(iter(self._weights.values())).device
+
+    def update(self) -> float:
+        """One optimizer step on the ranks; the whole model follows with :meth:`fetch`.
+
+        Raises:
+            LearnerError: the norm is not finite; the weights are left as they were.
+            RankError: a rank failed.
+        """
+        norm, self._lr = self._ranks.call("update", self._name)[0]
+        self._behind = True
+        require_finite_norm(norm)
+        return float(norm)
+
+    def skip(self) -> None:
+        """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
+        self._lr = float(self._ranks.call("skip", self._name)[0])
+
+    def snapshot(self) -> Mapping[str, Tensor]:
+        """Copies of the trained weights; see :meth:`~stretto.training.trained.Snapshots.take`."""
+        return self._snapshots.take()
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Have the whole model hold the weights of its stages, if these have changed."""
+        if not self._behind:
+            return
+        new: dict[str, Tensor] = {}
+        for names, weights in self._of_stages("weights"):
+            new |= {names[own]: weight for own, weight in weights.items()}
+        # At once: an interruption leaves the weights of one step or of the next.
+        torch._foreach_copy_([*self._weights.values()], [new[n] for n in self._weights])
+        self._behind = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return whole_state(self._of_stages("state"), [*self._weights])
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        order = [*self._weights]
+        parts = [(self._name, stage_state(state, order, names)) for names in self._names]
+        self._lr = float(self._ranks.call_each("load", parts)[0])
+        self._behind = True
+        self.fetch()
+
+    def _of_stages(self, method: str) -> list[tuple[Names, Mapping[str, Any]]]:
+        """What each stage says, of one pipeline: all hold the same."""
+        said = self._ranks.call(method, self._name)
+        return [(n, s) for n, s in zip(self._names, said, strict=True) if s is not None]
+
+
+class PipelinedPasses:
+    """Passes of both models at once, by a schedule; see :class:`~stretto.training.passes.Passes`.
+
+    Latencies are measured in the second mini-batch, and schedules made anew for them.
+
+    Args:
+        ranks: make them.
+        models: are trained.
+        planner: makes the schedules.
+        layout: of the pipelines.
+        config: how to divide mini-batches.
+        budget: tokens of a micro-batch, where the settings do not say how many there are.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        models: Sequence[StagedModel],
+        planner: Planner,
+        layout: Layout,
+        config: PipelineConfig,
+        budget: int,
+    ) -> None:
+        self._ranks, self._models, self._planner = ranks, models, planner
+        self._layout, self._config, self._budget = layout, config, budget
+        self._runs = 0
+        self._ran: list[_Ran] = []
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See :class:`~stretto.training.passes.Passes`: pipelines get equally many, of like sizes.
+
+        Raises:
+            LearnerError: too few responses are left for every pipeline to get one.
+        """
+        share = self._config.multiple
+        if len(tokens) < share:
+            raise LearnerError(
+                f"a mini-batch needs {share} responses, so that every pipeline gets as many "
+                f"micro-batches, and {len(tokens)} were left; see why responses were dropped, or "
+                "lower training.minibatches"
+            )
+        wanted = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
+        count = min(-(-wanted // share), len(tokens) // share) * share
+        groups = into_micro_batches(tokens, count)
+        # Pipelines take consecutive parts of the list: the long ones are dealt out.
+        return [group for i in range(share) for group in groups[i::share]]
+
+    def run(
+        self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Tally]:
+        """See :class:`~stretto.training.passes.Passes`.
+
+        Raises:
+            RankError: a rank failed.
+        """
+        plan = self._planner.plan(len(parts))
+        batches = [PaddedBatch.of(part) for part in parts]
+        said: list[tuple[Timings, Mapping[Name, Tally]]] = self._ranks.call(
+            "run", plan.schedule, plan.problem, batches, kl_coef, trains_actor
+        )
+        timings = [times for times, _ in said]
+        self._runs += 1
+        self._ran.append(_Ran.of(timings, plan.predicted_us))
+        if self._runs == MEASURED_RUN:
+            kept = self._ranks.call("saved_bytes", batches[0])
+            self._planner.measure(profile(self._layout, timings, kept))
+        names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
+        return {name: sum((tally[name] for _, tally in said), Tally()) for name in names}
+
+    def finish(self) -> Stats:
+        """See :class:`~stretto.training.passes.Passes`.
+
+        Returns:
+            ``pipeline/step_s`` (seconds of all passes of the step, from the first task of each
+            mini-batch to its last), ``pipeline/bubble_fraction`` (share of the ranks' time in which
+            they waited), and, once latencies are measured, ``pipeline/predicted_s`` (what the
+            schedules were to take).
+        """
+        for model in self._models:
+            model.fetch()
+        ran, self._ran = self._ran, []
+        if not ran:
+            return {}
+        step_s = sum(r.makespan_s for r in ran)
+        stats = {
+            "pipeline/step_s": step_s,
+            "pipeline/bubble_fraction": 1 - sum(r.busy_s for r in ran) / step_s,
+        }
+        predicted_s = [r.predicted_s for r in ran if r.predicted_s is not None]
+        if len(predicted_s) == len(ran):
+            stats["pipeline/predicted_s"] = sum(predicted_s)
+        return stats
+
+
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A mini-batch's passes: how long they took, of that how long a rank worked on average, and how
+    long they were to take.
+    """
+
+    makespan_s: float
+    busy_s: float
+    predicted_s: float | None
+
+    @classmethod
+    def of(cls, timings: Sequence[Timings], predicted_us: int | None) -> _Ran:
+        busy_s = sum(e - s for t in timings for s, e in zip(t.start, t.end, strict=True))
+        return cls(
+            makespan_us(timings) / 1e6,
+            busy_s / len(timings),
+            None if predicted_us is None else predicted_us / 1e6,
+        )
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Everything of a run that trains through pipelines.
+
+    Attributes:
+        ranks: the processes.
+        actor, critic: the models, as the learner updates them.
+        passes: what the learner has make its passes.
+    """
+
+    ranks: Ranks
+    actor: StagedModel
+    critic: StagedModel
+    passes: PipelinedPasses
+
+
+def start(
+    actor: nn.Module, critic: nn.Module, config: Config, courses: Mapping[Name, Course]
+) -> Pipelines:
+    """Cut the models, start the ranks, and give each its stages.
+
+    Args:
+        actor, critic: whole; they stay in this process, and follow what the ranks learn.
+        config: of the run, with ``pipeline.ranks`` above 0.
+        courses: learning rates, by model.
+
+    Raises:
+        ConfigError: there are fewer GPUs than ranks.
+        ModelError: a model cannot be cut into so many stages.
+        RankError: a rank could not start.
+    """
+    p, t = config.pipeline, config.training
+    models: dict[Name, nn.Module] = {"actor": actor, "critic": critic}
+    device = next(actor.parameters()).device
+    _check_devices(device, p.ranks)
+    for name, model in models.items():
+        check_cut(model, p.stages(name))
+    layout = layout_of(p)
+    losses = Losses(config.algorithm, config.rollout.temperature)
+    ranks = Ranks(
+        p.ranks,
+        StageTrainer,
+        (layout, losses, t, courses, device.type),
+        backend="nccl" if device.type == "cuda" else "gloo",
+        threads=max(_threads(config) // p.ranks, 1),
+    )
+    try:
+        stages = {
+            name: [cut(model, p.stages(name), layout.place(name, r)[1]) for r in range(p.ranks)]
+            for name, model in models.items()
+        }
+        ranks.call_each("hold", list(zip(stages["actor"], stages["critic"], strict=True)))
+        staged = {
+            name: StagedModel(name, model, ranks, [_trained_names(s) for s in stages[name]])
+            for name, model in models.items()
+        }
+        parameters = {name: sum(w.numel() for w in m.parameters()) for name, m in models.items()}
+        planner = Planner(p, parameters, config.seed)
+        budget = token_budget(t.microbatch_tokens, device)
+        passes = PipelinedPasses(ranks, [*staged.values()], planner, layout, p, budget)
+        return Pipelines(ranks, staged["actor"], staged["critic"], passes)
+    except BaseException:
+        ranks.close()
+        raise
+
+
+def layout_of(config: PipelineConfig) -> Layout:
+    """Where each stage is."""
+    return Layout(
+        actor_stages=config.stages("actor"),
+        actor_pipelines=config.pipelines("actor"),
+        critic_stages=config.stages("critic"),
+        critic_pipelines=config.pipelines("critic"),
+    )
+
+
+def _trained_names(stage: Stage) -> Names:
+    return {own: stage.names[own] for own, p in stage.named_parameters() if p.requires_grad}
+
+
+def _threads(config: Config) -> int:
+    """CPU threads of training, over all ranks."""
+    if config.schedule.threads:
+        return config.schedule.threads[-1]
+    return config.threads or torch.get_num_threads()
+
+
+def _check_devices(device: torch.device, ranks: int) -> None:
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        raise ConfigError(
+            f"pipeline.ranks = {ranks} needs as many GPUs, and there are "
+            f"{torch.cuda.device_count()}; lower it, or set model.device = 'cpu'"
+        )

@@ -1,0 +1,116 @@
+"""Which schedule a mini-batch runs by, and the latencies that it is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stretto.config import PipelineConfig
+from stretto.pipelines.evaluate import evaluate
+from stretto.pipelines.executor.executor import Name
+from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.solve import solve
+
+GUESSED_TICKS = 1000
+"""Of a forward of the larger model's stages, before anything is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a mini-batch runs.
+
+    Attributes:
+        problem: that the schedule was made for.
+        schedule: it.
+        predicted_us: microseconds that it takes by the measured latencies; ``None`` before there
+            are any.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    predicted_us: int | None
+
+
+class Planner:
+    """Schedules, one for each number of micro-batches, made when it first comes.
+
+    Before latencies are measured all stages of a model count alike, in proportion to its
+    parameters, and a backward as two forwards.
+
+    Args:
+        config: how to schedule.
+        parameters: of each model.
+        seed: of the search.
+    """
+
+    def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
+        self._config, self._seed = config, seed
+        self._plans: dict[int, Plan] = {}
+        self._measured = False
+        largest = max(parameters[m] / config.stages(m) for m in ("actor", "critic"))
+        self._problem = Problem(
+            self._guess("actor", parameters["actor"] / largest),
+            self._guess("critic", parameters["critic"] / largest),
+        )
+
+    @property
+    def measured(self) -> bool:
+        """Whether :meth:`measure` has been called."""
+        return self._measured
+
+    def measure(self, problem: Problem) -> None:
+        """Plan by these latencies, in microseconds, from now on."""
+        self._problem, self._measured = problem, True
+        self._plans.clear()
+
+    def plan(self, micro_batches: int) -> Plan:
+        """The schedule of so many micro-batches of each model, over all its pipelines."""
+        if micro_batches not in self._plans:
+            self._plans[micro_batches] = self._make(micro_batches)
+        return self._plans[micro_batches]
+
+    def _make(self, micro_batches: int) -> Plan:
+        actor, critic = (
+            replace(side, micro_batches=micro_batches // side.pipelines)
+            for side in self._problem.sides
+        )
+        problem = Problem(actor, critic)
+        if self._config.schedule == "serial":
+            schedule = serial(problem)
+        else:
+            schedule = solve(problem, seconds=self._config.seconds, seed=self._seed).schedule
+        latency = evaluate(problem, schedule).latency
+        return Plan(problem, schedule, latency if self._measured else None)
+
+    def _guess(self, model: Name, parameters: float) -> Side:
+        """A model's side of the problem; ``parameters`` relative to the larger stages'."""
+        stages = self._config.stages(model)
+        forward = max(round(GUESSED_TICKS * parameters / stages), 1)
+        return Side.of(
+            stages,
+            self._config.pipelines(model),
+            1,
+            forward=forward,
+            backward=2 * forward,
+            activation=forward,
+        )
+
+
+def serial(problem: Problem) -> Schedule:
+    """1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2).
+
+    A device that has ended the actor's part goes on with the critic's at once.
+    """
+    words = []
+    for device in range(problem.devices):
+        word: list[str] = []
+        for first, side in ((0, problem.actor), (problem.actor.pipelines, problem.critic)):
+            pipeline, place = divmod(device, side.stages)
+            ahead = place if first else side.stages - 1 - place  # stages behind this one
+            ahead = min(ahead, side.micro_batches)
+            forward, backward = f"{first + pipeline}F", f"{first + pipeline}B"
+            word += [forward] * ahead
+            word += [forward, backward] * (side.micro_batches - ahead) + [backward] * ahead
+        words.append(tuple(word))
+    return Schedule(tuple(words))

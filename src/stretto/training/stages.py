@@ -1,0 +1,172 @@
+"""What a rank does in training: it holds a stage of each model, its masters and its AdamW."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.algorithms.experience import LossTerm
+from stretto.algorithms.reductions import Tally
+from stretto.config import OptimizerConfig
+from stretto.pipelines.executor.executor import Executor, Layout, Name, Timings, Work
+from stretto.pipelines.executor.stages import Stage
+from stretto.pipelines.problem import Problem
+from stretto.pipelines.schedule import Schedule
+from stretto.training.losses import Losses
+from stretto.training.partition import PaddedBatch
+from stretto.training.trained import Course, TrainedModel
+
+
+class StageTrainer:
+    """A rank's part of the training of both models; made in the rank's process.
+
+    State: that of the trainers of its two stages.
+
+    Args:
+        rank: which of the process group.
+        layout: where each stage is.
+        losses: of the run, for last stages.
+        optimizer: settings of AdamW.
+        courses: learning rates, by model.
+        device_type: ``cpu``, or ``cuda`` for the GPU of the rank's number.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        layout: Layout,
+        losses: Losses,
+        optimizer: OptimizerConfig,
+        courses: Mapping[Name, Course],
+        device_type: str,
+    ) -> None:
+        self._rank, self._layout, self._losses = rank, layout, losses
+        self._optimizer, self._courses = optimizer, courses
+        self._device = torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu")
+        self._stages: dict[Name, Stage] = {}
+        self._trained: dict[Name, TrainedModel] = {}
+
+    def hold(self, actor: Stage, critic: Stage) -> None:
+        """Take the stages to train."""
+        stages: dict[Name, Stage] = {"actor": actor, "critic": critic}
+        for name, stage in stages.items():
+            course = self._courses[name]
+            self._stages[name] = stage.to(self._device)
+            self._trained[name] = TrainedModel(
+                self._stages[name],
+                course.lr,
+                self._optimizer,
+                updates=course.updates,
+                warmup=course.warmup,
+            )
+        self._executor = Executor(actor, critic, self._layout, self._device)
+
+    def run(
+        self,
+        schedule: Schedule,
+        problem: Problem,
+        batches: Sequence[PaddedBatch],
+        kl_coef: float,
+        trains_actor: bool,
+    ) -> tuple[Timings, Mapping[Name, Tally]]:
+        """The passes of a mini-batch; gradients add up in the stages.
+
+        Where the actor is not to be trained its passes are made all the same, and its gradients
+        discarded: fused schedules are of both models, and steps of a frozen actor are few.
+
+        Returns:
+            When this rank did what, and figures of the micro-batches whose last stage it holds.
+        """
+        tallies: dict[Name, Tally] = {"actor": Tally(), "critic": Tally()}
+
+        def work(name: Name, batch: PaddedBatch) -> Work:
+            def loss(hidden: Tensor) -> Tensor:
+                term = self._loss(name, batch, hidden, kl_coef)
+                tallies[name] += term.tally
+                return term.loss
+
+            return Work(batch.tokens.to(self._device), loss)
+
+        with self._trained["actor"].training(), self._trained["critic"].training():
+            timings = self._executor.run(
+                schedule,
+                [work("actor", batch) for batch in batches],
+                [work("critic", batch) for batch in batches],
+                problem,
+            )
+        if not trains_actor:
+            self._trained["actor"].discard()
+        return timings, {name: _on_cpu(tally) for name, tally in tallies.items()}
+
+    def _loss(self, name: Name, batch: PaddedBatch, hidden: Tensor, kl_coef: float) -> LossTerm:
+        stage, part = self._stages[name], batch.part.to(self._device)
+        chosen = batch.at_responses(hidden)
+        if name == "critic":
+            return self._losses.of_critic(stage, chosen, part)
+        targets = batch.targets.to(self._device)
+        return self._losses.of_actor(stage.head, chosen, targets, part, kl_coef)
+
+    def saved_bytes(self, batch: PaddedBatch) -> tuple[int, int]:
+        """What the stages of actor and critic keep of a micro-batch until its backward."""
+        work = Work(batch.tokens.to(self._device), Tensor.sum)
+        with self._trained["actor"].training(), self._trained["critic"].training():
+            kept = [self._executor.saved_bytes(name, work) for name in self._stages]
+        return kept[0], kept[1]
+
+    def update(self, name: Name) -> tuple[float, float]:
+        """One optimizer step of a model, unless the norm of its gradients is not finite.
+
+        Returns:
+            That norm, over all stages, and the learning rate of the next update.
+        """
+        trained, names = self._trained[name], self._stages[name].names
+        gradients = {names[own]: grad for own, grad in trained.gradients().items()}
+        self._executor.reduce(name, gradients)
+        norm = self._executor.norm(name, gradients)
+        if math.isfinite(norm):
+            trained.update(norm)
+        return norm, trained.lr
+
+    def skip(self, name: Name) -> float:
+        """Let an update go by; the learning rate of the next one."""
+        self._trained[name].skip()
+        return self._trained[name].lr
+
+    def lr(self, name: Name) -> float:
+        """The learning rate of a model's next update."""
+        return self._trained[name].lr
+
+    def weights(self, name: Name) -> Mapping[str, Tensor] | None:
+        """The stage's trained weights by its own names."""
+        return self._of_first_pipeline(
+            name, lambda trained: {n: w.cpu() for n, w in trained.snapshot().items()}
+        )
+
+    def state(self, name: Name) -> Mapping[str, Any] | None:
+        """The state of a stage's trainer."""
+        return self._of_first_pipeline(name, TrainedModel.state_dict)
+
+    def load(self, name: Name, state: dict[str, Any]) -> float:
+        """The inverse of :meth:`state`; the learning rate of the next update."""
+        self._trained[name].load_state_dict(state)
+        return self._trained[name].lr
+
+    def _of_first_pipeline(
+        self, name: Name, get: Callable[[TrainedModel], Mapping[str, Any]]
+    ) -> Mapping[str, Any] | None:
+        """Something of a stage; ``None`` in all pipelines but the first, which hold the same."""
+        pipeline, _ = self._layout.place(name, self._rank)
+        return get(self._trained[name]) if pipeline == 0 else None
+
+
+def _on_cpu(tally: Tally) -> Tally:
+    """What another process can add to that of other ranks."""
+    sums, minima, maxima = (
+        {name: figure.cpu() for name, figure in group.items()}
+        for group in (tally.sums, tally.minima, tally.maxima)
+    )
+    return Tally(sums, minima, maxima)
