@@ -104,11 +104,12 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         settings = {"ranks": args.ranks, "critic_stages": args.critic_stages, "seconds": 10.0}
-        self.config = Config.model_validate({"pipeline": settings, "threads": args.ranks})
+        self.config = Config.model_validate({"pipeline": settings})
         self.layout = pipelined.layout_of(self.config.pipeline)
         course = Course(1e-5, 1, 0)
         courses = {"actor": course, "critic": course}
-        self.ranks = pipelined.start(*make_models(args), self.config, courses).ranks
+        staged = pipelined.start(*make_models(args), self.config, courses, threads=args.ranks)
+        self.ranks = staged.ranks
 
     def run(self, plan: Plan, batches: Sequence[PaddedBatch]) -> list[Timings]:
         said = self.ranks.call("run", plan.schedule, plan.problem, batches, 0.05, True)

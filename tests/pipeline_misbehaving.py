@@ -32,6 +32,12 @@ class Misbehaving:
     def pid(self) -> int:
         return os.getpid()
 
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    def take(self, what: object) -> None:
+        """Something."""
+
     def total(self, number: int) -> float:
         value = torch.tensor(float(number))
         dist.all_reduce(value)
@@ -58,6 +64,13 @@ class Misbehaving:
             time.sleep(0.2)
             raise ValueError("late on rank 0")
         raise SlowError("early on rank 1")
+
+    def both(self) -> None:
+        """Rank 0 raises, and rank 1 dies a little later."""
+        if self.rank == 0:
+            raise ValueError("the true cause")
+        time.sleep(0.4)
+        os.abort()
 
     def hang(self) -> None:
         time.sleep(1000)

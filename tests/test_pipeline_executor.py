@@ -19,7 +19,7 @@ from stretto.models.attention import use_short_attention
 from stretto.models.forward import backbone, output_head
 from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
-from stretto.pipelines.baselines import greedy
+from stretto.pipelines.baselines import greedy, one_f_one_b
 from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.executor.executor import Executor, Layout, Timings, Work
 from stretto.pipelines.executor.profile import makespan_us, profile
@@ -37,22 +37,6 @@ def make_batches(shapes: Sequence[Sequence[int]], seed: int) -> list[Batch]:
         Batch(torch.randint(VOCABULARY, (len(rows), max(rows)), generator=rng), tuple(rows))
         for rows in shapes
     ]
-
-
-def one_f_one_b(problem: Problem) -> Schedule:
-    """Serial: the actor by 1F1B, then the critic."""
-    words = []
-    for device in range(problem.devices):
-        word: list[str] = []
-        first = 0
-        for side, forward in ((problem.actor, True), (problem.critic, False)):
-            pipeline, along = divmod(device, side.stages)
-            ahead = min(side.stages - 1 - along if forward else along, side.micro_batches)
-            letters = ["F"] * ahead + ["F", "B"] * (side.micro_batches - ahead) + ["B"] * ahead
-            word += [f"{first + pipeline}{letter}" for letter in letters]
-            first += side.pipelines
-        words.append(tuple(word))
-    return Schedule(tuple(words))
 
 
 def serial_gradients(model: Any, batches: Sequence[Batch]) -> dict[str, Tensor]:

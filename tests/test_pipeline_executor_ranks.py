@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +31,7 @@ LIMIT_S = 10.0
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
-    ranks = Ranks(2, Misbehaving, ("hello",))
+    ranks = Ranks(2, Misbehaving, ("hello",), threads=3, words={"hang": "a long wait"})
     yield ranks
     ranks.close()
 
@@ -55,6 +58,7 @@ def alive(pid: int) -> bool:
 def test_calls_answer_by_rank(ranks: Ranks) -> None:
     assert ranks.call("greet", "you") == ["hello you, from 0", "hello you, from 1"]
     assert ranks.call_each("total", [(3,), (4,)]) == [7.0, 7.0]
+    assert ranks.call("threads") == [3, 3]
     ranks.close()
     ranks.close()
     with pytest.raises(RankError, match="the ranks have been ended; start new ones"):
@@ -82,6 +86,73 @@ def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str)
     assert str(caught.value).startswith(said)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, LearnerError) == (how == "own")
+    notes = getattr(caught.value, "__notes__", [])
+    assert [note.startswith("On rank 1:\nTraceback (mos") for note in notes] == [True] * (
+        how == "raise"
+    )
+    require_none_left()
+
+
+def test_a_death_after_an_error_does_not_hide_it(ranks: Ranks) -> None:
+    with pytest.raises(
+        RankError,
+        match=r"rank 1 of 2 was killed by SIGABRT in the middle of 'both'; rank 0 had raised: "
+        r"ValueError: the true cause \(pipeline_misbehaving.py, .*\). All ranks",
+    ) as caught:
+        ranks.call("both")
+    assert caught.value.__notes__[0].startswith("On rank 0:\nTraceback")
+
+
+def test_a_death_between_two_calls_is_told_at_once_and_by_the_next(ranks: Ranks) -> None:
+    told: list[RankError] = []
+    there = threading.Event()
+    ranks.watch(lambda error: (told.append(error), there.set())[0])
+    ranks.remedy = "try again"
+    pids = ranks.call("pid")
+    assert not there.wait(0.2)
+    os.kill(pids[0], signal.SIGKILL)
+    assert there.wait(LIMIT_S)
+    require_none_left()
+    assert str(told[0]) == (
+        "rank 0 of 2 was killed by SIGKILL (by hand, or for want of memory) between two calls. "
+        "All ranks have been ended; mend the cause, and try again"
+    )
+    with pytest.raises(RankError) as caught:
+        ranks.call("pid")
+    assert caught.value is told[0]
+    ranks.watch(told.append)
+    assert told == [caught.value] * 2
+
+
+def test_an_end_that_was_asked_for_is_not_told(ranks: Ranks) -> None:
+    told: list[RankError] = []
+    ranks.watch(told.append)
+    ranks.close()
+    for thread in threading.enumerate():
+        if "_watch" in thread.name:
+            thread.join(LIMIT_S)
+    assert not told
+
+
+def test_arguments_are_packed_one_by_one(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    send = ranks._send
+    monkeypatch.setattr(ranks, "_send", lambda *args: (done.append("sent"), send(*args)))
+
+    class Packed:
+        def __reduce__(self) -> Any:
+            done.append("packed")
+            return int, (3,)
+
+    ranks.call_each("take", [(Packed(),), (Packed(),)])
+    assert done == ["packed", "sent"] * 2
+
+
+def test_what_cannot_be_packed_is_named_and_ends_the_ranks(ranks: Ranks) -> None:
+    with pytest.raises(pickle.PicklingError, match=r"local object .*<lambda>"):
+        ranks.call_each("take", [(1,), (lambda: 0,)])
+    with pytest.raises(RankError, match="start new ones"):
+        ranks.call("pid")
     require_none_left()
 
 
@@ -91,7 +162,9 @@ def test_the_first_to_fail_is_named_even_if_another_is_heard_before(ranks: Ranks
 
 
 def test_a_rank_that_cannot_start_is_named() -> None:
-    with pytest.raises(RankError, match=r"rank \d of 2 failed in 'start': TypeError: Misbehaving"):
+    with pytest.raises(
+        RankError, match=r"rank \d of 2 failed in its start: TypeError: Misbehaving"
+    ):
         Ranks(2, Misbehaving, ())
     require_none_left()
 
@@ -121,7 +194,7 @@ def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
 def test_close_ends_ranks_at_work(ranks: Ranks) -> None:
     timer = threading.Timer(0.5, ranks.close)
     timer.start()
-    with pytest.raises(RankError, match="the ranks were ended while they were at work in 'hang'"):
+    with pytest.raises(RankError, match="the ranks were ended in the middle of a long wait"):
         ranks.call("hang")
     timer.join()
     require_none_left()

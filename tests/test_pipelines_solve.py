@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import json
-import sys
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,9 @@ from hypothesis import strategies as st
 
 from stretto.cli.main import main
 from stretto.errors import ConfigError, MissingExtraError
+from stretto.pipelines.baselines import greedy
 from stretto.pipelines.bounds import latency_bound
-from stretto.pipelines.draw import bars, timeline_svg
+from stretto.pipelines.draw import bars, page_html, save_png, tick_step, timeline_svg
 from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.graph import Ints, capacity_units, make_graph
 from stretto.pipelines.kernels import earliest_starts, latency_of, peak_memory
@@ -27,6 +27,7 @@ from stretto.pipelines.listing import UNLIMITED, decode, plain_rules, urgency
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.schedule import Schedule
 from stretto.pipelines.search import list_schedule, make_views, turned
+from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
 from stretto.pipelines.table3 import ROWS
 
@@ -156,6 +157,12 @@ class TestSearch:
         solution = solve(problem, seconds=1)
         recheck(problem, solution)
         assert solution.peak == 1.0
+        # A micro-batch holds its first device for 6 ticks, and the other one from tick 1 to 4 of
+        # them. So the next one may start after 6 ticks if it is of the same model, after 5 if not.
+        # Model after model: at 0, 6, 11 and 17, the last for 6. In turn: at 0, 5, 10 and 15.
+        assert solution.makespan <= 17 + 6
+        proved = solve(problem, seconds=5, method="cp-sat")
+        assert (proved.makespan, proved.peak, proved.status) == (15 + 6, 1.0, "proved optimal")
 
     def test_decoder_prefers_the_higher_key(self) -> None:
         problem = Problem(side(1, 1, 1), side(1, 1, 1))
@@ -175,9 +182,16 @@ class TestSearch:
         assert urgency(make_graph(problem))[0] == 19
 
     def test_same_seed_same_schedule(self) -> None:
-        problem = ROWS[3].problem
-        first, again = (solve(problem, seconds=20, seed=7, memory=1e6) for _ in range(2))
+        # The memory goal is below what the first schedules at the bound take.
+        row = ROWS[3]
+        first, again = (
+            solve(row.problem, seconds=20, seed=7, memory=row.traced_peak + 0.5) for _ in range(2)
+        )
         assert first.schedule == again.schedule
+        assert first.peak <= row.traced_peak + 0.5
+        ways = [[(i.latency, i.peak) for i in s.trace] for s in (first, again)]
+        assert ways[0] == ways[1]
+        assert {225} < {latency for latency, _ in ways[0]}
 
     def test_threads_find_valid_schedules(self) -> None:
         row = ROWS[3]
@@ -186,10 +200,12 @@ class TestSearch:
         assert solution.status == "at the bound"
 
     def test_published_search_is_a_peer(self) -> None:
-        problem = ROWS[3].problem
-        solution = solve(problem, seconds=1.0, method="annealing")
+        problem = ROWS[0].problem
+        start = evaluate(problem, greedy(problem))
+        solution = solve(problem, seconds=2, method="annealing")
         recheck(problem, solution)
-        assert solution.makespan < 300
+        assert (solution.trace[0].latency, solution.trace[0].peak) == (start.latency, start.peak)
+        assert solution.makespan < start.latency == 244
         with pytest.raises(ConfigError, match="knows no capacity"):
             solve(replace(problem, capacity=20.0), method="annealing")
 
@@ -250,10 +266,82 @@ class TestPictures:
     def test_svg_has_a_bar_for_each_task(self) -> None:
         problem = ROWS[0].problem
         solution = solve(problem, seconds=5, memory=1e6)
-        text = timeline_svg(problem, solution.evaluation, "a < b")
+        text = timeline_svg(problem, solution.evaluation, "a < b", Units())
         # The paper, the four keys and the 192 tasks.
         assert text.count("<rect") == 1 + 4 + 192
         assert "a &lt; b" in text
+
+    def test_svg_of_very_many_tasks(self) -> None:
+        # One device; 1,000 forwards of 1 tick, each followed by a backward of 2, for each model.
+        one = side(1, 1, 1000)
+        schedule = Schedule((("0F", "0B") * 1000 + ("1F", "1B") * 1000,))
+        text = timeline_svg(Problem(one, one), evaluate(Problem(one, one), schedule), "", Units())
+        assert text.count("<rect") == 1 + 4
+        paths = re.findall(r'class="narrow" stroke="(#\w+)" .*? d="(.*?)"', text)
+        assert [len(dashes.split("M")) - 1 for _, dashes in paths] == [1000] * 4
+        assert len({colour for colour, _ in paths}) == 4
+        # 912 pixels are 6,000 ticks; 15 % of a narrow bar is its gap.
+        assert [dashes.split("M")[2] for _, dashes in paths] == [
+            f"{64 + start * 0.152:.2f} 0h{ticks * 0.152 * 0.85:.2f}"
+            for start, ticks in ((3, 1), (4, 2), (3003, 1), (3004, 2))
+        ]
+
+    def test_units_and_scales(self) -> None:
+        one = side(1, 1, 2, activation=1500)
+        problem = Problem(one, one, capacity=2048.0)
+        result = evaluate(problem, Schedule((("0F", "0B", "0F", "0B", "1F", "1B", "1F", "1B"),)))
+        text = timeline_svg(problem, result, "", UNITS)
+        labels = re.findall(r"<text class=\"muted\"[^>]*>([^<]*)<", text)
+        assert labels == [
+            "0", *(f"{t}" for t in range(0, 13, 2)), "µs",
+            "activation memory (MiB) of each device; the highest is 1,500 MiB",
+            "0", "500", "1,000", "1,500", "2,000", "serial 1F1B 1,500 MiB", "capacity 2,048 MiB",
+        ]  # fmt: skip
+        page = page_html(problem, result, "", UNITS, ["a < b"])
+        assert "<td>1,500 MiB</td>" in page
+        assert "Idle µs of each device" in page
+        assert Units().of_memory(1.0 / 3) == "0.333333"
+        assert UNITS.of_memory(12345678.9) == "12,345,679 MiB"
+
+    @pytest.mark.parametrize(
+        ("length", "ticks", "step"),
+        [(16.848, 5, 5), (2211.84, 5, 500), (1.0, 5, 0.2), (225, 10, 50), (100, 10, 10)],
+    )
+    def test_tick_step(self, length: float, ticks: int, step: float) -> None:
+        assert tick_step(length, ticks) == pytest.approx(step)
+
+    def test_png(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        figure_module = pytest.importorskip("matplotlib.figure")
+        drawn: list[Any] = []
+        save = figure_module.Figure.savefig
+
+        def keep(figure: Any, *args: Any, **kwargs: Any) -> None:
+            drawn.append(figure)
+            save(figure, *args, **kwargs)
+
+        monkeypatch.setattr(figure_module.Figure, "savefig", keep)
+        problem = replace(TWO_WAYS, capacity=2e6)
+        result = evaluate(problem, TWO_WAYS_SCHEDULE)
+        save_png(problem, result, "a title", UNITS, tmp_path / "a.png")
+        assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+        above, below = drawn[0].axes
+        boxes = [path.get_extents() for of in above.collections for path in of.get_paths()]
+        starts = sorted((round(box.y0 + 0.42), box.x0) for box in boxes)
+        assert starts == [(0, 0), (0, 1), (0, 4), (0, 6), (1, 1), (1, 2), (1, 4), (1, 7)]
+        # The fullest device's curve is black and above the grey ones; then the two limits.
+        colours = {line.get_color(): line.get_zorder() for line in below.lines}
+        assert list(colours)[:2] == ["black", "0.75"]
+        assert colours["black"] > colours["0.75"]
+        assert below.lines[0].get_ydata().tolist() == [0, 1e6, 2e6, 1e6, 0]
+        names = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+        assert names[4:] == ["serial 1F1B 1,000,000 MiB", "capacity 2,000,000 MiB"]
+        assert (below.get_xlabel(), below.get_ylabel()) == ("µs", "activation memory (MiB)")
+        assert "2,000,000" in [text.get_text() for text in below.get_yticklabels()]
+        assert below.yaxis.get_offset_text().get_text() == ""
+
+
+TWO_WAYS = Problem(side(2, 1, 1, activation=1e6), side(1, 2, 1, forward=3, activation=1e6))
+TWO_WAYS_SCHEDULE = Schedule((("0F", "1F", "1B", "0B"), ("0F", "0B", "2F", "2B")))
 
 
 class TestCommand:
@@ -293,13 +381,38 @@ class TestCommand:
             ("FILE --actor 13B", "leave out --actor"),
             ("FILE --draw a.gif", "must end in .svg, .png or .html"),
             ("FILE --capacity 1.5", "capacity 1.5 is below the 1.95 that one micro-batch"),
-            ("FILE --seconds 0.3 --schedule /none/s.json", "cannot write '/none/s.json'"),
+            ("FILE --schedule /none/s.json", "cannot write '/none/s.json': there is no directory"),
+            ("FILE --draw /none/x.svg", "cannot write '/none/x.svg': there is no directory"),
+            ("FILE --schedule /", "cannot write '/': it is a directory"),
+            ("FILE --actor-tp 4 --tokens 7 --teraflops 1",
+             "a file says all of the problem: leave out --actor-tp, --tokens, --teraflops"),
             ("table3 --draw a.png", "table3 solves twelve instances"),
+            ("table3 --actor 33B --tokens 9",
+             "table3 says all of the problem: leave out --actor, --tokens"),
+            ("SIZES --capacity 1", "capacity 1 GiB is below the 4,352 MiB that one micro-batch "
+             "takes: give 4.25 GiB or more"),
+            ("SIZES --actor-tp 0", "tensor parallelism of the actor 0: must be a whole number"),
+            ("SIZES --critic-tp -1", "tensor parallelism of the critic -1: must be a whole number"),
+            ("SIZES --critic-tp 2 --actor-stages 1", "1 stages with tensor parallelism 1 cannot"),
+            ("SIZES --tokens 0", "tokens 0: must be a whole number from 1 to"),
+            ("SIZES --teraflops 0", "teraflops 0.0: must be more than 0"),
+            ("SIZES --teraflops 1e-300", "too long to be planned for; check both numbers"),
+            ("SIZES --communication-us -1", "communication_us -1: must be a whole number from 0"),
+            ("SIZES --micro-batches -4", "micro_batches -4: must be a whole number from 1 to"),
+            ("SIZES --actor-stages -1", "-1 stages of the actor, which has 32 layers: take 1 to"),
         ],
-    )
-    def test_bad_input(
-        self, arguments: str, message: str, file: Path, capsys: pytest.CaptureFixture[str]
+    )  # fmt: skip
+    def test_bad_input_is_refused_before_the_search(
+        self,
+        arguments: str,
+        message: str,
+        file: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
+        monkeypatch.setattr("stretto.pipelines.solve.solve", None)
+        sizes = "--actor 7B --critic 7B --actor-stages 2 --critic-stages 2 --micro-batches 4"
+        arguments = arguments.replace("SIZES", sizes)
         words = [str(file) if word == "FILE" else word for word in arguments.split()]
         assert main(["pipeline", *words]) == 2
         assert message in capsys.readouterr().err
@@ -307,14 +420,97 @@ class TestCommand:
     def test_png_without_matplotlib(
         self, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        real = builtins.__import__
-
-        def missing(name: str, *rest: Any) -> Any:
-            if name.startswith("matplotlib"):
-                raise ImportError(name)
-            return real(name, *rest)
-
-        monkeypatch.setattr(builtins, "__import__", missing)
-        monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-        assert main(["pipeline", str(file), "--seconds", "0.3", "--draw", "a.png"]) == 2
+        monkeypatch.setattr("stretto.pipelines.draw.find_spec", lambda _: None)
+        monkeypatch.setattr("stretto.pipelines.solve.solve", None)
+        assert main(["pipeline", str(file), "--draw", "a.png"]) == 2
         assert "stretto[plots]" in capsys.readouterr().err
+
+    def test_one_file_fails_and_the_other_is_written(
+        self,
+        file: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        real = Path.write_text
+
+        def full(path: Path, *args: Any, **kwargs: Any) -> int:
+            if path.suffix == ".json":
+                raise OSError(28, "No space left on device")
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "write_text", full)
+        out, picture = tmp_path / "s.json", tmp_path / "s.svg"
+        arguments = ["pipeline", str(file), "--seconds", "0.2", "--schedule", str(out)]
+        assert main([*arguments, "--draw", str(picture)]) == 2
+        assert f"cannot write '{out}': No space left" in capsys.readouterr().err
+        assert picture.read_text().startswith("<svg")
+
+    def test_a_schedule_file_is_a_problem_file(
+        self, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out, again = tmp_path / "one.json", tmp_path / "two.json"
+        end = ["--seconds", "0.2", "--schedule"]
+        assert main(["pipeline", str(file), "--capacity", "30", *end, str(out)]) == 0
+        assert main(["pipeline", str(out), *end, str(again)]) == 0
+        assert json.loads(again.read_text())["problem"] == json.loads(out.read_text())["problem"]
+        assert json.loads(again.read_text())["problem"]["capacity"] == 30
+
+    def test_no_activations(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        file, picture = tmp_path / "p.json", tmp_path / "p.svg"
+        file.write_text(json.dumps(Problem(*[side(2, 1, 2, activation=0)] * 2).to_json()))
+        assert main(["pipeline", str(file), "--seconds", "1", "--draw", str(picture)]) == 0
+        assert "peak activation memory 0, as serial 1F1B's 0;" in capsys.readouterr().out
+        assert "the highest is 0<" in picture.read_text()
+
+    def test_interrupted(
+        self,
+        file: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        def cut_short(problem: Problem, **given: Any) -> Solution:
+            assert given["keep_interrupted"]
+            return replace(solve(problem, seconds=0.1), interrupted=True)
+
+        monkeypatch.setattr("stretto.pipelines.solve.solve", cut_short)
+        picture = tmp_path / "p.svg"
+        assert main(["pipeline", str(file), "--draw", str(picture)]) == 130
+        assert "interrupted after 0." in capsys.readouterr().out
+        assert picture.read_text().startswith("<svg")
+        assert main(["pipeline", "table3"]) == 130
+        assert len(capsys.readouterr().out.splitlines()) == 3  # two of heads, and the first row
+
+    @pytest.mark.parametrize(
+        ("method", "last"),
+        [
+            ("stretto", "Each instance has the lower of the paper's and the trace's memory as its"),
+            ("annealing", "The published annealing knows no capacity: it only stops at the lower"),
+        ],
+    )
+    def test_table(
+        self,
+        method: str,
+        last: str,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        found = solve(ROWS[0].problem, seconds=20, memory=1e6)
+        capacities = []
+
+        def seen(problem: Problem, **given: Any) -> Solution:
+            capacities.append((problem.capacity, given["memory"], given["method"]))
+            return found
+
+        monkeypatch.setattr("stretto.pipelines.solve.solve", seen)
+        assert main(["pipeline", "table3", "--method", method]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 2 + 12 + 2
+        assert lines[2].startswith("| 33B/13B | 8, 4 | 8 | 1.10 | 1.373 | 1.38 | 1.373 | 1.373 |")
+        assert last in lines[-1]
+        # Row 1: the paper's 1.00 of serial 1F1B's 15.6, which is the trace's too.
+        capacity, goal, asked = capacities[0]
+        assert goal == pytest.approx(15.6)
+        assert capacity == (None if method == "annealing" else goal)
+        assert asked == method

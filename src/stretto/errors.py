@@ -16,7 +16,8 @@
     └── LifecycleError         a rollout was moved along an edge that does not exist
 
 Each message says the rule, the value that broke it, and the remedy. The command line prints the
-message alone and exits with status 2; anything else that escapes is a bug and keeps its traceback.
+message alone (and before it the traceback of a rank's bug, a note of :class:`RankError`) and exits
+with status 2; anything else that escapes is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class StateError(StrettoError):
 class RankError(StrettoError):
     """A process that holds a part of the models failed; all of them have been ended.
 
-    Where the process raised an error of Stretto, that is the ``__cause__``.
+    Where the process raised an error of Stretto, that is the ``__cause__``; of any other error a
+    note has the traceback.
 
     Attributes:
         rank: the one that failed first, or ``None`` where none did.

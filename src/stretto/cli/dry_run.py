@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig
 from stretto.config.supervised import RewardModelConfig, SftConfig
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, ModelError
 
 OPTION = Option(
     bool, False, "Resolve names, print derived sizes and the memory plan, and load nothing.", ""
@@ -20,7 +21,8 @@ def describe_run(config: Config) -> str:
 
     Raises:
         ConfigError: a file that a setting names is not there.
-        ModelError: a model is no known name and no folder, or its architecture cannot be read.
+        ModelError: a model is no known name and no folder, its architecture cannot be read, or it
+            has fewer layers than pipeline stages.
     """
     from stretto.models.memory import format_plan, plan_for
     from stretto.observe.progress import headline
@@ -35,6 +37,7 @@ def describe_run(config: Config) -> str:
         f"{largest_overcommit(config)}), each of at most "
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
+        *_pipelines(config),
         *(f"reward: {source}{_source(source)}" for source in config.reward.sources),
     ]
     if config.task.kind != "reasoning-gym":
@@ -68,6 +71,31 @@ def _model(model: ModelConfig) -> Iterator[str]:
     yield f"model: {model.name} ({_place(model.name)})"
     if model.lora_rank:
         yield f"LoRA of rank {model.lora_rank} on {', '.join(model.lora_targets)}"
+
+
+def _pipelines(config: Config) -> Iterator[str]:
+    from stretto.models.memory import read_architecture
+
+    p = config.pipeline
+    if not p.ranks:
+        return
+    layers = getattr(read_architecture(config.model), "num_hidden_layers", None)
+    # A critic that is not made from the actor may have another number of them.
+    of: dict[Literal["actor", "critic"], int | None] = {
+        "actor": layers,
+        "critic": layers if config.critic.init == "actor" else None,
+    }
+    for name, count in of.items():
+        if count is not None and count < p.stages(name):
+            raise ModelError(
+                f"{p.describe_stages(name)}: '{config.model.name}' has {count} layers, too few for "
+                f"{p.stages(name)} stages; use at most {count}"
+            )
+        yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _source(source: str) -> str:

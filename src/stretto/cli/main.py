@@ -40,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = _dispatch(arguments)
         sys.stdout.flush()
     except StrettoError as error:
+        for note in getattr(error, "__notes__", ()):
+            print(note, file=sys.stderr)
         print(f"stretto: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,9 +15,12 @@ from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
     from stretto.pipelines.problem import Problem
+    from stretto.pipelines.sizes import Units
     from stretto.pipelines.solve import Solution
 
 TABLE = "table3"
+_NEEDED_SIZES = ("actor", "critic", "actor_stages", "critic_stages", "micro_batches")
+_SIZES = (*_NEEDED_SIZES, "actor_tp", "critic_tp", "tokens", "teraflops", "communication_us")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,8 @@ class Options:
     """
 
     problem: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[FILE|table3]")] = ""
-    """A problem as JSON (docs/pipelines.md shows one), or 'table3'. Without it, give sizes."""
+    """A problem as JSON (docs/pipelines.md shows one), a file of --schedule for its problem, or
+    'table3'. Without it, give sizes."""
     actor: str = ""
     """The actor's size: 7B, 13B, 33B or 65B (LLaMA), or layers and width, such as 40x5120."""
     critic: str = ""
@@ -67,53 +72,81 @@ class Options:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Solve, say how good it is, and write what was asked for."""
+    """Solve, say how good it is, and write what was asked for; 130 if the search was cut short."""
     options = tyro.cli(Options, prog="stretto pipeline", args=list(arguments))
-    if options.draw and Path(options.draw).suffix not in (".svg", ".png", ".html"):
-        raise ConfigError(f"--draw {options.draw}: must end in .svg, .png or .html")
+    if options.problem:
+        _refuse_sizes(options)
     if options.problem == TABLE:
         if options.capacity is not None or options.schedule or options.draw:
             raise ConfigError(
                 "table3 solves twelve instances: --capacity, --schedule and --draw are for one"
             )
-        _table(options)
-        return 0
-    problem, unit = _problem(options)
+        return _table(options)
+    _check_files(options)
+    problem, units = _problem(options)
     solution = _solve(problem, options)
-    lines = _lines(problem, solution, unit)
+    lines = _lines(problem, solution, units)
     print("\n".join(lines))
-    _write(problem, solution, lines, options)
-    return 0
+    _write(problem, solution, units, lines, options)
+    return 130 if solution.interrupted else 0
 
 
-def _problem(options: Options) -> tuple[Problem, str]:
-    """The problem, and what a tick is."""
-    from dataclasses import replace
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
-    from stretto.pipelines.problem import Problem
 
-    sizes = {
-        "--actor": options.actor,
-        "--critic": options.critic,
-        "--actor-stages": options.actor_stages,
-        "--critic-stages": options.critic_stages,
-        "--micro-batches": options.micro_batches,
-    }
+def _refuse_sizes(options: Options) -> None:
+    given = [
+        _flag(field.name)
+        for field in fields(Options)
+        if field.name in _SIZES and getattr(options, field.name) != field.default
+    ]
+    if given:
+        what = TABLE if options.problem == TABLE else "a file"
+        raise ConfigError(f"{what} says all of the problem: leave out {', '.join(given)}")
+
+
+def _check_files(options: Options) -> None:
+    """Whether what is asked for can be written, before a long search."""
+    for name in (options.schedule, options.draw):
+        file, folder = Path(name), Path(name).parent
+        if not name:
+            continue
+        if not folder.is_dir():
+            raise _unwritable(name, f"there is no directory '{folder}'")
+        if file.is_dir():
+            raise _unwritable(name, "it is a directory")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise _unwritable(name, "permission denied")
+    if not options.draw:
+        return
+    if Path(options.draw).suffix not in (".svg", ".png", ".html"):
+        raise ConfigError(f"--draw {options.draw}: must end in .svg, .png or .html")
+    if options.draw.endswith(".png"):
+        from stretto.pipelines.draw import require_png
+
+        require_png()
+
+
+def _problem(options: Options) -> tuple[Problem, Units]:
+    from stretto.pipelines.problem import Problem, read_json
+    from stretto.pipelines.sizes import UNITS, Units
+
     if options.problem:
-        given = [name for name, value in sizes.items() if value]
-        if given:
-            raise ConfigError(f"a file says all of the problem: leave out {', '.join(given)}")
-        problem = Problem.read(options.problem)
+        data = read_json(options.problem)
+        if isinstance(data, dict) and "problem" in data:  # as --schedule writes it
+            data = data["problem"]
+        problem = Problem.from_json(data)
         if options.capacity is not None:
             problem = replace(problem, capacity=options.capacity)
-        return problem, "ticks"
-    missing = [name for name, value in sizes.items() if not value]
+        return problem, Units()
+    missing = [_flag(name) for name in _NEEDED_SIZES if not getattr(options, name)]
     if missing:
         raise ConfigError(
             f"a problem needs a file, 'table3', or sizes; of these {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
-    return _from_sizes(options), "µs"
+    return _from_sizes(options), UNITS
 
 
 def _from_sizes(options: Options) -> Problem:
@@ -140,10 +173,11 @@ def _solve(problem: Problem, options: Options, memory: float = 0.0) -> Solution:
         method=options.method,
         threads=options.threads,
         memory=memory,
+        keep_interrupted=True,
     )
 
 
-def _lines(problem: Problem, solution: Solution, unit: str) -> list[str]:
+def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
     """What is to be said of a solution."""
     from stretto.pipelines.baselines import interleaved_1f1b, one_f_one_b_plus, serial_1f1b
 
@@ -154,62 +188,72 @@ def _lines(problem: Problem, solution: Solution, unit: str) -> list[str]:
     peers = [("serial 1F1B", serial), ("interleaved 1F1B", interleaved)]
     peers += [("1F1B+", plus)] if plus else []
     status: str = solution.status + (f", {gap:.2%} over it" if gap else "")
+    ratio = f", {solution.peak / serial.peak:.2f} of" if serial.peak else ", as"
+    ended = "interrupted after" if solution.interrupted else "searched"
     proved = "; no schedule of this latency needs less" if solution.memory_proved else ""
     return [
-        f"latency {latency:,} {unit} (bound {solution.bound:,}): {status}",
+        f"latency {latency:,} {units.time} (bound {solution.bound:,}): {status}",
         "speed-up "
         + ", ".join(f"{b.latency / latency:.2f} over {name} ({b.latency:,})" for name, b in peers),
-        f"peak activation memory {solution.peak:g}, {solution.peak / serial.peak:.2f} of serial "
-        f"1F1B's {serial.peak:g}{proved}",
+        f"peak activation memory {units.of_memory(solution.peak)}{ratio} serial 1F1B's "
+        f"{units.of_memory(serial.peak)}{proved}",
         f"devices idle {solution.evaluation.bubble_share:.1%} of the time",
-        f"searched {solution.seconds:.1f} s",
+        f"{ended} {solution.seconds:.1f} s",
     ]
 
 
-def _write(problem: Problem, solution: Solution, lines: list[str], options: Options) -> None:
-    if options.schedule:
-        data: dict[str, Any] = {
-            "problem": problem.to_json(),
-            **solution.schedule.to_json(),
-            "latency": solution.makespan,
-            "peak": solution.peak,
-            "bound": solution.bound,
-            "status": solution.status,
-        }
-        _save(options.schedule, json.dumps(data, indent=1) + "\n")
-    if not options.draw:
-        return
+def _write(
+    problem: Problem, solution: Solution, units: Units, lines: list[str], options: Options
+) -> None:
+    """All that can be written, before an error says what cannot."""
+    errors = []
+    writers: list[tuple[str, Callable[[Path], None]]] = [
+        (options.schedule, lambda file: _write_schedule(problem, solution, file)),
+        (options.draw, lambda file: _draw(problem, solution, units, lines, file)),
+    ]
+    for name, write in writers:
+        if not name:
+            continue
+        try:
+            write(Path(name))
+        except OSError as error:
+            errors.append(_unwritable(name, error.strerror or str(error)))
+        else:
+            print(f"wrote {name}")
+    if errors:
+        raise errors[0]
+
+
+def _write_schedule(problem: Problem, solution: Solution, file: Path) -> None:
+    data: dict[str, Any] = {
+        "problem": problem.to_json(),
+        **solution.schedule.to_json(),
+        "latency": solution.makespan,
+        "peak": solution.peak,
+        "bound": solution.bound,
+        "status": solution.status,
+    }
+    file.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def _draw(problem: Problem, solution: Solution, units: Units, lines: list[str], file: Path) -> None:
     from stretto.pipelines import draw
 
     title = f"Fused actor and critic pipelines on {problem.devices} devices, {lines[0]}"
-    if options.draw.endswith(".png"):
-        try:
-            draw.save_png(problem, solution.evaluation, title, Path(options.draw))
-        except OSError as error:
-            raise _unwritable(options.draw, error) from error
-        print(f"wrote {options.draw}")
-    elif options.draw.endswith(".svg"):
-        _save(options.draw, draw.timeline_svg(problem, solution.evaluation, title))
+    of = (problem, solution.evaluation, title, units)
+    if file.suffix == ".png":
+        draw.save_png(*of, file)
     else:
-        _save(options.draw, draw.page_html(problem, solution.evaluation, title, lines))
+        text = draw.timeline_svg(*of) if file.suffix == ".svg" else draw.page_html(*of, lines)
+        file.write_text(text, encoding="utf-8")
 
 
-def _save(name: str, text: str) -> None:
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(name, error) from error
-    print(f"wrote {name}")
+def _unwritable(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"cannot write '{name}': {reason}; choose another file")
 
 
-def _unwritable(name: str, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot write '{name}': {error.strerror or error}; choose another file")
-
-
-def _table(options: Options) -> None:
+def _table(options: Options) -> int:
     """Solve the twelve instances, each beside what was printed and published of it."""
-    from dataclasses import replace
-
     from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
     from stretto.pipelines.table3 import ROWS
 
@@ -235,5 +279,13 @@ def _table(options: Options) -> None:
             f"| {solution.seconds:.1f} | {solution.status} |",
             flush=True,
         )
-    print("\nSpeed-ups and memory are to serial 1F1B. Each instance has the lower of the paper's "
-          "and the trace's memory as its capacity.")  # fmt: skip
+        if solution.interrupted:
+            return 130
+    memory = "the lower of the paper's and the trace's memory"
+    last = (
+        f"The published annealing knows no capacity: it only stops at {memory}."
+        if options.method == "annealing"
+        else f"Each instance has {memory} as its capacity."
+    )
+    print(f"\nSpeed-ups and memory are to serial 1F1B. {last}")
+    return 0

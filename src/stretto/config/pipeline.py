@@ -22,13 +22,19 @@ class PipelineConfig(Section):
     schedule: Literal["fused", "serial"] = "fused"
     """fused: both models at once, in opposite directions, so that each fills the other's bubbles, by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
     micro_batches: NonNegativeInt = 0
-    """Micro-batches of a mini-batch, over all pipelines; fewer where responses were dropped and too few are left. 0 goes by training.microbatch_tokens, rounded up until every pipeline gets as many."""
+    """Micro-batches of a mini-batch, over all pipelines; fewer where responses were dropped and too few are left. 0 goes by training.microbatch_tokens, rounded up until every pipeline gets as many, or down where a mini-batch has too few responses for that."""
     seconds: Positive = 2.0
     """Longest search for a fused schedule; made for each new number of micro-batches, and again once latencies are measured."""
 
     def stages(self, model: Literal["actor", "critic"]) -> int:
         """Stages of a model's pipelines."""
         return (self.actor_stages if model == "actor" else self.critic_stages) or self.ranks
+
+    def describe_stages(self, model: Literal["actor", "critic"]) -> str:
+        """The setting and its value, for messages."""
+        given = self.actor_stages if model == "actor" else self.critic_stages
+        derived = "" if given else " (as many as pipeline.ranks)"
+        return f"pipeline.{model}_stages = {self.stages(model)}{derived}"
 
     def pipelines(self, model: Literal["actor", "critic"]) -> int:
         """How many pipelines a model has."""

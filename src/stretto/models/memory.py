@@ -139,7 +139,7 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
     from stretto.models.lora import add_lora
 
     auto_class: Any = AutoModelForCausalLM
-    architecture = _architecture(config)
+    architecture = read_architecture(config)
     with torch.device("meta"):
         model = auto_class.from_config(architecture, trust_remote_code=config.trust_remote_code)
         parameters = sum(p.numel() for p in model.parameters())
@@ -149,7 +149,12 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
     return parameters, sum(p.numel() for p in adapted.parameters() if p.requires_grad)
 
 
-def _architecture(config: ModelConfig) -> PreTrainedConfig:
+def read_architecture(config: ModelConfig) -> PreTrainedConfig:
+    """A model's configuration, without its weights.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
     from transformers import AutoConfig
 
     from stretto.models.resolve import resolve
@@ -207,7 +212,7 @@ def _size_of_reward_model(name: str, model: ModelConfig, otherwise: int) -> int:
 
     own = model.model_copy(update={"name": name, "lora_rank": 0})
     try:
-        architecture = _architecture(own)
+        architecture = read_architecture(own)
     except ModelError:
         return otherwise
     auto_class: Any = AutoModel

@@ -170,7 +170,7 @@ def anneal_swaps(
         cooling: temperatures and prices.
         seed: of the random numbers.
         best: the shortest latency within the capacity so far.
-        best_word: [T] filled with a schedule that is shorter, when there is one.
+        best_word: [T] filled with a schedule of that latency or less, when there is one.
 
     Returns:
         The shortest latency within the capacity now.
@@ -218,4 +218,6 @@ def anneal_swaps(
         if latency < best and excess == 0:
             best = latency
             best_word[:] = s.word
+    if latency == best and excess == 0:
+        best_word[:] = s.word  # as good, and further from where it started
     return best

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import numpy as np
 
-from stretto.pipelines.graph import BACKWARD, FORWARD, Graph, make_graph
+from stretto.pipelines.graph import BACKWARD, make_graph
 from stretto.pipelines.kernels import earliest_starts, latency_of
 from stretto.pipelines.listing import UNLIMITED, decode, plain_rules
 from stretto.pipelines.problem import Problem
@@ -30,14 +31,32 @@ class Baseline:
 
 def serial_1f1b(problem: Problem) -> Baseline:
     """Both models by 1F1B, the critic after the actor has finished."""
-    graph = make_graph(problem)
-    latency = sum(_alone(graph, problem, actor) for actor in (True, False))
+    latency = sum(_alone(problem, actor) for actor in (True, False))
     peak = max(
         min(side.stages - s, side.micro_batches) * side.activation[s]
         for side in problem.sides
         for s in range(side.stages)
     )
     return Baseline(latency, peak)
+
+
+def one_f_one_b(problem: Problem) -> Schedule:
+    """1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2).
+
+    A device that has ended the actor's part goes on with the critic's at once.
+    """
+    words = []
+    for device in range(problem.devices):
+        word: list[str] = []
+        for first, side in ((0, problem.actor), (problem.actor.pipelines, problem.critic)):
+            pipeline, place = divmod(device, side.stages)
+            ahead = place if first else side.stages - 1 - place  # stages behind this one
+            ahead = min(ahead, side.micro_batches)
+            forward, backward = f"{first + pipeline}F", f"{first + pipeline}B"
+            word += [forward] * ahead
+            word += [forward, backward] * (side.micro_batches - ahead) + [backward] * ahead
+        words.append(tuple(word))
+    return Schedule(tuple(words))
 
 
 def one_f_one_b_plus(problem: Problem) -> Baseline | None:
@@ -56,7 +75,9 @@ def one_f_one_b_plus(problem: Problem) -> Baseline | None:
             micro_batches=-(-side.micro_batches // 2),
             forward=_by_two(side.forward),
             backward=_by_two(side.backward),
-            activation=tuple(a + b for a, b in _twos(side.activation)),
+            activation=tuple(
+                float(Fraction(str(a)) + Fraction(str(b))) for a, b in _twos(side.activation)
+            ),
         )
         for side in problem.sides
     )
@@ -94,33 +115,15 @@ def greedy(problem: Problem) -> Schedule:
     return Schedule.of_tasks(graph, word)
 
 
-def _alone(graph: Graph, problem: Problem, actor: bool) -> int:
+def _alone(problem: Problem, actor: bool) -> int:
     """Latency of one model by 1F1B, with the devices to itself."""
-    words: list[int] = []
-    word_at = [0]
-    for d in range(problem.devices):
-        for q in graph.queues[4 * d : 4 * d + 4].tolist():
-            of_actor = graph.pipeline[q] < problem.actor.pipelines
-            if graph.kind[q] == FORWARD and of_actor == actor:
-                side = problem.actor if actor else problem.critic
-                words += _one_f_one_b(graph, q, side.stages)
-        word_at.append(len(words))
-    word, alone = np.array(words), graph._replace(word_at=np.array(word_at))
+    graph, word = make_graph(problem), one_f_one_b(problem).tasks(problem)
+    own = (graph.pipeline[graph.queue_of[word]] < problem.actor.pipelines) == actor
+    counted = np.concatenate([[0], np.cumsum(own)])
+    alone, word = graph._replace(word_at=counted[graph.word_at]), word[own]
     start = np.zeros(graph.queue_of.size, np.int64)
     earliest_starts(alone, word, start, np.zeros_like(word))
     return int(latency_of(alone, word, start))
-
-
-def _one_f_one_b(graph: Graph, q: int, stages: int) -> list[int]:
-    """Task numbers of a forward queue and its mate: forwards to fill the pipeline, then in turn."""
-    first, mate = int(graph.offset[q]), int(graph.offset[graph.mate[q]])
-    count = int(graph.length[q])
-    ahead = min(stages - 1 - int(graph.stage[q]), count)
-    tasks = list(range(first, first + ahead))
-    for i in range(count):
-        tasks += [first + ahead + i] if ahead + i < count else []
-        tasks.append(mate + i)
-    return tasks
 
 
 def _twos(values: Sequence[float]) -> Iterator[tuple[float, float]]:

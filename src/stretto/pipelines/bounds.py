@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import chain, combinations
 
+import numpy as np
+
 from stretto.pipelines.graph import BACKWARD, FORWARD, Graph, make_graph
 from stretto.pipelines.problem import Problem
 
@@ -17,36 +19,38 @@ def latency_bound(problem: Problem) -> int:
     arrives later or drains longer.
     """
     graph = make_graph(problem)
+    first, rest = heads(graph), tails(graph)
     highest = 0
     for d in range(problem.devices):
         rows = [
-            (head(graph, q), _work(graph, q), tail(graph, int(graph.mate[q])))
+            (first[q], _work(graph, q), rest[int(graph.mate[q])])
             for q in graph.queues[4 * d : 4 * d + 4].tolist()
             if graph.kind[q] == FORWARD
         ]
         subsets = chain.from_iterable(combinations(rows, n) for n in range(1, len(rows) + 1))
         for subset in subsets:
-            heads, works, tails = zip(*subset, strict=True)
-            highest = max(highest, min(heads) + sum(works) + min(tails))
+            before, works, after = zip(*subset, strict=True)
+            highest = max(highest, min(before) + sum(works) + min(after))
     return highest
 
 
-def head(graph: Graph, q: int) -> int:
-    """Ticks before a task of the queue can start, with its chain alone on the devices."""
-    ticks = 0
-    while graph.before[q] >= 0:
-        ticks += int(graph.delay[q])
-        q = int(graph.before[q])
-        ticks += int(graph.duration[q])
+def heads(graph: Graph) -> list[int]:
+    """[Q] ticks before a task of a queue can start, with its chain alone on the devices."""
+    ticks = [0] * graph.length.size
+    for q in np.flatnonzero(graph.before < 0).tolist():
+        while (after := int(graph.after[q])) >= 0:
+            ticks[after] = ticks[q] + int(graph.duration[q] + graph.delay[after])
+            q = after
     return ticks
 
 
-def tail(graph: Graph, q: int) -> int:
-    """Ticks that must follow the end of a task of the queue, with its chain alone."""
-    ticks = 0
-    while graph.after[q] >= 0:
-        q = int(graph.after[q])
-        ticks += int(graph.delay[q] + graph.duration[q])
+def tails(graph: Graph) -> list[int]:
+    """[Q] ticks that must follow the end of a task of a queue, with its chain alone."""
+    ticks = [0] * graph.length.size
+    for q in np.flatnonzero(graph.after < 0).tolist():
+        while (before := int(graph.before[q])) >= 0:
+            ticks[before] = ticks[q] + int(graph.delay[q] + graph.duration[q])
+            q = before
     return ticks
 
 

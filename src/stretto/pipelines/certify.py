@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stretto.errors import MissingExtraError
-from stretto.pipelines.bounds import head, tail
+from stretto.pipelines.bounds import heads, tails
 from stretto.pipelines.graph import FORWARD, Ints
 from stretto.pipelines.kernels import earliest_starts
 from stretto.pipelines.record import Record
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntervalVar, IntVar
-
-CP_SAT_TASKS = 1500
-"""Up to about so many tasks, a proof is to be hoped for."""
 
 
 def improve(record: Record, seed: int, threads: int) -> None:
@@ -85,8 +82,7 @@ def _model(
     problem, graph, latency = record.problem, record.graph, record.latency
     model = CpModel()
     at: list[IntVar] = []
-    for q in range(graph.length.size):
-        first, rest = head(graph, q), tail(graph, q)
+    for q, (first, rest) in enumerate(zip(heads(graph), tails(graph), strict=True)):
         ticks, count = int(graph.duration[q]), int(graph.length[q])
         at += [
             model.new_int_var(first + i * ticks, latency - rest - (count - i) * ticks, f"{q}.{i}")

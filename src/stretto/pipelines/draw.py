@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
+
+import numpy as np
 
 from stretto.errors import MissingExtraError
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.evaluate import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.graph import BACKWARD, Graph, make_graph
 from stretto.pipelines.problem import Problem
+from stretto.pipelines.sizes import Units
 
 _ACTOR, _CRITIC = ("#4477aa", "#8fb4d9"), ("#cc6677", "#e8b0b8")
 """Of forwards and backwards; in tints of Paul Tol's schemes (2021)."""
+_LEGEND = (
+    (_ACTOR[0], "actor forward"),
+    (_ACTOR[1], "actor backward"),
+    (_CRITIC[0], "critic forward"),
+    (_CRITIC[1], "critic backward"),
+)
 _WIDTH, _LEFT, _RIGHT, _LANE, _CURVE = 1000, 64, 24, 20, 150
 _LABELLED = 11.0
 """Pixels from which a bar has its micro-batch's number."""
+_NARROW = 2.0
+"""Pixels below which bars of a colour share one path, so that a file of very many stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +72,7 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[Bar]:
     return found
 
 
-def timeline_svg(problem: Problem, evaluation: Evaluation, title: str) -> str:
+def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Units) -> str:
     """Timeline above, memory below, over the same time axis; follows light or dark."""
     graph = make_graph(problem)
     scale = (_WIDTH - _LEFT - _RIGHT) / evaluation.latency
@@ -69,11 +83,11 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str) -> str:
         f"{d}</text>"
         for d in range(devices)
     ]
-    drawn += [_bar(bar, top, scale) for bar in bars(problem, graph, evaluation)]
+    drawn += _bars(bars(problem, graph, evaluation), top, scale)
     bottom = top + _LANE * devices + 8
-    drawn.append(_time_axis(evaluation.latency, bottom, scale))
+    drawn.append(_time_axis(evaluation.latency, bottom, scale, units))
     curve = bottom + 48
-    drawn += _memory(problem, graph, evaluation, curve, scale)
+    drawn += _memory(problem, graph, evaluation, curve, scale, units)
     height = curve + _CURVE + 20
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
@@ -86,43 +100,64 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str) -> str:
         ".pale{fill:#14181f}.rule{stroke:var(--rule);fill:none}"
         ".curve{stroke:var(--muted);stroke-opacity:.45;fill:none}"
         ".peak{stroke:var(--ink);stroke-width:1.6;fill:none}"
+        ".narrow{stroke-width:17;fill:none}"
         ".limit{stroke:#cc6677;stroke-dasharray:5 4;fill:none}</style>"
         f'<rect width="100%" height="100%" rx="8" fill="var(--paper)"/>{"".join(drawn)}</svg>\n'
     )
 
 
-def _bar(bar: Bar, top: float, scale: float) -> str:
-    x, width = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
-    y = top + _LANE * bar.device
-    colour = (_CRITIC if bar.critic else _ACTOR)[bar.backward]
+def _bars(drawn: list[Bar], top: int, scale: float) -> list[str]:
+    """Each bar as a rectangle; narrow ones as dashes of a thick line, one of a colour a device."""
+    parts, narrow = [], defaultdict(list)
+    for bar in drawn:
+        if (bar.end - bar.start) * scale >= _NARROW:
+            parts.append(_bar(bar, top, scale))
+        else:
+            narrow[bar.device, _colour(bar)].append(bar)
+    for (device, colour), of in narrow.items():
+        dashes = "".join(
+            f"M{_LEFT + bar.start * scale:.2f} 0h{_gapless(bar, scale):.2f}" for bar in of
+        )
+        y = top + _LANE * device + (_LANE - 3) / 2
+        parts.append(
+            f'<path class="narrow" stroke="{colour}" transform="translate(0 {y})" d="{dashes}"/>'
+        )
+    return parts
+
+
+def _bar(bar: Bar, top: int, scale: float) -> str:
+    x, y = _LEFT + bar.start * scale, top + _LANE * bar.device
+    width = (bar.end - bar.start) * scale
     drawn = (
-        f'<rect x="{x:.2f}" y="{y:.1f}" width="{max(width - 0.6, 0.4):.2f}" height="{_LANE - 3}" '
-        f'fill="{colour}"/>'
+        f'<rect x="{x:.2f}" y="{y}" width="{_gapless(bar, scale):.2f}" height="{_LANE - 3}" '
+        f'fill="{_colour(bar)}"/>'
     )
     if width >= _LABELLED:
         pale = " pale" if bar.backward else ""
-        drawn += (
-            f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y + 12:.1f}">{bar.label}</text>'
-        )
+        drawn += f'<text class="on{pale}" x="{x + width / 2:.2f}" y="{y + 12}">{bar.label}</text>'
     return drawn
 
 
+def _colour(bar: Bar) -> str:
+    return (_CRITIC if bar.critic else _ACTOR)[bar.backward]
+
+
+def _gapless(bar: Bar, scale: float) -> float:
+    """Pixels of a bar, less a gap to the next one that leaves most of a narrow bar."""
+    width = (bar.end - bar.start) * scale
+    return width - min(0.6, 0.15 * width)
+
+
 def _legend(y: float) -> str:
-    entries = [
-        (_ACTOR[0], "actor forward"),
-        (_ACTOR[1], "actor backward"),
-        (_CRITIC[0], "critic forward"),
-        (_CRITIC[1], "critic backward"),
-    ]
     return "".join(
         f'<rect x="{_LEFT + 130 * i}" y="{y - 10}" width="12" height="12" rx="2" fill="{colour}"/>'
         f'<text x="{_LEFT + 130 * i + 18}" y="{y}">{name}</text>'
-        for i, (colour, name) in enumerate(entries)
+        for i, (colour, name) in enumerate(_LEGEND)
     )
 
 
-def _time_axis(latency: int, y: float, scale: float) -> str:
-    step = tick_step(latency, 10)
+def _time_axis(latency: int, y: float, scale: float, units: Units) -> str:
+    step = int(max(1, tick_step(latency, 10)))
     parts = [f'<path class="rule" d="M{_LEFT} {y}H{_LEFT + latency * scale:.1f}"/>']
     for t in range(0, latency + 1, step):
         x = _LEFT + t * scale
@@ -130,24 +165,33 @@ def _time_axis(latency: int, y: float, scale: float) -> str:
             f'<path class="rule" d="M{x:.1f} {y}v4"/>'
             f'<text class="muted" x="{x:.1f}" y="{y + 17}" text-anchor="middle">{t:,}</text>'
         )
+    parts.append(f'<text class="muted" x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">'
+                 f"{units.time}</text>")  # fmt: skip
     return "".join(parts)
 
 
 def _memory(
-    problem: Problem, graph: Graph, evaluation: Evaluation, top: float, scale: float
+    problem: Problem, graph: Graph, evaluation: Evaluation, top: float, scale: float, units: Units
 ) -> list[str]:
     serial, scaled = serial_1f1b(problem).peak, problem.memory_scale
-    highest = 1.08 * max(evaluation.peak, serial, problem.capacity or 0.0)
+    highest = 1.08 * max(evaluation.peak, serial, problem.capacity or 0.0) or 1.0
     bottom = top + _CURVE
 
     def y_of(memory: float) -> float:
         return bottom - memory / highest * _CURVE
 
     drawn = [
-        f'<text class="muted" x="{_LEFT}" y="{top - 8}">activation memory of each device; the '
-        f"highest is {evaluation.peak:g}</text>",
+        f'<text class="muted" x="{_LEFT}" y="{top - 8}">{_memory_axis(units)} of each device; the '
+        f"highest is {units.of_memory(evaluation.peak)}</text>",
         f'<path class="rule" d="M{_LEFT} {bottom}H{_LEFT + evaluation.latency * scale:.1f}"/>',
     ]
+    step = tick_step(highest, 5)
+    for i in range(int(highest / step) + 1):
+        y = y_of(i * step)
+        drawn.append(
+            f'<path class="rule" d="M{_LEFT} {y:.1f}h-4"/><text class="muted" x="{_LEFT - 8}" '
+            f'y="{y + 4:.1f}" text-anchor="end">{i * step:,.10g}</text>'
+        )
     fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
     for d in sorted(range(problem.devices), key=lambda d: d == fullest):
         path: list[str] = []
@@ -156,33 +200,35 @@ def _memory(
             path.append(f"H{x:.1f}V{y:.1f}" if path else f"M{x:.1f} {y:.1f}")
         name = "peak" if d == fullest else "curve"
         drawn.append(f'<path class="{name}" d="{"".join(path)}"/>')
-    lines = [(serial, f"serial 1F1B {serial:g}")]
+    lines = [(serial, f"serial 1F1B {units.of_memory(serial)}")]
     if problem.capacity is not None:
-        lines.append((problem.capacity, f"capacity {problem.capacity:g}"))
-    for memory, name in lines:
+        lines.append((problem.capacity, f"capacity {units.of_memory(problem.capacity)}"))
+    for i, (memory, name) in enumerate(lines):
         y = y_of(memory)
         drawn.append(
             f'<path class="limit" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-            f'<text class="muted" x="{_WIDTH - _RIGHT}" y="{y - 4:.1f}" text-anchor="end">'
-            f"{name}</text>"
+            f'<text class="muted" x="{_WIDTH - _RIGHT - 190 * i}" y="{y - 4:.1f}" '
+            f'text-anchor="end">{name}</text>'  # side by side, as the two may be equal
         )
     return drawn
 
 
-def tick_step(length: int, ticks: int) -> int:
-    """The smallest of 1, 2, 5, 10, ... that gives at most ``ticks`` steps."""
-    step = 1
-    while True:
-        for factor in (1, 2, 5):
-            if length <= step * factor * ticks:
-                return step * factor
-        step *= 10
+def _memory_axis(units: Units) -> str:
+    return "activation memory" + (f" ({units.memory})" if units.memory else "")
 
 
-def page_html(problem: Problem, evaluation: Evaluation, title: str, lines: list[str]) -> str:
+def tick_step(length: float, ticks: int) -> float:
+    """The smallest of 1, 2, 5, times a power of ten, that gives at most ``ticks`` steps."""
+    power = 10.0 ** math.floor(math.log10(length / ticks))
+    return next(f * power for f in (1, 2, 5, 10, 20) if length <= f * power * ticks)
+
+
+def page_html(
+    problem: Problem, evaluation: Evaluation, title: str, units: Units, lines: list[str]
+) -> str:
     """A page that needs nothing else: what is known of the schedule, the picture, the bubbles."""
     rows = "".join(
-        f"<tr><td>{d}</td><td>{evaluation.peaks[d]:g}</td>"
+        f"<tr><td>{d}</td><td>{units.of_memory(evaluation.peaks[d])}</td>"
         + "".join(f"<td>{of[cause]:,}</td>" for cause in BUBBLES)
         + f"<td>{sum(of.values()) / evaluation.latency:.1%}</td></tr>"
         for d, of in enumerate(evaluation.bubbles)
@@ -196,47 +242,66 @@ def page_html(problem: Problem, evaluation: Evaluation, title: str, lines: list[
         "svg{max-width:100%;height:auto}table{border-collapse:collapse;font-size:14px}"
         "th,td{text-align:right;padding:3px 14px 3px 0;font-variant-numeric:tabular-nums}"
         "th{font-weight:500;color:#667085}</style>"
-        f"<h1>{escape(title)}</h1><ul>{notes}</ul>{timeline_svg(problem, evaluation, title)}"
-        "<h2>Idle ticks of each device, by cause</h2>"
+        f"<h1>{escape(title)}</h1><ul>{notes}</ul>"
+        f"{timeline_svg(problem, evaluation, title, units)}"
+        f"<h2>Idle {units.time} of each device, by cause</h2>"
         f"<table><tr>{heads}</tr>{rows}</table></html>\n"
     )
 
 
-def save_png(problem: Problem, evaluation: Evaluation, title: str, file: Path) -> None:
+def require_png() -> None:
+    """Say what to install where pictures cannot be written as PNG.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingExtraError("matplotlib", "plots", "a picture as PNG")
+
+
+def save_png(
+    problem: Problem, evaluation: Evaluation, title: str, units: Units, file: Path
+) -> None:
     """The same picture as a PNG.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "plots", "a picture as PNG") from error
+    require_png()
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
     graph = make_graph(problem)
-    figure = Figure(figsize=(12, 2.6 + 0.22 * problem.devices), layout="constrained")
-    above, below = figure.subplots(
-        2, 1, sharex=True, height_ratios=[max(2, 0.22 * problem.devices), 1.6]
-    )
-    drawn = bars(problem, graph, evaluation)
-    for critic, colours in ((False, _ACTOR), (True, _CRITIC)):
-        for backward in (False, True):
-            of = [b for b in drawn if (b.critic, b.backward) == (critic, backward)]
-            name = f"{'critic' if critic else 'actor'} {'backward' if backward else 'forward'}"
-            above.barh(
-                [b.device for b in of], [b.end - b.start for b in of], left=[b.start for b in of],
-                height=0.85, color=colours[backward], label=name, edgecolor="white", linewidth=0.3,
-            )  # fmt: skip
-    above.set(title=title, ylabel="device")
-    above.invert_yaxis()
-    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    lanes = min(0.22 * problem.devices, 40.0)  # inches
+    figure = Figure(figsize=(12, 2.6 + lanes), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(2, lanes), 1.6])
+    spans = defaultdict(list)
+    scale = _WIDTH / evaluation.latency
+    for bar in bars(problem, graph, evaluation):
+        spans[bar.device, _colour(bar)].append((bar.start, _gapless(bar, scale) / scale))
+    for (device, colour), of in spans.items():
+        above.broken_barh(of, (device - 0.42, 0.84), facecolors=colour, snap=False)
+    for colour, name in _LEGEND:
+        above.broken_barh([], (0, 1), facecolors=colour, label=name)
+    above.set(title=title, ylabel="device", ylim=(problem.devices - 0.5, -0.5))
+    above.yaxis.set_major_locator(MaxNLocator(20, integer=True))
     fullest = max(range(problem.devices), key=lambda d: evaluation.peaks[d])
+    scaled = problem.memory_scale
     for d in range(problem.devices):
         at, held = zip(*memory_curve(graph, evaluation, d), strict=True)
-        memory = [h / problem.memory_scale for h in held]
-        style = {"color": "black", "linewidth": 1.4} if d == fullest else {"color": "0.75"}
-        below.step(at, memory, where="post", **style)
-    serial = serial_1f1b(problem).peak
-    below.axhline(serial, color=_CRITIC[0], linestyle="--", label=f"serial 1F1B {serial:g}")
-    below.set(xlabel="ticks", ylabel="activation memory", xlim=(0, evaluation.latency))
-    below.legend(loc="lower right", fontsize=8)
+        memory = np.array(held) / scaled
+        width, color, order = (1.4, "black", 3) if d == fullest else (0.6, "0.75", 1)
+        below.step(at, memory, where="post", linewidth=width, color=color, zorder=order)
+    limits = [("serial 1F1B", serial_1f1b(problem).peak, _CRITIC[0], "--")]
+    if problem.capacity is not None:
+        limits.append(("capacity", problem.capacity, _ACTOR[0], ":"))
+    for name, limit, color, style in limits:
+        label = f"{name} {units.of_memory(limit)}"
+        below.axhline(limit, color=color, linestyle=style, label=label, zorder=4)
+    below.set(xlabel=units.time, ylabel=_memory_axis(units), xlim=(0, evaluation.latency))
+    below.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    below.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    handles, names = above.get_legend_handles_labels()
+    more, others = below.get_legend_handles_labels()
+    figure.legend(handles + more, names + others, loc="outside lower center", ncols=6)
     figure.savefig(file, dpi=130)

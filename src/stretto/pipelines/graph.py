@@ -10,6 +10,8 @@ Letters in shapes: Q queues, D devices, T tasks.
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -102,7 +104,9 @@ def _starts(sizes: npt.NDArray[np.int64]) -> Ints:
 
 def capacity_units(problem: Problem, capacity: float | None) -> int:
     """A capacity in the graph's units of memory, rounded down; no limit is a huge number."""
+    no_limit = int(np.iinfo(np.int64).max // 4)
     if capacity is None:
-        return int(np.iinfo(np.int64).max // 4)
+        return no_limit
     # A capacity that is a sum of activations may be a rounding error below that sum.
-    return int(np.floor(capacity * problem.memory_scale + 1e-6))
+    exact = Fraction(str(capacity)) * (1 + Fraction(1, 10**12))
+    return min(math.floor(exact * problem.memory_scale), no_limit)

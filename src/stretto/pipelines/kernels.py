@@ -33,7 +33,8 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
     at = word_at[:-1].copy()
     free = np.zeros(devices, np.int64)
     done = np.zeros(offset.size, np.int64)
-    stack = np.arange(devices)
+    stack = np.empty(2 * devices, np.int64)  # each device once at first, and once woken
+    stack[:devices] = np.arange(devices)
     waiting = devices
     ran = 0
     while waiting:

@@ -71,6 +71,9 @@ class Side:
         Raises:
             ConfigError: a number is out of range, or there are not as many as stages.
         """
+        _require_whole("stages", stages, 1)
+        if stages > MOST_TASKS:
+            raise ConfigError(f"stages {stages!r}: must be at most {MOST_TASKS:,}")
         return cls(
             stages,
             pipelines,
@@ -111,7 +114,7 @@ class Side:
 
         Where the other model has ``by`` times the tensor parallelism, this is how the two get
         stages of one size. The devices of a merged stage share its work evenly: its latency is the
-        mean of what is merged (rounded up), its memory on each device too.
+        mean of what is merged (rounded up), its memory on each device too (to a thousandth).
 
         Raises:
             ConfigError: the stages cannot be divided so.
@@ -128,7 +131,7 @@ class Side:
             stages=self.stages // by,
             forward=tuple(-(-sum(self.forward[i : i + by]) // by) for i in groups),
             backward=tuple(-(-sum(self.backward[i : i + by]) // by) for i in groups),
-            activation=tuple(sum(self.activation[i : i + by]) / by for i in groups),
+            activation=tuple(_mean_above(self.activation[i : i + by]) for i in groups),
         )
 
 
@@ -163,10 +166,10 @@ class Problem:
                 f"{tasks:,} tasks are more than the {MOST_TASKS:,} that can be planned for; a "
                 "schedule of so many repeats itself: plan fewer micro-batches"
             )
-        if sum(s.micro_batches * (max(s.forward) + max(s.backward)) for s in (a, b)) > _MOST_TICKS:
+        if sum(_longest(s) for s in (a, b)) > _MOST_TICKS:
             raise ConfigError(
-                f"the work of a device is over {_MOST_TICKS:,} ticks; give latencies in longer "
-                "ticks"
+                f"the work of a device and the way through its pipelines take over {_MOST_TICKS:,} "
+                "ticks; give latencies and communication in longer ticks"
             )
         self._check_memory()
 
@@ -301,6 +304,17 @@ def _fields(
     return data
 
 
+def _longest(side: Side) -> int:
+    """Ticks that one side takes at most, with the devices to itself."""
+    each = max(side.forward) + max(side.backward)
+    return (side.micro_batches + side.stages) * each + 2 * side.stages * side.communication
+
+
+def _mean_above(values: Sequence[float]) -> float:
+    """The mean, rounded up to a thousandth, as thirds and the like have no end of digits."""
+    return math.ceil(1000 * sum(Fraction(str(v)) for v in values) / len(values)) / 1000
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -309,7 +323,7 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
     if isinstance(value, Sequence) and not isinstance(value, str):
         values = tuple(value)
     else:
-        values = (value,) * (stages if isinstance(stages, int) else 1)
+        values = (value,) * stages
     for each in values:
         if not _is_number(each):
             raise ConfigError(f"{name} {each!r}: must be a number")
@@ -319,3 +333,5 @@ def _per_stage(name: str, value: Any, stages: int) -> tuple[Any, ...]:
 def _require_whole(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(f"{name} {value!r}: must be a whole number, {least} or more")
+    if value > _MOST_TICKS:
+        raise ConfigError(f"{name} {value!r}: must be at most {_MOST_TICKS:,}")

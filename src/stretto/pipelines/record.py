@@ -62,10 +62,7 @@ class Record:
 
     def offer(self, word: Ints) -> bool:
         """Take a valid schedule [T] within the capacity if it is better; returns whether it is."""
-        starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
-        earliest_starts(self.graph, word, starts, order)
-        latency = int(latency_of(self.graph, word, starts))
-        peak = int(peak_memory(self.graph, word, np.zeros(self.problem.devices, np.int64)))
+        latency, peak = self.measure(word)
         if peak > self.capacity or (latency, peak) >= (self.latency, self.peak):
             return False
         self.word, self.latency, self.peak = word.copy(), latency, peak
@@ -73,6 +70,14 @@ class Record:
             Improvement(time.monotonic() - self.begun, latency, peak / self.problem.memory_scale)
         )
         return True
+
+    def measure(self, word: Ints) -> tuple[int, int]:
+        """Latency and peak, in the graph's units, of a valid schedule [T]."""
+        starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
+        earliest_starts(self.graph, word, starts, order)
+        latency = int(latency_of(self.graph, word, starts))
+        peak = int(peak_memory(self.graph, word, np.zeros(self.problem.devices, np.int64)))
+        return latency, peak
 
     @property
     def done(self) -> bool:

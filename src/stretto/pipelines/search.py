@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,10 +16,10 @@ from stretto.pipelines.problem import Problem
 
 _DECODED_TASKS = 3_000_000
 """Of one search for rules; a tenth of a second."""
-_SEGMENT_MOVES = 200_000
-"""Exchanges between two looks at the clock: tenths of a second."""
-_COLD, _SOFT, _FIRM = 0.05, 0.3, 1.0
-"""Last temperature, and first and last price of memory, in mean durations of a task."""
+_SEGMENT_WORK = 300_000_000
+"""Exchanges between two looks at the clock, times tasks: tenths of a second."""
+_COLD, _SOFT = 0.05, 0.3
+"""Last temperature, and first price of memory, in mean durations of a task."""
 _REPAIRS, _EDGES = 0.2, 0.5
 _NOTHING = 2**60
 
@@ -112,12 +112,13 @@ def list_schedule(
         chance.choice([0.5, 2.0, 4.0]) * view.tick, 0.1 * view.tick,
         chance.choice([1.0, 3.0, 10.0]) * view.tick, int(chance.integers(2**31)), word,
     )  # fmt: skip
+    assert latency >= 0  # one model is polite to the other, or there is room for both
     return int(latency), word
 
 
 def rounds_for(view: View) -> int:
     """Schedules to build in one search for rules."""
-    return max(20, _DECODED_TASKS // view.left.size)
+    return max(1, _DECODED_TASKS // view.left.size)
 
 
 def squeeze(
@@ -127,8 +128,9 @@ def squeeze(
     target: int,
     moves: int,
     hot: float,
+    firm: float,
     chance: np.random.Generator,
-    deadline: float,
+    over: Callable[[], bool],
 ) -> Ints:
     """Anneal a schedule towards a latency within a capacity, of which it may break both.
 
@@ -139,17 +141,18 @@ def squeeze(
         target: latency at which to stop.
         moves: exchanges to try.
         hot: first temperature, as a multiple of a task's mean duration.
+        firm: last price of memory, likewise.
         chance: random numbers.
-        deadline: when to stop, in seconds of the monotonic clock.
+        over: whether time is.
 
     Returns:
         The shortest schedule within the capacity that was met; ``word`` if there was none.
     """
     state = make_state(view.graph, word)
     best, best_word = _NOTHING, word.copy()
-    segments = max(8, moves // _SEGMENT_MOVES)
+    segments = max(8, moves * word.size // _SEGMENT_WORK)
     temperatures = np.geomspace(hot, _COLD, segments + 1) * view.tick
-    prices = np.geomspace(_SOFT, _FIRM, segments + 1) * view.tick
+    prices = np.geomspace(_SOFT, firm, segments + 1) * view.tick
     for i in range(segments):
         cooling = Cooling(
             max(1, moves // segments), temperatures[i], temperatures[i + 1],
@@ -157,6 +160,6 @@ def squeeze(
         )  # fmt: skip
         seed = int(chance.integers(2**31))
         best = anneal_swaps(view.graph, state, capacity, target, cooling, seed, best, best_word)
-        if best <= target or time.monotonic() > deadline:
+        if best <= target or over():
             break
     return best_word

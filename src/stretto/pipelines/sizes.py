@@ -15,6 +15,30 @@ _LAYER_PARAMETERS = 12
 _LAYER_ACTIVATION_BYTES = 34
 """That a layer keeps for its backward, a token and unit of width, at 16 bits and with attention
 recomputed (Korthikanti et al. 2022, section 4)."""
+_MOST = 2**31
+"""Of any whole number, and of the microseconds of a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """What the numbers of a problem are in.
+
+    Attributes:
+        time: what a tick is called, in the plural.
+        memory: unit of memory, or nothing where it is not known.
+    """
+
+    time: str = "ticks"
+    memory: str = ""
+
+    def of_memory(self, memory: float) -> str:
+        """An amount of memory with its unit."""
+        number = f"{memory:,.6g}" if memory < 1e6 else f"{memory:,.0f}"
+        return f"{number} {self.memory}".strip()
+
+
+UNITS = Units("µs", "MiB")
+"""Of the problems that are made here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +62,7 @@ class ModelShape:
         """
         if text.upper() in _SIZES:
             return cls(*_SIZES[text.upper()])
-        match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+        match = re.fullmatch(r"([1-9]\d{0,6})x([1-9]\d{0,6})", text)
         if not match:
             raise ConfigError(
                 f"'{text}' is no model's shape: give layers and width, such as 40x5120, or one of "
@@ -93,30 +117,17 @@ def make_problem(
     Raises:
         ConfigError: a number is out of range, or does not divide.
     """
-    for name, value in (
-        ("tokens", tokens),
-        ("teraflops", teraflops),
-        ("backward_ratio", backward_ratio),
-    ):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name} {value!r}: must be more than 0")
-    group = math.lcm(actor.tensor_parallel, critic.tensor_parallel)
-    if group != max(actor.tensor_parallel, critic.tensor_parallel):
-        raise ConfigError(
-            f"tensor parallelism {actor.tensor_parallel} and {critic.tensor_parallel}: one must be "
-            "a multiple of the other, so that stages can be merged"
-        )
+    _require_whole("tokens", tokens, 1, "give those of one micro-batch, such as 2048")
+    _require_whole("micro_batches", micro_batches, 1, "give those of all pipelines of a model")
+    _require_whole("communication_us", communication_us, 0, "0 is none")
+    _require_positive("teraflops", teraflops, "give what a device achieves, such as 200")
+    _require_positive("backward_ratio", backward_ratio, "2 is usual")
+    group = _merged_to(actor, critic)
     sides = []
     merged = [p.stages * p.tensor_parallel // group for p in (actor, critic)]
     for parallel, stages in zip((actor, critic), merged, strict=True):
-        ratio = group // parallel.tensor_parallel
-        if parallel.stages % ratio or stages == 0:
-            raise ConfigError(
-                f"{parallel.stages} stages with tensor parallelism {parallel.tensor_parallel} "
-                f"cannot be merged to {group}: {ratio} must divide the stages"
-            )
         pipelines = math.lcm(*merged) // stages
-        if micro_batches < 1 or micro_batches % pipelines:
+        if micro_batches % pipelines:
             raise ConfigError(
                 f"{micro_batches} micro-batches cannot be dealt out to {pipelines} pipelines of "
                 f"{stages} stages: take a multiple of {pipelines}"
@@ -125,10 +136,57 @@ def make_problem(
             _side(
                 parallel, pipelines, micro_batches // pipelines, tokens, teraflops,
                 backward_ratio, communication_us,
-            ).merged(ratio)
+            ).merged(group // parallel.tensor_parallel)
         )  # fmt: skip
-    capacity = None if capacity_gib is None else capacity_gib * 1024
-    return Problem(sides[0], sides[1], capacity)
+    if capacity_gib is None:
+        return Problem(sides[0], sides[1])
+    least = max(sides[0].activation + sides[1].activation)
+    if capacity_gib * 1024 < least:
+        raise ConfigError(
+            f"capacity {capacity_gib:g} GiB is below the {UNITS.of_memory(least)} that one "
+            f"micro-batch takes: give {math.ceil(least / 10.24) / 100:g} GiB or more, or make "
+            "micro-batches smaller"
+        )
+    return Problem(sides[0], sides[1], capacity_gib * 1024)
+
+
+def _merged_to(actor: Parallel, critic: Parallel) -> int:
+    """Devices of a stage, once the stages of the model with fewer of them are merged."""
+    for name, parallel in (("actor", actor), ("critic", critic)):
+        _require_whole(
+            f"tensor parallelism of the {name}", parallel.tensor_parallel, 1, "1 is none"
+        )
+        if not 1 <= parallel.stages <= parallel.shape.layers:
+            raise ConfigError(
+                f"{parallel.stages} stages of the {name}, which has {parallel.shape.layers} "
+                f"layers: take 1 to {parallel.shape.layers}"
+            )
+    group = math.lcm(actor.tensor_parallel, critic.tensor_parallel)
+    if group != max(actor.tensor_parallel, critic.tensor_parallel):
+        raise ConfigError(
+            f"tensor parallelism {actor.tensor_parallel} and {critic.tensor_parallel}: one must be "
+            "a multiple of the other, so that stages can be merged"
+        )
+    for parallel in (actor, critic):
+        ratio = group // parallel.tensor_parallel
+        if parallel.stages % ratio:
+            raise ConfigError(
+                f"{parallel.stages} stages with tensor parallelism {parallel.tensor_parallel} "
+                f"cannot be merged to {group}: {ratio} must divide the stages"
+            )
+    return group
+
+
+def _require_whole(name: str, value: object, least: int, remedy: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST:
+        raise ConfigError(
+            f"{name} {value!r}: must be a whole number from {least} to {_MOST:,}; {remedy}"
+        )
+
+
+def _require_positive(name: str, value: float, remedy: str) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} {value!r}: must be more than 0, and finite; {remedy}")
 
 
 def _side(
@@ -142,14 +200,13 @@ def _side(
 ) -> Side:
     """One model before stages are merged; layers are dealt out as evenly as can be."""
     shape, stages = parallel.shape, parallel.stages
-    if not 1 <= stages <= shape.layers:
-        raise ConfigError(
-            f"{stages} stages of a model with {shape.layers} layers: take 1 to {shape.layers}"
-        )
-    if parallel.tensor_parallel < 1:
-        raise ConfigError(f"tensor parallelism {parallel.tensor_parallel}: must be 1 or more")
     layers = [shape.layers // stages + (s < shape.layers % stages) for s in range(stages)]
     layer_us = 2 * _LAYER_PARAMETERS * shape.width**2 * tokens / (teraflops * 1e6)
+    if not layer_us * max(1.0, backward_ratio) < _MOST:
+        raise ConfigError(
+            f"a layer would take {layer_us:g} µs with {tokens} tokens at {teraflops:g} teraflops: "
+            "that is too long to be planned for; check both numbers"
+        )
     layer_mib = _LAYER_ACTIVATION_BYTES * tokens * shape.width / 2**20
     tp = parallel.tensor_parallel
     return Side.of(

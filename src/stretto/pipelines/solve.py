@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, get_args
 
@@ -21,6 +21,8 @@ from stretto.pipelines.schedule import Schedule
 from stretto.pipelines.search import list_schedule, make_views, squeeze
 
 Method = Literal["stretto", "annealing", "cp-sat"]
+_SEEDS = 2**31
+"""CP-SAT's are of 32 bits."""
 Status = Literal["proved optimal", "at the bound", "best found"]
 
 
@@ -37,6 +39,7 @@ class Solution:
         memory_bound: no schedule of this latency needs less.
         seconds: that the search took.
         trace: its improvements.
+        interrupted: whether the search was ended by an interrupt.
     """
 
     schedule: Schedule
@@ -46,6 +49,7 @@ class Solution:
     memory_bound: float
     seconds: float
     trace: tuple[Improvement, ...]
+    interrupted: bool = False
 
     @property
     def makespan(self) -> int:
@@ -71,6 +75,7 @@ def solve(
     method: Method = "stretto",
     threads: int = 1,
     memory: float = 0.0,
+    keep_interrupted: bool = False,
 ) -> Solution:
     """Look for the shortest schedule, then for one of that latency that needs less memory.
 
@@ -84,9 +89,11 @@ def solve(
             knows no capacity.
         threads: that search at the same time.
         memory: a peak that is low enough to stop at, once the latency is at the bound.
+        keep_interrupted: return what has been found when Ctrl-C strikes, instead of raising.
 
     Raises:
         ConfigError: a number is out of range, the method unknown, or cannot keep a capacity.
+        KeyboardInterrupt: it struck, and was not to be kept, or before there was any schedule.
         MissingExtraError: CP-SAT is asked for and not installed.
     """
     if not seconds > 0:
@@ -95,22 +102,34 @@ def solve(
         raise ConfigError(f"threads {threads}: must be 1 or more")
     if method not in get_args(Method):
         raise ConfigError(f"unknown method '{method}'. {nearest(method, get_args(Method))}")
+    if not 0 <= seed < _SEEDS:
+        raise ConfigError(f"seed {seed}: must be 0 or more, and less than {_SEEDS:,}")
+    if method == "annealing" and problem.capacity is not None:
+        raise ConfigError(
+            "the published annealing knows no capacity: leave the capacity out, or take another "
+            "method"
+        )
+    if method == "cp-sat":
+        certify.require()
     _compile()
     record = Record(problem, seconds, memory)
-    if method == "annealing":
-        if problem.capacity is not None:
-            raise ConfigError(
-                "the published annealing knows no capacity: leave the capacity out, or take "
-                "another method"
-            )
-        as_published(record, greedy(problem).tasks(problem), seed)
-    elif method == "cp-sat":
-        certify.require()
-        Descent(record, seed, threads, record.begun + seconds / 4).run()
-        certify.improve(record, seed, threads)
-    else:
-        Descent(record, seed, threads, record.deadline).run()
+    try:
+        _search(record, method, seed, threads)
+    except KeyboardInterrupt:
+        if not keep_interrupted or not record.word.size:
+            raise
+        return replace(_solution(record), interrupted=True)
     return _solution(record)
+
+
+def _search(record: Record, method: Method, seed: int, threads: int) -> None:
+    if method == "annealing":
+        as_published(record, greedy(record.problem).tasks(record.problem), seed)
+        return
+    share = 0.25 if method == "cp-sat" else 1.0
+    Descent(record, seed, threads, record.begun + share * (record.deadline - record.begun)).run()
+    if method == "cp-sat":
+        certify.improve(record, seed, threads)
 
 
 @cache
@@ -121,7 +140,7 @@ def _compile() -> None:
     chance = np.random.default_rng(0)
     view, _ = make_views(record.problem)
     _, word = list_schedule(view, record.capacity, 0, 2, chance)
-    record.offer(squeeze(view, word, 1, 0, 100, 1.0, chance, record.deadline))
+    record.offer(squeeze(view, word, 1, 0, 100, 1.0, 1.0, chance, lambda: False))
     anneal_schedule(record.graph, word.copy(), 0, 0, 2, 1.0, 1.0, 0, word)
 
 

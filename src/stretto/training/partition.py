@@ -7,14 +7,18 @@ H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stretto.algorithms.experience import Part
+from stretto.config import PipelineConfig
+from stretto.errors import ModelError
 from stretto.models.forward import by_token_budget, pad_right, response_tokens
+from stretto.pipelines.executor.layout import Name
+from stretto.pipelines.executor.stages import check_cut
 from stretto.training.losses import MicroBatch
 
 Names = Mapping[str, str]
@@ -57,6 +61,21 @@ class PaddedBatch:
             part=micro_batch.part.to(cpu),
         )
 
+    @classmethod
+    def blank(cls, like: Part) -> PaddedBatch:
+        """A token and no response, of which losses and gradients are nothing.
+
+        Args:
+            like: of another micro-batch, which says what losses take.
+        """
+        none = torch.zeros(0, dtype=torch.long)
+        empty: dict[str, Any] = {
+            f.name: None if (t := getattr(like, f.name)) is None else torch.zeros_like(t[:1])
+            for f in fields(Part)
+        }
+        part = Part(**empty)
+        return cls(torch.zeros(1, 1, dtype=torch.long), none, none, none, part)
+
     def at_responses(self, hidden: Tensor) -> Tensor:
         """Of hidden states [b, L, H] those that predict response tokens: [N, H]."""
         return hidden[self.rows.to(hidden.device), self.positions.to(hidden.device)]
@@ -90,6 +109,49 @@ def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
         group = groups[largest]
         groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
     return groups
+
+
+def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
+    """Share micro-batches out to as many hands, the longest first, to and fro.
+
+    Args:
+        groups: the micro-batches, longest first.
+        hands: that get equally many.
+
+    Returns:
+        Those of the first hand, then those of the second, ...
+    """
+    dealt: list[list[Sequence[int]]] = [[] for _ in range(hands)]
+    for i, group in enumerate(groups):
+        turn, at = divmod(i, hands)
+        dealt[hands - 1 - at if turn % 2 else at].append(group)
+    return [group for hand in dealt for group in hand]
+
+
+def on_cpu(state: Any) -> Any:
+    """The same with all its tensors where another process can read them."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    if isinstance(state, Mapping):
+        return {key: on_cpu(value) for key, value in state.items()}
+    return state
+
+
+def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
+    """See that a model can be cut as the settings say.
+
+    Args:
+        config: with ``ranks`` above 0.
+        name: of the model.
+        model: in evaluation mode.
+
+    Raises:
+        ModelError: it cannot; see :func:`~stretto.pipelines.executor.stages.check_cut`.
+    """
+    try:
+        check_cut(model, config.stages(name))
+    except ModelError as error:
+        raise ModelError(f"{config.describe_stages(name)}: {error}") from None
 
 
 def whole_state(

@@ -7,6 +7,7 @@ and norms come back, and at the end of a step the new weights do.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +17,20 @@ from torch import Tensor, nn
 
 from stretto.algorithms.reductions import Tally
 from stretto.config import Config, PipelineConfig
-from stretto.errors import ConfigError, LearnerError
+from stretto.errors import ConfigError, LearnerError, ModelError
 from stretto.models.forward import by_token_budget, token_budget
 from stretto.pipelines.executor.executor import Layout, Name, Timings
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.pipelines.executor.ranks import Ranks
-from stretto.pipelines.executor.stages import Stage, check_cut, cut
+from stretto.pipelines.executor.stages import Stage, cut, for_sending
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import (
     Names,
     PaddedBatch,
+    check_stages,
+    deal,
     into_micro_batches,
+    on_cpu,
     stage_state,
     whole_state,
 )
@@ -37,6 +41,19 @@ from stretto.types import Stats
 
 MEASURED_RUN = 2
 """The mini-batch whose latencies are measured; the first is slow for reasons of its own."""
+
+WORDS = {
+    "hold": "the hand-over of stages",
+    "lr": "the hand-over of stages",
+    "run": "the passes of a mini-batch",
+    "saved_bytes": "the measuring of memory",
+    "update": "an update of the weights",
+    "skip": "an update of the weights",
+    "weights": "the hand-over of new weights",
+    "state": "the hand-over of the state",
+    "load": "the hand-over of a saved state",
+}
+"""What a :class:`~stretto.training.stages.StageTrainer` does, for messages."""
 
 
 class StagedModel:
@@ -68,7 +85,7 @@ class StagedModel:
     @property
     def device(self) -> torch.device:
         """Where the whole model lives."""
-        return next(iter(self._weights.values())).device
+        return next(self.model.parameters()).device
 
     def update(self) -> float:
         """One optimizer step on the ranks; the whole model follows with :meth:`fetch`.
@@ -109,7 +126,7 @@ class StagedModel:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         order = [*self._weights]
-        parts = [(self._name, stage_state(state, order, names)) for names in self._names]
+        parts = ((self._name, on_cpu(stage_state(state, order, names))) for names in self._names)
         self._lr = float(self._ranks.call_each("load", parts)[0])
         self._behind = True
         self.fetch()
@@ -123,7 +140,8 @@ class StagedModel:
 class PipelinedPasses:
     """Passes of both models at once, by a schedule; see :class:`~stretto.training.passes.Passes`.
 
-    Latencies are measured in the second mini-batch, and schedules made anew for them.
+    Latencies are measured in the second mini-batch, and schedules made anew for them. Where a
+    mini-batch has fewer responses than there are pipelines, the others get blank micro-batches.
 
     Args:
         ranks: make them.
@@ -151,21 +169,15 @@ class PipelinedPasses:
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         """See :class:`~stretto.training.passes.Passes`: pipelines get equally many, of like sizes.
 
-        Raises:
-            LearnerError: too few responses are left for every pipeline to get one.
+        Unless there are too few for each to get one.
         """
         share = self._config.multiple
         if len(tokens) < share:
-            raise LearnerError(
-                f"a mini-batch needs {share} responses, so that every pipeline gets as many "
-                f"micro-batches, and {len(tokens)} were left; see why responses were dropped, or "
-                "lower training.minibatches"
-            )
+            return [[i] for i in range(len(tokens))]
         wanted = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
         count = min(-(-wanted // share), len(tokens) // share) * share
-        groups = into_micro_batches(tokens, count)
         # Pipelines take consecutive parts of the list: the long ones are dealt out.
-        return [group for i in range(share) for group in groups[i::share]]
+        return deal(into_micro_batches(tokens, count), share)
 
     def run(
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
@@ -175,15 +187,17 @@ class PipelinedPasses:
         Raises:
             RankError: a rank failed.
         """
-        plan = self._planner.plan(len(parts))
         batches = [PaddedBatch.of(part) for part in parts]
+        missing = -len(parts) % self._config.multiple
+        batches += [PaddedBatch.blank(parts[0].part)] * missing
+        plan = self._planner.plan(len(batches))
         said: list[tuple[Timings, Mapping[Name, Tally]]] = self._ranks.call(
             "run", plan.schedule, plan.problem, batches, kl_coef, trains_actor
         )
         timings = [times for times, _ in said]
         self._runs += 1
         self._ran.append(_Ran.of(timings, plan.predicted_us))
-        if self._runs == MEASURED_RUN:
+        if self._runs >= MEASURED_RUN and not (missing or self._planner.measured):
             kept = self._ranks.call("saved_bytes", batches[0])
             self._planner.measure(profile(self._layout, timings, kept))
         names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
@@ -251,7 +265,11 @@ class Pipelines:
 
 
 def start(
-    actor: nn.Module, critic: nn.Module, config: Config, courses: Mapping[Name, Course]
+    actor: nn.Module,
+    critic: nn.Module,
+    config: Config,
+    courses: Mapping[Name, Course],
+    threads: int,
 ) -> Pipelines:
     """Cut the models, start the ranks, and give each its stages.
 
@@ -259,10 +277,12 @@ def start(
         actor, critic: whole; they stay in this process, and follow what the ranks learn.
         config: of the run, with ``pipeline.ranks`` above 0.
         courses: learning rates, by model.
+        threads: CPU threads of training, over all ranks.
 
     Raises:
         ConfigError: there are fewer GPUs than ranks.
-        ModelError: a model cannot be cut into so many stages.
+        LearnerError: a model has nothing to train.
+        ModelError: a model cannot be cut into so many stages, or not be sent to other processes.
         RankError: a rank could not start.
     """
     p, t = config.pipeline, config.training
@@ -270,7 +290,8 @@ def start(
     device = next(actor.parameters()).device
     _check_devices(device, p.ranks)
     for name, model in models.items():
-        check_cut(model, p.stages(name))
+        _check_model(name, model)
+        check_stages(p, name, model)
     layout = layout_of(p)
     losses = Losses(config.algorithm, config.rollout.temperature)
     ranks = Ranks(
@@ -278,14 +299,16 @@ def start(
         StageTrainer,
         (layout, losses, t, courses, device.type),
         backend="nccl" if device.type == "cuda" else "gloo",
-        threads=max(_threads(config) // p.ranks, 1),
+        threads=max(threads // p.ranks, 1),
+        words=WORDS,
     )
     try:
         stages = {
             name: [cut(model, p.stages(name), layout.place(name, r)[1]) for r in range(p.ranks)]
             for name, model in models.items()
         }
-        ranks.call_each("hold", list(zip(stages["actor"], stages["critic"], strict=True)))
+        pairs = zip(stages["actor"], stages["critic"], strict=True)
+        ranks.call_each("hold", ((for_sending(a), for_sending(c)) for a, c in pairs))
         staged = {
             name: StagedModel(name, model, ranks, [_trained_names(s) for s in stages[name]])
             for name, model in models.items()
@@ -294,7 +317,12 @@ def start(
         planner = Planner(p, parameters, config.seed)
         budget = token_budget(t.microbatch_tokens, device)
         passes = PipelinedPasses(ranks, [*staged.values()], planner, layout, p, budget)
+        if config.observe.checkpoint_every:
+            ranks.remedy = "resume from the last checkpoint, if one was written (--resume)"
         return Pipelines(ranks, staged["actor"], staged["critic"], passes)
+    except pickle.PicklingError as error:
+        ranks.close()
+        raise ModelError(f"the models cannot be sent to the ranks: {error}. {_SENDABLE}") from error
     except BaseException:
         ranks.close()
         raise
@@ -314,11 +342,26 @@ def _trained_names(stage: Stage) -> Names:
     return {own: stage.names[own] for own, p in stage.named_parameters() if p.requires_grad}
 
 
-def _threads(config: Config) -> int:
-    """CPU threads of training, over all ranks."""
-    if config.schedule.threads:
-        return config.schedule.threads[-1]
-    return config.threads or torch.get_num_threads()
+_SENDABLE = (
+    "Have them made of classes in modules that can be imported, with no hooks that are local "
+    "functions, or set pipeline.ranks = 0"
+)
+
+
+def _check_model(name: Name, model: nn.Module) -> None:
+    """See that it is trained, and that other processes know what it is made of."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise LearnerError(
+            f"the {name} has nothing to train: all its weights are frozen. Leave some unfrozen "
+            "(requires_grad)"
+        )
+    for path, module in model.named_modules():
+        own = type(module)
+        if own.__module__ == "__main__":
+            raise ModelError(
+                f"'{path}' of the {name} is of the class '{own.__qualname__}', which is defined in "
+                f"the script that runs; the ranks cannot import it. {_SENDABLE}"
+            )
 
 
 def _check_devices(device: torch.device, ranks: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stretto.config import PipelineConfig
+from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.executor.executor import Name
 from stretto.pipelines.problem import Problem, Side
@@ -77,7 +78,7 @@ class Planner:
         )
         problem = Problem(actor, critic)
         if self._config.schedule == "serial":
-            schedule = serial(problem)
+            schedule = one_f_one_b(problem)
         else:
             schedule = solve(problem, seconds=self._config.seconds, seed=self._seed).schedule
         latency = evaluate(problem, schedule).latency
@@ -95,22 +96,3 @@ class Planner:
             backward=2 * forward,
             activation=forward,
         )
-
-
-def serial(problem: Problem) -> Schedule:
-    """1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2).
-
-    A device that has ended the actor's part goes on with the critic's at once.
-    """
-    words = []
-    for device in range(problem.devices):
-        word: list[str] = []
-        for first, side in ((0, problem.actor), (problem.actor.pipelines, problem.critic)):
-            pipeline, place = divmod(device, side.stages)
-            ahead = place if first else side.stages - 1 - place  # stages behind this one
-            ahead = min(ahead, side.micro_batches)
-            forward, backward = f"{first + pipeline}F", f"{first + pipeline}B"
-            word += [forward] * ahead
-            word += [forward, backward] * (side.micro_batches - ahead) + [backward] * ahead
-        words.append(tuple(word))
-    return Schedule(tuple(words))

@@ -17,7 +17,7 @@ from stretto.pipelines.executor.stages import Stage
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import Schedule
 from stretto.training.losses import Losses
-from stretto.training.partition import PaddedBatch
+from stretto.training.partition import PaddedBatch, on_cpu
 from stretto.training.trained import Course, TrainedModel
 
 
@@ -62,6 +62,7 @@ class StageTrainer:
                 self._optimizer,
                 updates=course.updates,
                 warmup=course.warmup,
+                may_be_frozen=True,  # in this part
             )
         self._executor = Executor(actor, critic, self._layout, self._device)
 
@@ -100,7 +101,10 @@ class StageTrainer:
             )
         if not trains_actor:
             self._trained["actor"].discard()
-        return timings, {name: _on_cpu(tally) for name, tally in tallies.items()}
+        return timings, {
+            name: Tally(on_cpu(t.sums), on_cpu(t.minima), on_cpu(t.maxima))
+            for name, t in tallies.items()
+        }
 
     def _loss(self, name: Name, batch: PaddedBatch, hidden: Tensor, kl_coef: float) -> LossTerm:
         stage, part = self._stages[name], batch.part.to(self._device)
@@ -142,9 +146,7 @@ class StageTrainer:
 
     def weights(self, name: Name) -> Mapping[str, Tensor] | None:
         """The stage's trained weights by its own names."""
-        return self._of_first_pipeline(
-            name, lambda trained: {n: w.cpu() for n, w in trained.snapshot().items()}
-        )
+        return self._of_first_pipeline(name, TrainedModel.snapshot)
 
     def state(self, name: Name) -> Mapping[str, Any] | None:
         """The state of a stage's trainer."""
@@ -160,13 +162,4 @@ class StageTrainer:
     ) -> Mapping[str, Any] | None:
         """Something of a stage; ``None`` in all pipelines but the first, which hold the same."""
         pipeline, _ = self._layout.place(name, self._rank)
-        return get(self._trained[name]) if pipeline == 0 else None
-
-
-def _on_cpu(tally: Tally) -> Tally:
-    """What another process can add to that of other ranks."""
-    sums, minima, maxima = (
-        {name: figure.cpu() for name, figure in group.items()}
-        for group in (tally.sums, tally.minima, tally.maxima)
-    )
-    return Tally(sums, minima, maxima)
+        return on_cpu(get(self._trained[name])) if pipeline == 0 else None

@@ -85,7 +85,8 @@ class Snapshots:
         if free:
             self._taken.remove(free)
         tensors = free[0] if free else [torch.empty_like(w) for w in self._weights.values()]
-        torch._foreach_copy_(tensors, [*self._weights.values()])
+        if tensors:
+            torch._foreach_copy_(tensors, [*self._weights.values()])
         taken = _Snapshot(zip(self._weights, tensors, strict=True))
         self._taken.append((tensors, weakref.ref(taken)))
         return taken
@@ -114,10 +115,29 @@ class TrainedModel:
     relative size 1e-3 or less would be rounded away. A float32 weight is its own master.
 
     State: masters, AdamW's moments, the schedule's position. Derived: the weights in the model.
+
+    Args:
+        model: its weights say by ``requires_grad`` whether they are trained.
+        lr: peak of the learning rate.
+        config: of AdamW.
+        updates: over which the learning rate's schedule runs.
+        warmup: updates over which it rises.
+        may_be_frozen: whether there may be nothing to train, as in a stage of a model that is
+            frozen in part: then only the learning rate's schedule moves.
+
+    Raises:
+        LearnerError: there is nothing to train.
     """
 
     def __init__(
-        self, model: nn.Module, lr: float, config: OptimizerConfig, *, updates: int, warmup: int
+        self,
+        model: nn.Module,
+        lr: float,
+        config: OptimizerConfig,
+        *,
+        updates: int,
+        warmup: int,
+        may_be_frozen: bool = False,
     ) -> None:
         from transformers import get_scheduler
 
@@ -125,11 +145,20 @@ class TrainedModel:
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._names = [n for n, _ in named]
         self._weights = [p for _, p in named]
+        if not named and not may_be_frozen:
+            raise LearnerError(
+                f"{type(model).__name__} has nothing to train: all its weights are frozen. Leave "
+                "some unfrozen (requires_grad)"
+            )
         self._hooks: list[RemovableHandle] = []
         self._snapshots = Snapshots(dict(named))
         self._masters = [self._make_master(p) for p in self._weights]
         self._optimizer = torch.optim.AdamW(
-            self._masters, lr=lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+            [{"params": self._masters}],  # a group, as a list may be empty only there
+            lr=lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
         self._schedule = get_scheduler(
@@ -159,7 +188,7 @@ class TrainedModel:
     @property
     def device(self) -> torch.device:
         """Where the weights live."""
-        return self._weights[0].device
+        return next(self.model.parameters()).device
 
     def training(self) -> AbstractContextManager[None]:
         """Training mode of the model; see :func:`training_mode`."""

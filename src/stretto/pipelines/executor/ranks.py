@@ -11,15 +11,19 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from threading import Lock, Thread
+from types import MappingProxyType
 from typing import Any
 
 from stretto.errors import RankError
 from stretto.pipelines.executor.worker import Done, Failed, Opening
 
-_REMEDY = "All ranks have been ended; mend the cause, and resume from the last checkpoint"
+_START = "its start"
+_NO_WORDS: Mapping[str, str] = MappingProxyType({})
 
 
 class Ranks:
@@ -29,6 +33,9 @@ class Ranks:
     standard error. What is sent to them and back is pickled, tensors by value; classes and
     functions in it must be importable. One call at a time.
 
+    Attributes:
+        remedy: what to do when one has failed and the cause is mended; for messages.
+
     Args:
         size: how many.
         make: called on each as ``make(rank, *arguments)`` once the group is there; methods of what
@@ -37,6 +44,7 @@ class Ranks:
         backend: ``gloo``, or ``nccl`` with a device each.
         threads: of each rank's torch.
         patience_s: after a rank raised, how long to look whether it did so because another died.
+        words: plain words for what methods do, for messages: nouns, by the method's name.
 
     Raises:
         RankError: a rank could not start, or ``make`` raised.
@@ -51,9 +59,15 @@ class Ranks:
         backend: str = "gloo",
         threads: int = 1,
         patience_s: float = 1.0,
+        words: Mapping[str, str] = _NO_WORDS,
     ) -> None:
-        self._patience_s, self._closed = patience_s, False
+        self.remedy = "start again"
+        self._patience_s, self._words, self._closed = patience_s, words, False
+        self._calling = Lock()
+        self._died: RankError | None = None
+        self._tell: Callable[[RankError], None] = lambda _: None
         self._connections: list[Connection[Any, Any]] = []
+        self._lives: list[Connection[Any, Any]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._kill = weakref.finalize(self, _kill, self._processes)
         made = pickle.dumps((make, arguments))
@@ -65,23 +79,36 @@ class Ranks:
                     self._start(Opening(rank, size, backend, threads, port, fd))
             for rank in range(size):
                 self._send(rank, made)
-            self._answers("start", range(size))
+            self._answers(_START, range(size))
         except BaseException:
             self.close()
             raise
+        Thread(target=_watch, args=(self._lives, weakref.ref(self)), daemon=True).start()
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks at once; results by rank.
 
         Raises:
-            RankError: a rank failed, and all have been ended, or they had been before. Its
-                ``__cause__`` is what the rank raised, where that was an error of Stretto.
+            RankError: a rank failed, and all have been ended, or they had been before. What the
+                rank raised is its ``__cause__``, where that was an error of Stretto; the traceback
+                of any other is a note.
+            PicklingError: an argument cannot be sent.
         """
-        return self._call(method, [pickle.dumps((method, args))] * len(self._processes))
+        return self._call(method, repeat(_pickled(method, args), len(self._processes)))
 
-    def call_each(self, method: str, per_rank: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The same with arguments of its own for each rank."""
-        return self._call(method, [pickle.dumps((method, args)) for args in per_rank])
+    def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """The same with arguments of its own for each rank, which are sent one by one."""
+        return self._call(method, (_pickled(method, args) for args in per_rank))
+
+    def watch(self, tell: Callable[[RankError], None]) -> None:
+        """Have the death of a rank between two calls told at once; the next call raises it too.
+
+        Args:
+            tell: called with the error when all have been ended; on a thread of its own.
+        """
+        self._tell = tell
+        if self._died:
+            tell(self._died)
 
     def close(self) -> None:
         """End all ranks, at work or not; from any thread, any number of times."""
@@ -89,26 +116,30 @@ class Ranks:
         self._kill()
         self._connections = []
 
-    def _call(self, method: str, messages: Sequence[bytes]) -> list[Any]:
-        if self._closed:
-            raise RankError("the ranks have been ended; start new ones")
-        try:
-            for rank, message in enumerate(messages):
-                self._send(rank, message)
-            return self._answers(method, range(len(messages)))
-        except BaseException:  # Ctrl-C too: ranks in the middle of their work are of no more use
-            self.close()
-            raise
+    def _call(self, method: str, messages: Iterable[bytes]) -> list[Any]:
+        with self._calling:
+            if self._closed:
+                raise self._died or RankError("the ranks have been ended; start new ones")
+            try:
+                sent = 0
+                for sent, message in enumerate(messages, 1):
+                    self._send(sent - 1, message)
+                return self._answers(self._words.get(method, f"'{method}'"), range(sent))
+            except BaseException:  # Ctrl-C too: ranks in the middle of work are of no more use
+                self.close()
+                raise
 
     def _start(self, opening: Opening) -> None:
         ours, theirs = Pipe()
+        life, held = Pipe(duplex=False)  # nothing is said there: it closes when the process ends
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
             f"from stretto.pipelines.executor.worker import main; main({theirs.fileno()})"
         )
-        descriptors = [theirs.fileno(), *([opening.listener] if opening.listener else [])]
+        descriptors = [theirs.fileno(), held.fileno()]
+        descriptors += [opening.listener] if opening.listener else []
         # A session of its own keeps the terminal's Ctrl-C from it.
-        with theirs:
+        with theirs, held:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
@@ -118,6 +149,7 @@ class Ranks:
             )
         self._processes.append(process)
         self._connections.append(ours)
+        self._lives.append(life)
         self._send(opening.rank, pickle.dumps(opening))
 
     def _send(self, rank: int, message: bytes) -> None:
@@ -125,7 +157,7 @@ class Ranks:
         with contextlib.suppress(OSError, IndexError):
             self._connections[rank].send_bytes(message)
 
-    def _answers(self, method: str, ranks: Sequence[int]) -> list[Any]:
+    def _answers(self, doing: str, ranks: Sequence[int]) -> list[Any]:
         """Wait for an answer of each, or for a failure of any rank."""
         connections = list(self._connections)
         if self._closed:
@@ -143,7 +175,7 @@ class Ranks:
                 try:
                     answer = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
-                    raise self._death(rank, method) from None
+                    raise self._death(rank, f"in the middle of {doing}", raised) from None
                 if isinstance(answer, Done):
                     results[rank] = answer.result
                 else:
@@ -152,22 +184,24 @@ class Ranks:
             if not ready:
                 break
         if raised:
-            raise self._failure(*min(raised, key=lambda each: each[1].at_s), method)
+            raise self._failure(*_first(raised), doing)
         return [results[rank] for rank in ranks]
 
-    def _failure(self, rank: int, failed: Failed, method: str) -> RankError:
-        error = RankError(
-            f"rank {rank} of {len(self._processes)} failed in '{method}': {failed.what}. {_REMEDY}",
-            rank,
-        )
-        error.add_note(f"On rank {rank}:\n{failed.trace}")
-        error.__cause__ = failed.error
+    def _failure(self, rank: int, failed: Failed, doing: str) -> RankError:
+        error = self._error(rank, f"failed in {doing}: {failed.what}")
+        _explain(error, rank, failed)
         return error
 
-    def _death(self, rank: int, method: str) -> RankError:
-        """Of one that closed its end without an answer."""
+    def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
+        """Of one that closed its end without an answer.
+
+        Args:
+            rank: it.
+            when: it did.
+            raised: what others had raised by then; maybe the cause, maybe a consequence.
+        """
         if self._closed:
-            return RankError(f"the ranks were ended while they were at work in '{method}'")
+            return RankError(f"the ranks were ended {when}")
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._processes[rank].wait(timeout=1.0)
@@ -175,8 +209,54 @@ class Ranks:
         if code is not None and code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
             how += " (by hand, or for want of memory)" if code == -signal.SIGKILL else ""
-        message = f"rank {rank} of {len(self._processes)} {how} in the middle of '{method}'"
-        return RankError(f"{message}. {_REMEDY}", rank)
+        if not raised:
+            return self._error(rank, f"{how} {when}")
+        other, failed = _first(raised)
+        error = self._error(rank, f"{how} {when}; rank {other} had raised: {failed.what}")
+        _explain(error, other, failed)
+        return error
+
+    def _error(self, rank: int, what: str) -> RankError:
+        return RankError(
+            f"rank {rank} of {len(self._processes)} {what}. All ranks have been ended; mend the "
+            f"cause, and {self.remedy}",
+            rank,
+        )
+
+    def _has_ended(self, rank: int) -> None:
+        """Whoever called when it did has found that out by now."""
+        with self._calling:
+            if self._closed:
+                return
+            self._died = error = self._death(rank, "between two calls")
+            self.close()
+        self._tell(error)
+
+
+def _watch(lives: Sequence[Connection[Any, Any]], of: weakref.ref[Ranks]) -> None:
+    """Wait for the end of a process; in a thread, which ends with it."""
+    ended = wait(lives)
+    ranks = of()
+    if ranks is not None:
+        ranks._has_ended(next(rank for rank, life in enumerate(lives) if life in ended))
+
+
+def _pickled(method: str, args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((method, args))
+    except (AttributeError, TypeError) as error:  # of local functions, and of locks and the like
+        raise pickle.PicklingError(str(error)) from error
+
+
+def _first(raised: Sequence[tuple[int, Failed]]) -> tuple[int, Failed]:
+    return min(raised, key=lambda each: each[1].at_s)
+
+
+def _explain(error: RankError, rank: int, failed: Failed) -> None:
+    """Add what a rank raised; an error of Stretto says all that is needed, others have a trace."""
+    error.__cause__ = failed.error
+    if failed.error is None:
+        error.add_note(f"On rank {rank}:\n{failed.trace}")
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
@@ -180,6 +181,17 @@ def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
     of_embedding = {id(p) for p in getattr(decoder, plan[0]).parameters()}
     both = of_head & of_embedding
     return frozenset(name for name, p in model.named_parameters() if id(p) in both)
+
+
+def for_sending(stage: Stage) -> Stage:
+    """A stage as it travels to another process, which has no use for the place of its weights here.
+
+    On a CPU it shares them with the stage that is given; from a GPU they are copied.
+    """
+    weights: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().cpu(), p.requires_grad) for p in stage.parameters()
+    }
+    return deepcopy(stage, weights | {id(b): b.cpu() for b in stage.buffers()})
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,8 @@ from stretto.models.load import load_tokenizer, set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
+from stretto.pipelines.executor.layout import Name
+from stretto.pipelines.executor.ranks import Ranks
 from stretto.process import keep_freed_memory
 from stretto.runtime.controls import controls
 from stretto.runtime.inline.models import (
@@ -35,8 +37,10 @@ from stretto.runtime.inline.placement import Placement
 from stretto.runtime.inline.roles import PlainScorer
 from stretto.schedules.schedule import Schedule
 from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
+from stretto.training.partition import check_stages
 from stretto.training.trained import Course, TrainedModel
 from stretto.training.warmup import warm_up
 from stretto.types import Rollout
@@ -92,6 +96,7 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     judges = open_judges(config, task, tokenizer, stack, given)
     rewards = reward_models(config, tokenizer, given, say)
     base = make_actor(config, given, say)
+    _check_stages(config, base, rewards[0])
     if config.warmup_examples:
         loss = warm_up(base, _examples(config, task, prompts), config)
         say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
@@ -105,13 +110,13 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         [*own, *model_scorers(config, reference, values, say)]
         for own, values in zip(rewards, place.critics, strict=True)
     ]
-    learner, end_ranks = _make_learner(config, actor, critic, place.snapshots, stack)
+    learner, ranks = _make_learner(config, actor, critic, place, stack)
     spans = Spans(RealClock())
     schedule = Schedule(
         prompts.next,
         place.generators(spans),
         place.seats(judges, models, spans),
-        place.learner(learner, spans, end_ranks),
+        place.learner(learner, spans, ranks),
         controls(config, place.migrating(config)),
         RealClock(),
         spans,
@@ -177,14 +182,24 @@ def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[R
     return examples
 
 
+def _check_stages(config: Config, actor: nn.Module, rewards: Sequence[RewardModelScorer]) -> None:
+    """See before the warm-up that models can be cut; a critic of another kind is yet to come."""
+    if not config.pipeline.ranks:
+        return
+    check_stages(config.pipeline, "actor", actor)
+    if config.critic.init in ("actor", "reward"):
+        critic = actor if config.critic.init == "actor" else rewards[0].model
+        check_stages(config.pipeline, "critic", critic)
+
+
 def _make_learner(
     config: Config,
     actor: nn.Module,
     critic: nn.Module | None,
-    snapshots: Sequence[str],
+    place: Placement,
     stack: ExitStack,
-) -> tuple[PolicyLearner, Callable[[], None] | None]:
-    """The learner, and what ends the ranks that train for it, where there are any."""
+) -> tuple[PolicyLearner, Ranks | None]:
+    """The learner, and the ranks that train for it, where there are any."""
     t = config.training
     per_step = t.epochs * t.minibatches
     updates, warmup = config.steps * per_step, t.warmup_steps * per_step
@@ -200,18 +215,24 @@ def _make_learner(
             _trained(critic, of_critic, config) if critic else None,
             config,
             factors,
-            snapshots=snapshots,
+            snapshots=place.snapshots,
         )
         return learner, None
     # Imported here, as planning brings a compiler that nothing else needs.
     from stretto.training import pipelined
 
-    staged = pipelined.start(actor, critic, config, {"actor": of_actor, "critic": of_critic})
+    courses: dict[Name, Course] = {"actor": of_actor, "critic": of_critic}
+    staged = pipelined.start(actor, critic, config, courses, place.training_threads)
     stack.callback(staged.ranks.close)
     learner = PolicyLearner(
-        staged.actor, staged.critic, config, factors, snapshots=snapshots, passes=staged.passes
+        staged.actor,
+        staged.critic,
+        config,
+        factors,
+        snapshots=place.snapshots,
+        passes=staged.passes,
     )
-    return learner, staged.ranks.close
+    return learner, staged.ranks
 
 
 def _trained(model: nn.Module, course: Course, config: Config) -> TrainedModel:

@@ -48,6 +48,8 @@ class Lane:
     ) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._shared, self._alone, self._beside = threads, alone, beside
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._failure: Exception | None = None
         self.busy = False
         # A daemon, so that a call that cannot be interrupted does not keep the process alive.
         self._thread = Thread(target=self._work, args=(threads,), name=name, daemon=True)
@@ -55,16 +57,14 @@ class Lane:
 
     async def run(self, call: Callable[[], T]) -> T:
         """The result of ``call``, made after all calls that were asked for before."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(set_it: Callable[[Any], None], value: Any) -> None:
-            if not future.done():  # else nobody waits any more
-                set_it(value)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        if self._failure is not None:
+            raise self._failure
 
         def tell(set_it: Callable[[Any], None], value: Any) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the run is over
-                loop.call_soon_threadsafe(settle, set_it, value)
+            _tell(future, set_it, value)
 
         def work() -> None:
             if future.cancelled():
@@ -82,6 +82,15 @@ class Lane:
 
         self._calls.put(work)
         return await future
+
+    def fail(self, error: Exception) -> None:
+        """Have all who wait for a call, or ask for one from now on, get this error instead.
+
+        From any thread. A call that is under way goes on, until it is interrupted.
+        """
+        self._failure = error
+        for future in tuple(self._waiting):
+            _tell(future, future.set_exception, error)
 
     def interrupt(self) -> None:
         """Have the thread end; a call that is under way is broken off between two of its steps."""
@@ -112,6 +121,17 @@ class Lane:
                     self.busy = False
         except Interrupted:
             pass
+
+
+def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any) -> None:
+    """Settle a future, from any thread."""
+
+    def settle() -> None:
+        if not future.done():  # else nobody waits any more
+            set_it(value)
+
+    with suppress(RuntimeError):  # the loop is closed: the run is over
+        future.get_loop().call_soon_threadsafe(settle)
 
 
 def _use_threads(threads: int) -> None:

@@ -23,6 +23,7 @@ from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.models.forward import backbone, unwrapped
 from stretto.models.load import end_token_ids
 from stretto.models.slots import slots_within
+from stretto.pipelines.executor.ranks import Ranks
 from stretto.protocols import Tracer
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.stop import StopStrings
@@ -63,6 +64,7 @@ class Placement:
 
     Attributes:
         streams: whether scorers look at responses while these are decoded.
+        training_threads: CPU threads of training.
         engines: what generates.
         critics: the value model as scorers may use it, or ``None``; one for each seat.
     """
@@ -93,6 +95,7 @@ class Placement:
         self._hosts = hosts_scorers(config)
         self._judges: Sequence[Judge] = ()
         self._end_ranks: Callable[[], None] = lambda: None
+        _, _, self.training_threads = self._threads(config)
         self._generating = with_own_weights(actor) if self._lagging else actor
         rows = most_in_flight(config)
         self.engines = [
@@ -161,17 +164,19 @@ class Placement:
         return seats
 
     def learner(
-        self, learner: PlainLearner, tracer: Tracer, end_ranks: Callable[[], None] | None = None
+        self, learner: PlainLearner, tracer: Tracer, ranks: Ranks | None = None
     ) -> InlineLearner:
         """The learner.
 
         Args:
             learner: trains in this process, or has ranks train.
             tracer: gets its spans.
-            end_ranks: ends the processes that it waits for, if there are any, at work or not.
+            ranks: train for it, if there are any. If one dies while nothing is asked of them, the
+                run ends all the same, and at once.
         """
-        if end_ranks is not None:
-            self._end_ranks = end_ranks
+        if ranks is not None:
+            self._end_ranks = ranks.close
+            ranks.watch(self._fail)
         return InlineLearner(learner, self._lanes["learner"][0], tracer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -207,6 +212,11 @@ class Placement:
         ended = [lane.join(max(until_s - time.monotonic(), 0.0)) for lane in lanes]
         return all(ended)
 
+    def _fail(self, error: Exception) -> None:
+        """Have what waits for a lane get the error; from any thread."""
+        for lane in self._opened:
+            lane.fail(error)
+
     def _copies(self) -> dict[str, nn.Module]:
         if not self._lagging:
             return {}
@@ -218,7 +228,7 @@ class Placement:
         if not self.streams and not self._lagging and engines == 1:
             one = self._open("main", config.threads)
             return {"generators": [one], "scorers": [one], "learner": [one]}
-        generating, scoring, training = config.schedule.threads or self._share(config)
+        generating, scoring, training = self._threads(config)
         generators = [self._open(f"generator {i}", generating) for i in range(engines)]
         # Without lag nobody decodes again before all is scored: what is left has the cores.
         cores = 0 if self._lagging or config.schedule.threads else self._cores(config)
@@ -227,6 +237,10 @@ class Placement:
             "scorers": [self._open("scorers", scoring, beside=generators, alone=cores)],
             "learner": [self._open("learner", training)],
         }
+
+    def _threads(self, config: Config) -> tuple[int, int, int]:
+        """Of each generator, of scoring and of training."""
+        return config.schedule.threads or self._share(config)
 
     def _share(self, config: Config) -> tuple[int, int, int]:
         """Threads of each generator, of scoring and of training: what works at the same time shares
