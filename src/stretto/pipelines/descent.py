@@ -102,6 +102,10 @@ class Descent:
                 self._deadline = 0.0  # the pool waits for its threads, and these look at it
                 raise
 
+    @property
+    def _nearly_right(self) -> bool:
+        return self._record.latency <= _NEARLY * self._record.bound
+
     def _over(self) -> bool:
         return time.monotonic() > self._deadline
 
@@ -145,7 +149,7 @@ class Descent:
             return "lower"
         of_four = 0
         if self._loose.latency <= bound:
-            of_four = 1 if record.latency <= _NEARLY * bound else 3
+            of_four = 1 if self._nearly_right else 3
         elif self._failed["shorten"] > _STUCK and record.peak > record.enough:
             of_four = 2  # it may be as short as can be
         return "lower" if self._rounds % 4 < of_four else "shorten"
@@ -168,9 +172,7 @@ class Descent:
         """A try at a lower latency within the capacity."""
         record = self._record
         chance, view = self._next()
-        if record.latency <= _NEARLY * record.bound or (
-            self._failed["shorten"] > _STUCK and chance.random() < 0.5
-        ):
+        if self._nearly_right or (self._failed["shorten"] > _STUCK and chance.random() < 0.5):
             word, hot = self._step(i, view, chance)
             return partial(
                 self._squeezed, "shorten", view, word, record.capacity, record.bound, hot, chance
@@ -220,7 +222,8 @@ class Descent:
     ) -> Ints:
         longer = _MOVES_A_TASK * 2 ** (self._failed[kind] / _TRIES_A_LENGTH)
         moves = int(word.size * min(longer, _MOST_MOVES_A_TASK))
-        firm = chance.choice(_FIRMER) if self._failed[kind] > _STUCK else _FIRM
+        stuck = self._failed[kind] > _STUCK and not self._nearly_right
+        firm = chance.choice(_FIRMER) if stuck else _FIRM
         better = squeeze(view, word, cap, target, moves, hot, firm, chance, self._over)
         return _from_front(view, better)
 
