@@ -28,9 +28,10 @@ _MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
 """Exchanges a task of the first tries and of the longest, and failures until they are doubled."""
 _STUCK = 4
 """Failures after which more than one way is tried."""
+_HOTTER = (1.0, 3.0, 8.0)
 _FIRM, _FIRMER = 1.0, (1.0, 4.0, 16.0)
 """Last prices of memory, in mean durations: mostly, and when stuck. Under a tight capacity a
-schedule that breaks it can be shorter by more than a low price.
+schedule that breaks it can be shorter by more than a low price; and good ones lie further apart.
 """
 _NOTHING = 2**60
 _PATIENCE = 4
@@ -105,6 +106,9 @@ class Descent:
     @property
     def _nearly_right(self) -> bool:
         return self._record.latency <= _NEARLY * self._record.bound
+
+    def _stuck(self, kind: str) -> bool:
+        return self._failed[kind] > 1 and not self._nearly_right
 
     def _over(self) -> bool:
         return time.monotonic() > self._deadline
@@ -208,7 +212,8 @@ class Descent:
         latency, word = list_schedule(view, cap, target, rounds_for(view), chance)
         if latency <= target:
             return _from_front(view, word)
-        return self._squeezed(kind, view, word, cap, target, chance.choice(_HOT), chance)
+        hot = chance.choice(_HOTTER if self._stuck(kind) else _HOT)
+        return self._squeezed(kind, view, word, cap, target, hot, chance)
 
     def _squeezed(
         self,
@@ -222,8 +227,7 @@ class Descent:
     ) -> Ints:
         longer = _MOVES_A_TASK * 2 ** (self._failed[kind] / _TRIES_A_LENGTH)
         moves = int(word.size * min(longer, _MOST_MOVES_A_TASK))
-        stuck = self._failed[kind] > _STUCK and not self._nearly_right
-        firm = chance.choice(_FIRMER) if stuck else _FIRM
+        firm = chance.choice(_FIRMER) if self._stuck(kind) else _FIRM
         better = squeeze(view, word, cap, target, moves, hot, firm, chance, self._over)
         return _from_front(view, better)
 

@@ -14,7 +14,7 @@ from stretto.pipelines.kernels import make_state
 from stretto.pipelines.listing import UNLIMITED, Rules, anneal_rules, urgency
 from stretto.pipelines.problem import Problem
 
-_DECODED_TASKS = 3_000_000
+_DECODED_TASKS, _MOST_ROUNDS = 3_000_000, 5_000
 """Of one search for rules; a tenth of a second."""
 _SEGMENT_WORK = 300_000_000
 """Exchanges between two looks at the clock, times tasks: tenths of a second."""
@@ -118,7 +118,7 @@ def list_schedule(
 
 def rounds_for(view: View) -> int:
     """Schedules to build in one search for rules."""
-    return max(1, _DECODED_TASKS // view.left.size)
+    return max(1, min(_MOST_ROUNDS, _DECODED_TASKS // view.left.size))
 
 
 def squeeze(
