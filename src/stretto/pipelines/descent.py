@@ -17,11 +17,12 @@ from stretto.pipelines.search import View, list_schedule, make_views, rounds_for
 _LISTED = 64
 """Searches for rules, short ones, before anything is squeezed."""
 _LISTED_ROUNDS = 20
-_HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3), (0.15, 0.2)
+_HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3, 0.6), (0.15, 0.2)
 """First temperatures, in mean durations of a task: for a new schedule, for one that has to change
 much, and for one that is nearly right."""
-_NEARLY = 1.03
-"""Times the bound, below which a schedule within the capacity is nearly right."""
+_NEARLY, _FAR = 1.03, 1.15
+"""Times the bound, below which a schedule within the capacity is nearly right; and above which the
+capacity may be so tight that the bound is out of reach."""
 _DROP = 0.07
 """Share by which a cap is first put below the peak."""
 _MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
@@ -108,7 +109,7 @@ class Descent:
         return self._record.latency <= _NEARLY * self._record.bound
 
     def _stuck(self, kind: str) -> bool:
-        return self._failed[kind] > 1 and not self._nearly_right
+        return self._failed[kind] > 1 and self._record.latency > _FAR * self._record.bound
 
     def _over(self) -> bool:
         return time.monotonic() > self._deadline
@@ -176,7 +177,8 @@ class Descent:
         """A try at a lower latency within the capacity."""
         record = self._record
         chance, view = self._next()
-        if self._nearly_right or (self._failed["shorten"] > _STUCK and chance.random() < 0.5):
+        goes_on = 0.8 if self._nearly_right else 0.5 if self._failed["shorten"] > _STUCK else 0.0
+        if chance.random() < goes_on:
             word, hot = self._step(i, view, chance)
             return partial(
                 self._squeezed, "shorten", view, word, record.capacity, record.bound, hot, chance
