@@ -239,6 +239,7 @@ def test_a_stage_is_sent_with_its_own_weights() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_from_a_gpu_copies_are_sent() -> None:
     model = llama().cuda()
     stage = cut(model, 2, 0)
