@@ -25,7 +25,7 @@ import numpy as np
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import Solution, solve
-from stretto.pipelines.table3 import ROWS, Row
+from stretto.pipelines.table3 import ROWS
 
 ENOUGH = 1e9
 """Memory that is always enough: the search stops at the bound."""
@@ -44,11 +44,6 @@ def tasks(problem: Problem) -> int:
     return sum(2 * side.devices * side.micro_batches for side in problem.sides)
 
 
-def least(row: Row) -> float:
-    """The lower of the paper's and the published trace's peak."""
-    return min(row.memory * serial_1f1b(row.problem).peak, row.traced_peak)
-
-
 def table(args: argparse.Namespace) -> None:
     """Table 3 in one of several ways."""
     print("| row | tasks | bound | latency | at | peak to serial | paper | trace "
@@ -62,10 +57,10 @@ def table(args: argparse.Namespace) -> None:
         if args.what == "latency":
             enough = ENOUGH
         elif args.what == "memory":
-            enough = least(row)
+            enough = row.least_memory
             problem = replace(problem, capacity=enough)
         elif args.what == "peer":
-            method, enough = "annealing", least(row)
+            method, enough = "annealing", row.least_memory
         elif args.what == "prove":
             method = "cp-sat"
         solution, processor_s = timed(

@@ -129,14 +129,11 @@ def _check_files(options: Options) -> None:
 
 
 def _problem(options: Options) -> tuple[Problem, Units]:
-    from stretto.pipelines.problem import Problem, read_json
+    from stretto.pipelines.problem import Problem
     from stretto.pipelines.sizes import UNITS, Units
 
     if options.problem:
-        data = read_json(options.problem)
-        if isinstance(data, dict) and "problem" in data:  # as --schedule writes it
-            data = data["problem"]
-        problem = Problem.from_json(data)
+        problem = Problem.read(options.problem)
         if options.capacity is not None:
             problem = replace(problem, capacity=options.capacity)
         return problem, Units()
@@ -263,11 +260,10 @@ def _table(options: Options) -> int:
     for row in ROWS:
         serial, plus = serial_1f1b(row.problem), one_f_one_b_plus(row.problem)
         assert plus is not None
-        least = min(row.memory * serial.peak, row.traced_peak)
-        problem = replace(row.problem, capacity=least)
+        problem = replace(row.problem, capacity=row.least_memory)
         if options.method == "annealing":
             problem = row.problem
-        solution = _solve(problem, options, memory=least)
+        solution = _solve(problem, options, memory=row.least_memory)
         print(
             f"| {row.models} | {row.stages[0]}, {row.stages[1]} | {row.global_batch} "
             f"| {serial.latency / plus.latency:.2f} "

@@ -12,7 +12,15 @@ import numpy as np
 
 from stretto.pipelines.graph import Ints
 from stretto.pipelines.record import Record
-from stretto.pipelines.search import View, list_schedule, make_views, rounds_for, squeeze, turned
+from stretto.pipelines.search import (
+    NOTHING,
+    View,
+    list_schedule,
+    make_views,
+    rounds_for,
+    squeeze,
+    turned,
+)
 
 _LISTED = 64
 """Searches for rules, short ones, before anything is squeezed."""
@@ -34,7 +42,6 @@ _FIRM, _FIRMER = 1.0, (1.0, 4.0, 16.0)
 """Last prices of memory, in mean durations: mostly, and when stuck. Under a tight capacity a
 schedule that breaks it can be shorter by more than a low price; and good ones lie further apart.
 """
-_NOTHING = 2**60
 _PATIENCE = 4
 """Rounds without a shorter schedule, after which a walk starts anew."""
 Try = Callable[[], Ints]
@@ -67,7 +74,8 @@ class Descent:
     them run at the same time. First, list schedules are built from random rules; without a capacity
     most problems are at the bound then. After that, annealing. It *lowers* a schedule at the bound:
     squeezes it under a cap below its peak. And where there is none yet, it *shortens* one within
-    the capacity. Caps come closer to the peak, and annealing takes longer, while tries fail.
+    the capacity; where that fails again and again, the shortest is lowered in between, as it may be
+    as short as can be. Caps come closer to the peak, and annealing takes longer, while tries fail.
 
     With a capacity, a schedule at the bound that breaks it is lowered too, until it keeps it: this
     is often faster than to shorten one that keeps it.
@@ -141,8 +149,9 @@ class Descent:
         """A schedule to anneal, and how warm."""
         walk, loose = self._walks[i], self._loose
         if walk.failed > _PATIENCE:
-            walk.failed, walk.apart, walk.latency = 0, not walk.apart, _NOTHING
+            walk.failed, walk.apart = 0, not walk.apart
             if walk.apart and loose.word.size:
+                walk.latency = NOTHING
                 return self._seen_from(view, loose.word), chance.choice(_WARM)
             walk.word, walk.latency = self._record.word, self._record.latency
         return self._seen_from(view, walk.word), chance.choice(_MILD)

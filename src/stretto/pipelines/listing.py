@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from stretto.pipelines.bounds import tails
 from stretto.pipelines.graph import FORWARD, Flags, Floats, Graph, Ints
 
 _NEVER = np.int64(2**60)
@@ -47,14 +48,7 @@ def urgency(g: Graph) -> Floats:
 
     The task's own chain to its end, and the later tasks of its queue one after the other.
     """
-    left = np.zeros(g.length.size)
-    for q in range(g.length.size):
-        last = int(g.after[q])
-        ticks = int(g.duration[q])
-        while last >= 0:
-            ticks += int(g.delay[last] + g.duration[last])
-            last = int(g.after[last])
-        left[q] = ticks
+    left = g.duration + np.array(tails(g))
     behind = g.length[g.queue_of] - 1 - (np.arange(g.queue_of.size) - g.offset[g.queue_of])
     work = (g.duration + g.duration[g.mate])[g.queue_of]
     return np.asarray(left[g.queue_of] + behind * work, dtype=np.float64)

@@ -243,12 +243,15 @@ class Problem:
 
     @classmethod
     def read(cls, file: str | Path) -> Problem:
-        """From a JSON file.
+        """From a JSON file: of a problem, or of a schedule that was written with its problem.
 
         Raises:
             ConfigError: the file cannot be read, is no JSON, or describes no problem.
         """
-        return cls.from_json(read_json(file))
+        data = read_json(file)
+        if isinstance(data, dict) and "problem" in data:
+            data = data["problem"]
+        return cls.from_json(data)
 
 
 def read_json(file: str | Path) -> Any:

@@ -21,7 +21,8 @@ _SEGMENT_WORK = 300_000_000
 _COLD, _SOFT = 0.05, 0.3
 """Last temperature, and first price of memory, in mean durations of a task."""
 _REPAIRS, _EDGES = 0.2, 0.5
-_NOTHING = 2**60
+NOTHING = 2**60
+"""A latency above all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def squeeze(
         The shortest schedule within the capacity that was met; ``word`` if there was none.
     """
     state = make_state(view.graph, word)
-    best, best_word = _NOTHING, word.copy()
+    best, best_word = NOTHING, word.copy()
     segments = max(8, moves * word.size // _SEGMENT_WORK)
     temperatures = np.geomspace(hot, _COLD, segments + 1) * view.tick
     prices = np.geomspace(_SOFT, firm, segments + 1) * view.tick

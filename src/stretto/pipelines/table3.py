@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.problem import Problem, Side
 
 
@@ -43,6 +44,11 @@ class Row:
     memory: float
     traced_latency: int
     traced_peak: float
+
+    @property
+    def least_memory(self) -> float:
+        """The lower of the paper's and the published trace's peak."""
+        return min(self.memory * serial_1f1b(self.problem).peak, self.traced_peak)
 
 
 _SMALL, _LARGE = "33B/13B", "65B/33B"
