@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stretto.errors import ConfigError
-from stretto.scoring.worker import recognise
+from stretto.scoring.conventions import recognise
 
 
 class LocalJudge:

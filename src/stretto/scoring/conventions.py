@@ -1,0 +1,219 @@
+"""Reward functions as TRL, verl and OpenRLHF have them: how they are called and checked.
+
+A function is called with what its convention says, and what it gives is checked: every sample gets
+a number or an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import ConfigError, JudgeError, StrettoError
+
+Sample = Mapping[str, Any]
+Send = Callable[[Mapping[str, Any]], None]
+
+SIGNATURES = """\
+  TRL       f(prompts, completions, completion_ids, **columns) -> list of numbers
+  verl      f(data_source, solution_str, ground_truth, extra_info=None) -> number or {'score': ...}
+  OpenRLHF  f(queries, prompts, labels) -> list of numbers"""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Something that judges samples.
+
+    Attributes:
+        run: judges a list, sends a verdict for each sample, and returns what went wrong with the
+            list as a whole (None when every sample has its verdict).
+        columns: dataset columns that it looks at; None for all.
+        required: columns that it cannot do without.
+    """
+
+    run: Callable[[Sequence[Sample], Send], str | None]
+    columns: Sequence[str] | None = ()
+    required: Sequence[str] = ()
+
+
+def recognise(function: Callable[..., Any], file: str, name: str) -> Judge:
+    """Whose convention a function follows, by the names of its parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = {p.name for p in parameters if p.name in named and p.default is p.empty}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    positional_only = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
+    call = _Caller(function, named, takes_any)
+
+    verl = {"data_source", "solution_str", "ground_truth", "extra_info"}
+    openrlhf = {"queries", "prompts", "labels"}
+    if positional_only:
+        pass
+    elif named >= {"solution_str", "ground_truth"} and required <= verl:
+        return Judge(
+            run=one_by_one(lambda sample: _verl(call, sample), file),
+            columns=("data_source", "reward_model", "ground_truth", "extra_info"),
+            required=sorted(required & {"data_source"}),
+        )
+    elif named >= {"queries", "prompts"} and required <= openrlhf:
+        labels = ("label",) if "labels" in named else ()
+        return Judge(
+            run=_all_at_once(lambda samples: _openrlhf(call, samples), file),
+            columns=labels,
+            required=labels,
+        )
+    elif named & {"completions", "completion_ids"} or (takes_any and "prompts" in named):
+        return Judge(
+            run=_all_at_once(lambda samples: _trl(call, samples), file),
+            columns=None if takes_any else sorted(named - _TRL),
+            required=sorted(required - _TRL),
+        )
+    raise ConfigError(
+        f"reward.sources: '{name}{inspect.signature(function)}' in '{file}' has a signature that "
+        f"is not known. The parameters must be named as in one of:\n{SIGNATURES}"
+    )
+
+
+class _Caller:
+    """Calls a function with those of the arguments that it takes, and waits if it is async."""
+
+    def __init__(self, function: Callable[..., Any], named: set[str], takes_any: bool) -> None:
+        self._function, self._named, self._takes_any = function, named, takes_any
+        self._runner = asyncio.Runner()  # one event loop for good: clients keep connections in it
+
+    def __call__(self, **arguments: Any) -> Any:
+        if not self._takes_any:
+            arguments = {key: arguments[key] for key in arguments if key in self._named}
+        result = self._function(**arguments)
+        return self._runner.run(_wait(result)) if inspect.isawaitable(result) else result
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+_TRL = {"prompts", "completions", "completion_ids"}
+
+
+def _trl(call: _Caller, samples: Sequence[Sample]) -> Any:
+    """All by keyword, dataset columns as lists; conversations in, conversations out."""
+    columns = {key: None for sample in samples for key in sample["data"] if key not in _TRL}
+    return call(
+        prompts=[s["prompt"] if s["messages"] is None else s["messages"] for s in samples],
+        completions=[
+            s["response"]
+            if s["messages"] is None
+            else [{"role": "assistant", "content": s["response"]}]
+            for s in samples
+        ],
+        completion_ids=[s["tokens"] for s in samples],
+        **{key: [s["data"].get(key) for s in samples] for key in columns},
+    )
+
+
+def _openrlhf(call: _Caller, samples: Sequence[Sample]) -> Any:
+    """Queries are prompt and response together, labels the column 'label'."""
+    result = call(
+        queries=[s["prompt"] + s["response"] for s in samples],
+        prompts=[s["prompt"] for s in samples],
+        labels=[s["data"].get("label") for s in samples],
+    )
+    return result["rewards"] if isinstance(result, Mapping) else result
+
+
+def _verl(call: _Caller, sample: Sample) -> Any:
+    """One sample, with verl's columns; the score may stand in a dict."""
+    data = sample["data"]
+    model = data.get("reward_model")
+    if isinstance(model, Mapping) and "ground_truth" in model:
+        truth = model["ground_truth"]
+    elif "ground_truth" in data:
+        truth = data["ground_truth"]
+    else:
+        raise JudgeError(
+            "the dataset row has no ground truth; verl's signature needs the column 'ground_truth' "
+            "or 'reward_model' with a 'ground_truth' in it"
+        )
+    source = {"data_source": data["data_source"]} if "data_source" in data else {}
+    extra = data.get("extra_info")
+    result = call(solution_str=sample["response"], ground_truth=truth, extra_info=extra, **source)
+    if isinstance(result, Mapping):
+        if "score" not in result:
+            raise JudgeError(f"it returned a dict without 'score': {result!r}")
+        return result["score"]
+    return result
+
+
+def one_by_one(
+    score: Callable[[Sample], Any], file: str | None = None
+) -> Callable[[Sequence[Sample], Send], str | None]:
+    """Judges each sample for itself: what goes wrong with one does not touch the others."""
+
+    def run(samples: Sequence[Sample], send: Send) -> None:
+        for at, sample in enumerate(samples):
+            verdict: dict[str, Any]
+            try:
+                verdict = {"value": as_number(score(sample))}
+            except KeyboardInterrupt:  # the user's, where the judge shares their process
+                raise
+            except BaseException as error:  # SystemExit too, and whatever judges invent
+                verdict = {"error": describe(error, file)}
+            send({"at": at, **verdict})
+
+    return run
+
+
+def _all_at_once(
+    score: Callable[[Sequence[Sample]], Any], file: str
+) -> Callable[[Sequence[Sample], Send], str | None]:
+    """Judges the list in one call, which fails as a whole if it fails."""
+
+    def run(samples: Sequence[Sample], send: Send) -> str | None:
+        try:
+            result = score(samples)
+            result = result.tolist() if hasattr(result, "tolist") else result
+            if not isinstance(result, Sequence) or isinstance(result, str):
+                raise JudgeError(f"it returned {repr(result)[:200]} instead of a list of numbers")
+            if len(result) != len(samples):
+                raise JudgeError(f"it returned {len(result)} scores for {len(samples)} samples")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return describe(error, file)
+        return one_by_one(lambda value: value, file)(result, send)
+
+    return run
+
+
+def as_number(value: Any) -> float:
+    """A score as a finite number.
+
+    Raises:
+        JudgeError: it is none.
+    """
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise JudgeError(f"it returned {repr(value)[:200]} where a finite number is needed")
+    return number
+
+
+def describe(error: BaseException, file: str | None) -> str:
+    """What was raised, and on which line of ``file`` (or of the code that raised it)."""
+    if isinstance(error, StrettoError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == file]
+    if isinstance(error, SyntaxError) and not own:
+        return f"{type(error).__name__}: {error}"  # its text names the place
+    at = (own or frames)[-1]
+    place = f"{Path(at.filename).name}, line {at.lineno}, in {at.name}: {at.line}"
+    return f"{type(error).__name__}: {error} ({place})"
