@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stretto import tasks
 from stretto.config import TaskConfig
@@ -56,7 +57,7 @@ def judge(
 
 
 def numbers(scores: Sequence[Score]) -> list[float | None]:
-    return [score.scalar if score.failure is None else None for score in scores]
+    return [score.scalar for score in scores]
 
 
 @pytest.fixture
@@ -286,11 +287,12 @@ def test_each_failure_is_reported_with_its_sample(
     with caplog.at_level(logging.WARNING):
         scores = judge(scorer, responses, prompts)
     assert numbers(scores) == [2.0, *[None] * 8, 2.0]
+    assert scores[0].failure is scores[9].failure is None
     assert "judging" in caplog.text
     assert "one at a time" in caplog.text
     expected = {
         1: "ValueError: no such answer (reward.py, line 8, in one: ",
-        2: "it returned None where a finite number is needed",
+        2: "it returned None where a number is needed that is finite as float32",
         3: "it returned nan where",
         4: "it returned inf where",
         5: "it returned '1' where",
@@ -298,6 +300,9 @@ def test_each_failure_is_reported_with_its_sample(
         7: "its process ended in the middle of its work (exit code 9)",
         8: "it gave no answer within 1 s and was stopped",
     }
+    if name == "f":  # TRL's None is no failure
+        del expected[2]
+        assert scores[2].failure is None
     for at, what in expected.items():
         failure = scores[at].failure or ""
         assert failure.startswith(f"'{scorer.name}' failed on rollout {100 + at}: {what}")
@@ -308,16 +313,67 @@ def test_each_failure_is_reported_with_its_sample(
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        ("[1.0] * 3", "it returned 3 scores for 1 samples"),
-        ("[]", "it returned 0 scores for 1 samples"),
+        ("[1.0]", "it returned 1 scores for 4 samples"),
+        ("[1.0] * 5", "it returned 5 scores for 4 samples"),
+        ("[]", "it returned 0 scores for 4 samples"),
         ("None", "it returned None instead of a list of numbers"),
         ("1.0", "it returned 1.0 instead of a list of numbers"),
+        ("{'scores': [1.0] * 4}", "it returned {'scores': [1.0, 1.0, 1.0, 1.0]} instead of a list"),
     ],
 )
-def test_a_wrong_list_is_no_score(function: Scorers, result: str, says: str) -> None:
-    scores = judge(function(f"def f(completions): return {result}"), ["a", "b"])
-    assert numbers(scores) == [None, None]
+@pytest.mark.parametrize("parameters", ["completions", "queries, prompts"])
+def test_a_wrong_list_is_no_score_and_is_not_asked_for_again(
+    function: Scorers, result: str, says: str, parameters: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One at a time, ``[1.0]`` would pass for what one sample is worth."""
+    scores = judge(function(f"def f({parameters}): return {result}"), ["a", "b", "c", "d"])
+    assert numbers(scores) == [None] * 4
     assert all(says in (score.failure or "") for score in scores)
+    assert "one at a time" not in caplog.text
+
+
+NONE = """
+import numpy as np
+def trl(completions): return [one(c) for c in completions]
+def array(completions): return np.array([one(c) for c in completions], dtype=object)
+def verl(solution_str, ground_truth): return one(solution_str)
+def verls(solution_str, ground_truth): return {"score": one(solution_str)}
+def openrlhf(queries, prompts): return {"rewards": [one(q[2:]) for q in queries]}
+def one(c): return {"number": 0.5, "none": None, "nan": np.nan}[c]
+"""
+
+
+@pytest.mark.parametrize("name", ["trl", "array", "verl", "verls", "openrlhf"])
+def test_none_says_does_not_apply_in_trls_convention_alone(function: Scorers, name: str) -> None:
+    prompts = [Prompt(i, (0,), f"q{i}", data=VERL) for i in range(3)]
+    scores = judge(function(NONE, name=name), ["number", "none", "nan"], prompts)
+    assert numbers(scores) == [0.5, None, None]
+    assert scores[0].failure is None
+    assert (scores[1].failure is None) == (name in ("trl", "array"))
+    assert scores[1].values.shape == (0,)
+    assert "it returned nan where" in (scores[2].failure or "")
+    back = [Score.from_state(json.loads(json.dumps(score.state_dict()))) for score in scores]
+    assert [(s.scalar, s.failure) for s in back] == [(s.scalar, s.failure) for s in scores]
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_a_number_beyond_float32_is_a_failure(function: Scorers, name: str) -> None:
+    """Rewards are trained on as float32: 3.4028235e38 is its largest number."""
+    scorer = function(
+        """
+        def f(completions): return [eval(c) for c in completions]
+        def g(solution_str, ground_truth): return eval(solution_str)
+        """,
+        name=name,
+    )
+    responses = ["3.4e38", "1e300", "-3.5e38", "10 ** 400", "-3.4028235e38", "1e-300"]
+    prompts = [Prompt(i, (0,), "q", data=VERL) for i in range(len(responses))]
+    scores = judge(scorer, responses, prompts)
+    big, small = torch.tensor([3.4e38, -3.4028235e38]).tolist()
+    assert numbers(scores) == [big, None, None, None, small, 0.0]
+    for at, said in ((1, "1e+300"), (2, "-3.5e+38"), (3, "1000000")):
+        assert f"it returned {said}" in (scores[at].failure or "")
+        assert "finite as float32" in (scores[at].failure or "")
 
 
 def test_judging_one_at_a_time_is_bounded(function: Scorers) -> None:
@@ -572,14 +628,15 @@ def test_an_async_object_is_waited_for() -> None:
 
 
 def test_what_goes_wrong_in_an_object_is_a_failure_of_the_sample() -> None:
-    def f(completions: list[str]) -> list[float | None]:
+    def f(completions: list[str]) -> list[float | str | None]:
         if "bomb" in completions:
             raise KeyError("kaputt")
-        return [None if c == "none" else 1.0 for c in completions]
+        return [{"none": None, "text": "1"}.get(c, 1.0) for c in completions]
 
-    scores = judge(local(f), ["a", "none", "bomb"])
-    assert numbers(scores) == [1.0, None, None]
-    assert "it returned None where a finite number is needed" in str(scores[1].failure)
+    scores = judge(local(f), ["a", "none", "bomb", "text"])
+    assert numbers(scores) == [1.0, None, None, None]
+    assert scores[1].failure is None
+    assert "it returned '1' where a number is needed" in str(scores[3].failure)
     assert "KeyError: 'kaputt' (test_functions.py, line " in str(scores[2].failure)
     assert "raise KeyError" in str(scores[2].failure)
     assert "'mine' failed on rollout 102" in str(scores[2].failure)
@@ -623,3 +680,159 @@ def test_what_an_object_does_to_its_arguments_stays_there() -> None:
     scorer.admit(batch)
     scorer.finish([100])
     assert batch[0].tokens == [*ids("abc"), 1]
+
+
+# --- functions that fork ----------------------------------------------------------------------
+
+FORKS = """
+import os, sys, time
+def f(completions, **kwargs):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0) if {waits} else time.sleep(0.3)
+        return [float(len(c)) for c in completions]
+    {child}
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(
+    "child",
+    ["return [9.0] * len(completions)", "sys.exit(3)", "raise ValueError", "return time.sleep(60)"],
+)
+def test_what_a_forked_child_says_is_no_answer(function: Scorers, child: str, waits: bool) -> None:
+    """The child falls through, exits, raises, or outlives the call; the parent's numbers count."""
+    waits &= "60" not in child
+    scorer = function(FORKS.format(child=child, waits=waits), timeout_s=5.0)
+    for lengths in [(6, 8), (20, 30, 40), (1,), (7, 5)]:
+        assert numbers(judge(scorer, ["x" * n for n in lengths])) == list(map(float, lengths))
+
+
+def test_a_forked_child_ends_as_python_would_end_it(function: Scorers) -> None:
+    """What runs in a child and is judged by its exit status is judged rightly."""
+    scorer = function(
+        """
+        import os, sys
+        def f(completions):
+            return [status_of(c) for c in completions]
+        def status_of(c):
+            child = os.fork()
+            if child:
+                return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if c == "raise":
+                raise ValueError("in the child")
+            sys.exit({"none": None, "text": "bad"}.get(c) if c.isalpha() else int(c))
+        """
+    )
+    assert numbers(judge(scorer, ["0", "7", "none", "text", "raise"])) == [0, 7, 0, 1, 1]
+
+
+def test_the_end_of_the_process_is_seen_while_its_children_live(function: Scorers) -> None:
+    scorer = function(
+        """
+        import os, time
+        def f(completions):
+            if os.fork():
+                os._exit(9)
+            time.sleep(60)
+        """,
+        timeout_s=20.0,
+    )
+    began_s = time.monotonic()
+    (score,) = judge(scorer, ["a"])
+    assert "its process ended in the middle of its work (exit code 9)" in (score.failure or "")
+    assert time.monotonic() - began_s < 10
+
+
+def test_a_file_that_forks_when_it_is_imported(function: Scorers) -> None:
+    scorer = function(
+        """
+        import os
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+        else:
+            raise SystemExit
+        def f(completions): return [2.0] * len(completions)
+        """
+    )
+    assert numbers(judge(scorer, ["a"])) + numbers(judge(scorer, ["b", "c"])) == [2.0, 2.0, 2.0]
+
+
+POOLS = """
+import multiprocessing, os
+from concurrent.futures import ProcessPoolExecutor
+def length(c): return float(len(c))
+def pool(completions):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(length, completions)
+def executor(completions):
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as executor:
+        return list(executor.map(length, completions))
+kept = multiprocessing.get_context("fork").Pool(2)
+def stays(completions): return kept.map(length, completions)
+"""
+
+
+@pytest.mark.parametrize("name", ["pool", "executor", "stays"])
+def test_functions_may_use_pools_of_processes(function: Scorers, name: str) -> None:
+    scorer = function(POOLS, name=name, timeout_s=20.0)
+    for lengths in [(3, 1), (2, 5, 4)]:
+        assert numbers(judge(scorer, ["x" * n for n in lengths])) == list(map(float, lengths))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ['{"request": 2, "pid": PID, "at": 0, "value": 9}'],
+        ['{"request": 3, "pid": 1, "at": 0, "value": 9}', '{"request": 3, "pid": 1, "done": null}'],
+        ['{"request": 3, "pid": PID, "at": 1, "value": 9}'],
+        ['{"request": 3, "pid": PID, "done": null}'],
+        ['{"at": 0, "value": 9}', '{"done": null}'],
+        ["no JSON"],
+        ["[]"],
+    ],
+)
+def test_a_reply_that_does_not_match_is_no_verdict(function: Scorers, lines: list[str]) -> None:
+    """The function finds the pipe, and answers there for another request, process or sample."""
+    scorer = function(
+        f"""
+        import os, stat
+        def f(completions):
+            if completions[0] == "forge":
+                for fd in range(3, 100):
+                    try:
+                        if stat.S_ISFIFO(os.fstat(fd).st_mode):
+                            for line in {lines!r}:
+                                line = line.replace("PID", str(os.getpid())) + "\\n"
+                                os.write(fd, line.encode())
+                    except OSError:
+                        pass
+            return [1.0] * len(completions)
+        """,
+        timeout_s=5.0,
+    )
+    assert numbers(judge(scorer, ["a"])) == [1.0]
+    (score,) = judge(scorer, ["forge"])
+    assert score.failure is not None
+    assert "was stopped" in score.failure
+    assert numbers(judge(scorer, ["a", "b"])) == [1.0, 1.0]
+
+
+def test_a_child_of_an_object_does_not_go_on_as_the_trainer(tmp_path: Path) -> None:
+    program = """
+        import os, sys
+        sys.path.insert(0, sys.argv[1])
+        from test_functions import *
+        def f(completions):
+            child = os.fork()
+            if child:
+                os.waitpid(child, 0)
+            return [float(len(c)) for c in completions]
+        print(numbers(judge(local(f), ["abc", "d"])), flush=True)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parent)],
+        capture_output=True, text=True, timeout=60, check=True, start_new_session=True,
+    )  # fmt: skip
+    assert ended.stdout == "[3.0, 1.0]\n"

@@ -32,11 +32,11 @@ from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint, load_weights
 from stretto.rollout.engine import TorchEngine
 from stretto.training import collate as collating
-from stretto.training.collate import collate, describe, total_reward
+from stretto.training.collate import collate, describe
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
-from stretto.types import FinishReason, Prompt, Rollout, Score, Weights
+from stretto.types import FinishReason, Prompt, Rollout, Score, Weights, total_reward
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4)]
 """Prompt and response lengths: 32 response tokens, so that 1 / 32 is exact."""

@@ -426,6 +426,57 @@ def test_a_reward_model_and_a_function_are_summed_with_weights(
     assert f"timing_s/score/{short_name(sources[1])}" in m
 
 
+def test_a_function_may_apply_to_some_prompts_alone(
+    tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    """As TRL has it: None is left out of the sum, and fails where every function says it."""
+    functions.write_text(
+        "def odd(prompts, completions, n, **_):\n"
+        "    return [len(c) / 8 if k % 2 else None for c, k in zip(completions, n)]\n"
+        "def even(prompts, completions, n, **_):\n"
+        "    return [-1.0 if k % 2 == 0 and k < 6 else None for k in n]\n"
+        "def never(completions, **_): return [None] * len(completions)\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": f"say {n}", "n": n}) for n in range(8)))
+    sources = tuple(f"{functions}:{name}" for name in ("odd", "even", "never"))
+    reward = {"sources": sources, "weights": (2.0, 3.0, 5.0), "missing_eos": "off"}
+    task = {"kind": "dataset", "name": str(rows), "settings": {}}
+    with pytest.raises(JudgeError, match=r"no reward source applies to rollout(.|\n)*say 6"):
+        run(settings(tiny_folder, task=task, reward=reward), tmp_path)
+    reward["on_failure"] = "drop"
+    run_dir, _ = run(settings(tiny_folder, task=task, reward=reward), tmp_path)
+    samples = lines(run_dir.samples_file)
+    assert len(samples) == 7
+    for s in samples:
+        odd = int(s["prompt"][-1]) % 2
+        assert s["reward"] == (2 * len(s["response"]) / 8 if odd else -3.0)
+    (left_out,) = [r for r in lines(run_dir.rollouts_file) if r["state"] == "rejected"]
+    assert left_out["because"] == "no reward source applies"
+    for step in lines(run_dir.metrics_file):
+        here = [s for s in samples if s["step"] == step["step"]]
+        lengths = [len(s["response"]) / 8 for s in here if int(s["prompt"][-1]) % 2]
+        assert step["reward/rewards.py:odd"] == pytest.approx(fmean(lengths))
+        assert step["reward/rewards.py:even"] == -1.0
+        assert "reward/rewards.py:never" not in step
+
+
+def test_rewards_beyond_float32_are_left_out(
+    tiny_folder: Path, functions: Path, tmp_path: Path
+) -> None:
+    """One source is beyond it by itself, the other once it has its weight."""
+    functions.write_text(
+        "def alone(completions, **_): return [1e300, *[1.0] * (len(completions) - 1)]\n"
+        "def weighted(completions, **_): return [*[1.0] * (len(completions) - 1), 2e38]\n"
+    )
+    sources = tuple(f"{functions}:{name}" for name in ("alone", "weighted"))
+    reward = {"sources": sources, "weights": (1.0, -2.0), "on_failure": "drop"}
+    run_dir, result = run(settings(tiny_folder, reward=reward), tmp_path)
+    assert result.stats["rejected"] == 4
+    because = [r["because"] for r in lines(run_dir.rollouts_file)]
+    assert sorted(because) == [*[""] * 4, *["judge failed"] * 2, *["reward not finite"] * 2]
+
+
 def test_a_failed_verdict_stops_the_run_or_is_left_out(
     tiny_folder: Path, functions: Path, tmp_path: Path
 ) -> None:

@@ -117,7 +117,8 @@ class Score:
         rollout_id: whose score it is.
         source: the scorer's name, unique in a run.
         kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number a response token).
-        values: shape [1] for a reward, [T] for the others, T the response's tokens.
+        values: shape [1] for a reward, [T] for the others, T the response's tokens. Empty for a
+            reward that does not apply to the rollout.
         failure: why there is no score; ``values`` is then empty. Never a silent zero.
     """
 
@@ -128,9 +129,9 @@ class Score:
     failure: str | None = None
 
     @property
-    def scalar(self) -> float:
-        """The value of a scalar score."""
-        return float(self.values[0])
+    def scalar(self) -> float | None:
+        """The value of a scalar score; ``None`` where it does not apply, or failed."""
+        return float(self.values[0]) if len(self.values) else None
 
     def state_dict(self) -> dict[str, Any]:
         """All of it, as plain data."""
@@ -235,6 +236,25 @@ class Rollout:
             carries=state["carries"],
             scores={s["source"]: Score.from_state(s) for s in state["scores"]},
         )
+
+
+def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
+    """A rollout's scores of one kind."""
+    return [s for s in rollout.scores.values() if s.kind == kind]
+
+
+def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float:
+    """The weighted sum of a rollout's rewards; those that do not apply are left out.
+
+    Args:
+        rollout: with its scores.
+        weights: factor of each reward source, by name; without them each counts once.
+    """
+    return sum(
+        reward * (1.0 if weights is None else weights[score.source])
+        for score in of_kind(rollout, "reward")
+        if (reward := score.scalar) is not None
+    )
 
 
 @dataclass(frozen=True, slots=True)

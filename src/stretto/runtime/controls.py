@@ -66,6 +66,7 @@ def controls(config: Config, migrating: Migrating | None) -> Controls:
             steps=config.steps,
             drop_failures=config.reward.on_failure == "drop",
             group_at_least=config.algorithm.traits.group,
+            reward_weights=config.reward.factors,
             score_on=s.knob("score_on"),
             lag=s.knob("lag"),
             batches_per_handover=s.batches_per_handover,

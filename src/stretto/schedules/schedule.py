@@ -238,6 +238,7 @@ class Schedule:
             rollouts,
             drop_failures=self._settings.drop_failures,
             group_at_least=self._settings.group_at_least,
+            weights=self._settings.reward_weights,
         )
         kept = [r for r in rollouts if r.id not in reasons]
         rejected = [r for r in rollouts if r.id in reasons]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +26,7 @@ class Settings:
         drop_failures: leave a response out whose judge failed, instead of stopping.
         group_at_least: judged responses to one prompt without which the learner can do nothing with
             any of them; they are then left out together.
+        reward_weights: factor of each reward source; ``None`` for 1 each.
         score_on: when scorers get to see a response.
         lag: versions that the generators may be behind the learner.
         batches_per_handover: steps between two hand-overs of weights.
@@ -39,6 +40,7 @@ class Settings:
     steps: int
     drop_failures: bool = False
     group_at_least: int = 1
+    reward_weights: Mapping[str, float] | None = None
     score_on: ScoreOn = "batch"
     lag: int = 0
     batches_per_handover: int = 1

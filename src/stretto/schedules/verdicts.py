@@ -6,38 +6,46 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from stretto.errors import JudgeError
-from stretto.types import Rollout
+from stretto.finite import is_finite
+from stretto.types import Rollout, of_kind, total_reward
 
 JUDGE_FAILED = "judge failed"
+NOTHING_APPLIES = "no reward source applies"
+NOT_FINITE = "reward not finite"
 GROUP_TOO_SMALL = "group too small"
 """The rollout has its scores, but too few others to its prompt have theirs."""
 
 
 def reasons_to_reject(
-    rollouts: Sequence[Rollout], *, drop_failures: bool, group_at_least: int
+    rollouts: Sequence[Rollout],
+    *,
+    drop_failures: bool,
+    group_at_least: int,
+    weights: Mapping[str, float] | None = None,
 ) -> Mapping[int, str]:
-    """Why rollouts are to be left out, by their ids: a judge failed on them, or on so many others
-    to their prompt that there is nothing to compare them with.
+    """Why rollouts are to be left out, by their ids: they have no reward, or so many others to
+    their prompt have none that there is nothing to compare them with.
+
+    A rollout has no reward if a judge failed on it, if no source applies to it, or if the weighted
+    sum is not finite as float32.
 
     Args:
         rollouts: a scored batch, with whole groups.
         drop_failures: leave failures out, instead of stopping.
         group_at_least: responses to one prompt that the learner needs.
+        weights: factor of each reward source, by name; without them each counts once.
 
     Raises:
-        JudgeError: a judge failed on a response and failures are not to be dropped, or nothing is
-            left without them.
+        JudgeError: a response has no reward and such are not to be dropped, or nothing is left
+            without them.
     """
-    failures = {
-        r.id: "; ".join(s.failure for s in r.scores.values() if s.failure) for r in rollouts
-    }
-    bad = [r for r in rollouts if failures[r.id]]
+    bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights)) is not None}
     if not bad:
         return {}
-    left = Counter(r.prompt.id for r in rollouts if not failures[r.id])
-    alone = [r for r in rollouts if not failures[r.id] and left[r.prompt.id] < group_at_least]
+    left = Counter(r.prompt.id for r in rollouts if r.id not in bad)
+    alone = [r for r in rollouts if r.id not in bad and left[r.prompt.id] < group_at_least]
     if len(bad) + len(alone) < len(rollouts) and drop_failures:
-        return dict.fromkeys((r.id for r in bad), JUDGE_FAILED) | dict.fromkeys(
+        return {i: reason for i, (reason, _) in bad.items()} | dict.fromkeys(
             (r.id for r in alone), GROUP_TOO_SMALL
         )
     nothing_left = remedy = ""
@@ -49,7 +57,28 @@ def reasons_to_reject(
         nothing_left = f", and no prompt has the {group_at_least} left that the algorithm compares"
     raise JudgeError(
         f"{len(bad)} of {len(rollouts)} responses could not be judged{nothing_left}. The first:\n"
-        f"{failures[bad[0].id]}\n"
+        f"{next(iter(bad.values()))[1]}\n"
         f"Mend the reward function{remedy}",
-        [r.id for r in bad],
+        list(bad),
+    )
+
+
+def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:
+    """Why a rollout has no reward, in short and in full; ``None`` if it has one."""
+    if failures := [s.failure for s in rollout.scores.values() if s.failure]:
+        return JUDGE_FAILED, "; ".join(failures)
+    rewards = of_kind(rollout, "reward")
+    if rewards and all(s.scalar is None for s in rewards):
+        return NOTHING_APPLIES, (
+            f"no reward source applies to rollout {rollout.id}: "
+            f"{', '.join(s.source for s in rewards)} gave None\n"
+            f"  prompt: {rollout.prompt.text[:400]!r}"
+        )
+    total = total_reward(rollout, weights)
+    if is_finite(total):
+        return None
+    terms = [(s.scalar, 1.0 if weights is None else weights[s.source], s.source) for s in rewards]
+    return NOT_FINITE, (
+        f"the reward of rollout {rollout.id} is {total}, not finite as float32: "
+        + " + ".join(f"{weight:g} x {score} ({source})" for score, weight, source in terms)
     )

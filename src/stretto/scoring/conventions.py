@@ -9,16 +9,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from stretto.errors import ConfigError, JudgeError, StrettoError
+from stretto.finite import is_finite
 
 Sample = Mapping[str, Any]
 Send = Callable[[Mapping[str, Any]], None]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SIGNATURES = """\
   TRL       f(prompts, completions, completion_ids, **columns) -> list of numbers
@@ -64,13 +69,13 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> Judge:
     elif named >= {"queries", "prompts"} and required <= openrlhf:
         labels = ("label",) if "labels" in named else ()
         return Judge(
-            run=_all_at_once(lambda samples: _openrlhf(call, samples), file),
+            run=_all_at_once(lambda samples: _openrlhf(call, samples), file, as_number),
             columns=labels,
             required=labels,
         )
     elif named & {"completions", "completion_ids"} or (takes_any and "prompts" in named):
         return Judge(
-            run=_all_at_once(lambda samples: _trl(call, samples), file),
+            run=_all_at_once(lambda samples: _trl(call, samples), file, as_number_or_none),
             columns=None if takes_any else sorted(named - _TRL),
             required=sorted(required - _TRL),
         )
@@ -124,7 +129,7 @@ def _openrlhf(call: _Caller, samples: Sequence[Sample]) -> Any:
         prompts=[s["prompt"] for s in samples],
         labels=[s["data"].get("label") for s in samples],
     )
-    return result["rewards"] if isinstance(result, Mapping) else result
+    return result.get("rewards", result) if isinstance(result, Mapping) else result
 
 
 def _verl(call: _Caller, sample: Sample) -> Any:
@@ -159,7 +164,7 @@ def one_by_one(
         for at, sample in enumerate(samples):
             verdict: dict[str, Any]
             try:
-                verdict = {"value": as_number(score(sample))}
+                verdict = {"value": as_number(in_this_process(score, sample))}
             except KeyboardInterrupt:  # the user's, where the judge shares their process
                 raise
             except BaseException as error:  # SystemExit too, and whatever judges invent
@@ -170,40 +175,113 @@ def one_by_one(
 
 
 def _all_at_once(
-    score: Callable[[Sequence[Sample]], Any], file: str
+    score: Callable[[Sequence[Sample]], Any], file: str, number: Callable[[Any], float | None]
 ) -> Callable[[Sequence[Sample], Send], str | None]:
-    """Judges the list in one call, which fails as a whole if it fails."""
+    """Judges the list in one call.
+
+    If the call raises, that is what went wrong with the whole list. If it gives anything but one
+    entry a sample, nobody can tell whose they are, and it has failed on all samples.
+
+    Args:
+        score: the call.
+        file: the function's.
+        number: makes a number of an entry, or ``None`` where the function does not apply.
+    """
 
     def run(samples: Sequence[Sample], send: Send) -> str | None:
         try:
-            result = score(samples)
-            result = result.tolist() if hasattr(result, "tolist") else result
-            if not isinstance(result, Sequence) or isinstance(result, str):
-                raise JudgeError(f"it returned {repr(result)[:200]} instead of a list of numbers")
-            if len(result) != len(samples):
-                raise JudgeError(f"it returned {len(result)} scores for {len(samples)} samples")
+            result = in_this_process(score, samples)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             return describe(error, file)
-        return one_by_one(lambda value: value, file)(result, send)
+        for at, verdict in enumerate(_verdicts(result, len(samples), number, file)):
+            send({"at": at, **verdict})
+        return None
 
     return run
 
 
+def _verdicts(
+    result: Any, count: int, number: Callable[[Any], float | None], file: str
+) -> list[dict[str, Any]]:
+    """What a function's list says of each of ``count`` samples: a value or an error."""
+    try:
+        result = result.tolist() if hasattr(result, "tolist") else result
+        if not isinstance(result, Sequence) or isinstance(result, str):
+            raise JudgeError(f"it returned {repr(result)[:200]} instead of a list of numbers")
+        if len(result) != count:
+            raise JudgeError(f"it returned {len(result)} scores for {count} samples")
+    except Exception as error:
+        return [{"error": describe(error, file)}] * count
+    verdicts: list[dict[str, Any]] = []
+    for entry in result:
+        try:
+            verdicts.append({"value": number(entry)})
+        except Exception as error:
+            verdicts.append({"error": describe(error, file)})
+    return verdicts
+
+
 def as_number(value: Any) -> float:
-    """A score as a finite number.
+    """A score as a number that is finite as float32.
 
     Raises:
         JudgeError: it is none.
     """
     try:
         number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
-        raise JudgeError(f"it returned {repr(value)[:200]} where a finite number is needed")
+    if not is_finite(number):
+        raise JudgeError(
+            f"it returned {repr(value)[:200]} where a number is needed that is finite as float32"
+        )
     return number
+
+
+def as_number_or_none(value: Any) -> float | None:
+    """A score of TRL's convention, in which ``None`` says that it does not apply.
+
+    Raises:
+        JudgeError: it is neither ``None`` nor a number that is finite as float32.
+    """
+    return None if value is None else as_number(value)
+
+
+def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
+    """What a call returns or raises, in the process that made the call.
+
+    The call may fork. A child that comes out of it would go on as a second judge, or as a second
+    trainer. It ends here, with the exit status that Python would end it with.
+    """
+    pid = os.getpid()
+    try:
+        result = call(*args, **keywords)
+    except BaseException as error:
+        if os.getpid() != pid:
+            _end_child(error)
+        raise
+    if os.getpid() != pid:
+        _end_child(None)
+    return result
+
+
+def _end_child(error: BaseException | None) -> NoReturn:
+    """End a forked child as Python would, but for what its parent registered to be done then."""
+    status = 1
+    try:
+        if error is None or (isinstance(error, SystemExit) and error.code is None):
+            status = 0
+        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+            status = error.code & 0xFF
+        else:
+            said = error.code if isinstance(error, SystemExit) else traceback.format_exc()
+            print(said, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
 
 
 def describe(error: BaseException, file: str | None) -> str:

@@ -1,7 +1,8 @@
 """Rewards from code: the task's own verifier, or a user's function, in a process of its own.
 
-A judge that raises, hangs, ends its process, or gives no finite number has failed on a sample. That
-is reported with the sample and never turned into a number.
+A judge that raises, hangs, ends its process, or gives no number that is finite as float32 has
+failed on a sample. That is reported with the sample and never turned into a number. A function of
+TRL's convention may say ``None``: it does not apply to the sample.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Verdict:
-    """A number, or why there is none."""
+    """A number, ``None`` where the judge does not apply, or why it failed."""
 
-    value: float = 0.0
+    value: float | None = None
     failure: str | None = None
 
 
@@ -134,7 +135,8 @@ class FunctionScorer:
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score finished rollouts, in the order asked, and forget them.
 
-        A rollout that could not be judged gets a score with ``failure`` set and no values.
+        A rollout that could not be judged gets a score with ``failure`` set and no values; one that
+        the function does not apply to gets a score with neither.
 
         Raises:
             LifecycleError: a rollout is unknown or has not ended.
@@ -167,7 +169,8 @@ class FunctionScorer:
 
     def _score(self, rollout_id: int, response: _Response, verdict: _Verdict) -> Score:
         if verdict.failure is None:
-            values = np.array([verdict.value], dtype=np.float32)
+            numbers = [] if verdict.value is None else [verdict.value]
+            values = np.array(numbers, dtype=np.float32)
             return Score(rollout_id, self.name, self.kind, values)
         failure = (
             f"'{self.name}' failed on rollout {rollout_id}: {verdict.failure}\n"
@@ -214,7 +217,9 @@ class FunctionScorer:
         places = list(payloads)
         answers, trouble = self._process.ask(list(payloads.values()), self._timeout_s)
         for answer in answers:
-            verdicts[places[answer["at"]]] = _Verdict(answer.get("value", 0.0), answer.get("error"))
+            failure = answer.get("error")
+            value = answer["value"] if failure is None else None
+            verdicts[places[answer["at"]]] = _Verdict(value, failure)
         return trouble
 
     def _function_payload(self, response: _Response) -> Mapping[str, Any]:

@@ -20,6 +20,10 @@ START_LIMIT_S = 120.0
 """For the judge's process to start and import what it needs."""
 
 
+class _MismatchError(Exception):
+    """A line came that does not answer the request, or not from the process that was asked."""
+
+
 class JudgeProcess:
     """The judge's process and the JSON lines to and from it; every wait has a deadline.
 
@@ -32,6 +36,7 @@ class JudgeProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None
         self._unread = b""
+        self._request = 0
 
     def start(self) -> dict[str, Any]:
         """Start it, and give what it says of the judge.
@@ -49,7 +54,7 @@ class JudgeProcess:
             bufsize=0,
             start_new_session=True,
         )
-        self._process, self._unread = process, b""
+        self._process, self._unread, self._request = process, b"", 0
         self._kill = weakref.finalize(self, _kill, process)
         for pipe in (process.stdin, process.stdout):
             assert pipe
@@ -58,9 +63,13 @@ class JudgeProcess:
             deadline_s = time.monotonic() + START_LIMIT_S
             self._send(self._opening, deadline_s)
             answer = self._receive(deadline_s)
-        except (EOFError, TimeoutError) as error:
+        except (EOFError, TimeoutError, _MismatchError) as error:
             self.close()
-            how = "ended" if isinstance(error, EOFError) else f"took over {START_LIMIT_S:g} s"
+            how = {
+                EOFError: "ended",
+                TimeoutError: f"took over {START_LIMIT_S:g} s",
+                _MismatchError: f"was stopped as {error}",
+            }[type(error)]
             raise JudgeError(
                 f"the process of the judge {dict(self._opening)} {how} while it was starting; see "
                 f"what it wrote to standard error, or run: {sys.executable} -c 'import "
@@ -78,7 +87,11 @@ class JudgeProcess:
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Have samples judged: the verdicts that came, and why there are no more, if so."""
+        """Have samples judged: the verdicts that came, and why there are no more, if so.
+
+        Verdicts come in the order of the samples. Once a line does not match the request, none of
+        its verdicts is trusted.
+        """
         if self._process is None:
             self.start()
         answers: list[dict[str, Any]] = []
@@ -86,7 +99,11 @@ class JudgeProcess:
         try:
             self._send(samples, deadline_s)
             while "done" not in (answer := self._receive(deadline_s)):
+                if answer.get("at") != len(answers) or len(answers) == len(samples):
+                    raise _MismatchError(f"its verdict {answer} is for no sample that was next")
                 answers.append(answer)
+            if answer["done"] is None and len(answers) < len(samples):
+                raise _MismatchError(f"it gave {len(answers)} verdicts for {len(samples)} samples")
         except TimeoutError:
             self.close()
             return answers, f"it gave no answer within {timeout_s:g} s and was stopped"
@@ -94,6 +111,9 @@ class JudgeProcess:
             code = self._exit_code()
             self.close()
             return answers, f"its process ended in the middle of its work (exit code {code})"
+        except _MismatchError as error:
+            self.close()
+            return [], f"its process was stopped as {error}"
         except BaseException:  # a half-read answer would be taken for the next one's
             self.close()
             raise
@@ -111,10 +131,13 @@ class JudgeProcess:
             return self._process.wait(timeout=1.0)
         return None
 
-    def _send(self, message: object, deadline_s: float) -> None:
+    def _send(self, body: object, deadline_s: float) -> None:
+        """Send a request with the next number."""
         assert self._process
         assert self._process.stdin
         pipe = self._process.stdin.fileno()
+        self._request += 1
+        message = {"request": self._request, "body": body}
         data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
             _wait(pipe, selectors.EVENT_WRITE, deadline_s)
@@ -124,6 +147,11 @@ class JudgeProcess:
                 raise EOFError from error
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
+        """The next line that answers the request.
+
+        Raises:
+            _MismatchError: it answers another one, or comes from another process.
+        """
         assert self._process
         assert self._process.stdout
         pipe = self._process.stdout.fileno()
@@ -134,7 +162,17 @@ class JudgeProcess:
                 raise EOFError
             self._unread += data
         line, self._unread = self._unread.split(b"\n", 1)
-        return dict(json.loads(line))
+        expected = {"request": self._request, "pid": self._process.pid}
+        try:
+            answer: dict[str, Any] = json.loads(line)
+            came = {key: answer.pop(key) for key in expected}
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise _MismatchError(
+                f"its pipe had a line that is no answer: {line[:200]!r}"
+            ) from error
+        if came != expected:
+            raise _MismatchError(f"{expected} was to answer, and {came} did")
+        return answer
 
 
 def _wait(pipe: int, event: int, deadline_s: float) -> None:

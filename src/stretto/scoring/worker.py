@@ -10,6 +10,11 @@ to standard error. It ends with its parent, however that ends, and whatever it i
     out   {"at": place in the list, "value": number}  or  {"at": place, "error": text}
           {"done": null, or what went wrong with the whole list}                       comes last
 
+Every line in is ``{"request": number, "body": what stands above}``; every line out has two more
+keys, ``"request"`` with the number that it answers and ``"pid"`` with the sender's process id.
+Verdicts come in the order of the samples. A null ``"value"`` says that the function does not apply
+to the sample.
+
 A sample of a task is ``{"index", "fingerprint", "response"}``; of a function ``{"prompt",
 "messages", "response", "tokens", "data"}``.
 """
@@ -25,55 +30,81 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from stretto.errors import ConfigError, JudgeError, StrettoError, nearest
-from stretto.scoring.conventions import Judge, Sample, describe, one_by_one, recognise
+from stretto.scoring.conventions import (
+    Judge,
+    Sample,
+    describe,
+    in_this_process,
+    one_by_one,
+    recognise,
+)
 
 
 def main() -> None:
     """Open the judge that the first line names, then answer until the parent goes."""
-    requests, replies = _take_channel()
-    inbox: SimpleQueue[str] = SimpleQueue()
-    Thread(target=_listen, args=(requests, inbox), daemon=True).start()
+    channel = _Channel()
+    try:
+        judge = open_judge(channel.next_request())
+    except StrettoError as error:
+        channel.send({"refused": type(error).__name__, "message": str(error)})
+        return
+    channel.send({"ready": {"columns": judge.columns, "required": judge.required}})
+    while True:
+        samples = channel.next_request()
+        channel.send({"done": judge.run(samples, channel.send)})
 
-    def send(message: Mapping[str, Any]) -> None:
+
+class _Channel:
+    """What were standard input and output, kept for the protocol and out of reach of judged code.
+
+    Judged code may fork. Its children lose the channel, so that they neither answer nor keep it
+    open after this process has ended.
+    """
+
+    def __init__(self) -> None:
+        self._requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+        self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        self._pid, self._request = os.getpid(), 0
+        self._inbox: SimpleQueue[str] = SimpleQueue()
+        self._nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(self._nothing, 0)
+        os.dup2(2, 1)
+        os.register_at_fork(after_in_child=self._lose)
+        Thread(target=self._listen, daemon=True).start()
+
+    def next_request(self) -> Any:
+        """The body of the next request; all that is sent from now on answers it."""
+        request = json.loads(self._inbox.get())
+        self._request = request["request"]
+        return request["body"]
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Answer the request; a process that is not the one that was asked ends instead."""
+        if os.getpid() != self._pid:
+            os._exit(1)
+        line = json.dumps({"request": self._request, "pid": self._pid, **message})
         try:
-            replies.write(json.dumps(message) + "\n")
-            replies.flush()
+            self._replies.write(line + "\n")
+            self._replies.flush()
         except BrokenPipeError:
             _end()
 
-    try:
-        judge = open_judge(json.loads(inbox.get()))
-    except StrettoError as error:
-        send({"refused": type(error).__name__, "message": str(error)})
-        return
-    send({"ready": {"columns": judge.columns, "required": judge.required}})
-    while True:
-        samples = json.loads(inbox.get())
-        send({"done": judge.run(samples, send)})
+    def _lose(self) -> None:
+        """Point both ends at nothing. Closed, their numbers would go to files of the child's."""
+        for end in (self._requests, self._replies):
+            os.dup2(self._nothing, end.fileno(), inheritable=False)
 
+    def _listen(self) -> NoReturn:
+        """Take lines until the parent's end closes, then end this process and all it started.
 
-def _take_channel() -> tuple[IO[str], IO[str]]:
-    """Keep standard input and output for the protocol, out of reach of judged code."""
-    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    return requests, replies
-
-
-def _listen(requests: IO[str], inbox: SimpleQueue[str]) -> NoReturn:
-    """Hand lines on until the parent's end closes, then end this process and all it started.
-
-    In a thread of its own, so that it notices while judged code hangs.
-    """
-    for line in requests:
-        inbox.put(line)
-    _end()
+        In a thread of its own, so that it notices while judged code hangs.
+        """
+        for line in self._requests:
+            self._inbox.put(line)
+        _end()
 
 
 def _end() -> NoReturn:
@@ -128,7 +159,7 @@ def _import(file: str, name: str) -> Callable[..., Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
     try:
-        spec.loader.exec_module(module)
+        in_this_process(spec.loader.exec_module, module)
     except BaseException as error:  # SystemExit too: the file may call sys.exit
         raise ConfigError(
             f"reward.sources: '{file}' must be importable; importing it raised "

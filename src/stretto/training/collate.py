@@ -14,17 +14,15 @@ from torch import Tensor
 
 from stretto.algorithms.experience import Scored
 from stretto.errors import LearnerError
-from stretto.types import Batch, FinishReason, Rollout, Score, ScoreKind, short_name
-
-
-def total_reward(rollout: Rollout, weights: Mapping[str, float]) -> float:
-    """The weighted sum of a rollout's reward scores."""
-    return sum(s.scalar * weights[s.source] for s in of_kind(rollout, "reward"))
-
-
-def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
-    """A rollout's scores of one kind."""
-    return [s for s in rollout.scores.values() if s.kind == kind]
+from stretto.types import (
+    Batch,
+    FinishReason,
+    Rollout,
+    ScoreKind,
+    of_kind,
+    short_name,
+    total_reward,
+)
 
 
 def collate(batch: Batch, weights: Mapping[str, float]) -> Scored:
@@ -81,13 +79,20 @@ def staleness(batch: Batch, version: int) -> dict[str, float]:
 
 
 def describe(batch: Batch) -> dict[str, float]:
-    """Figures of a batch that need no model: lengths, endings, and each reward source."""
+    """Figures of a batch that need no model: lengths, endings, and each reward source.
+
+    A source's mean is over the responses that it applies to; where there are none, it has none.
+    """
     lengths = [len(r) for r in batch]
     stats = {
         "response/length_mean": fmean(lengths),
         "response/length_max": float(max(lengths)),
         "response/ended": fmean(r.finish is FinishReason.STOP for r in batch),
     }
-    for name in sorted({s.source for r in batch for s in of_kind(r, "reward")}):
-        stats[f"reward/{short_name(name)}"] = fmean(r.scores[name].scalar for r in batch)
+    by_source: dict[str, list[float]] = {}
+    for score in (s for r in batch for s in of_kind(r, "reward")):
+        if (reward := score.scalar) is not None:
+            by_source.setdefault(score.source, []).append(reward)
+    for name in sorted(by_source):
+        stats[f"reward/{short_name(name)}"] = fmean(by_source[name])
     return stats

@@ -195,7 +195,7 @@ def judge_all(judge: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> li
     """The verdict on each rollout; asked in batches, as a judge's time limit is for one.
 
     Raises:
-        JudgeError: it failed on one.
+        JudgeError: it failed on one, or does not apply to one.
     """
     values = []
     for start in range(0, len(rollouts), batch):
@@ -204,6 +204,12 @@ def judge_all(judge: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> li
         for score in judge.finish([r.id for r in part]):
             if score.failure:
                 raise JudgeError(score.failure, [score.rollout_id])
+            if score.scalar is None:
+                raise JudgeError(
+                    f"'{score.source}' gave None for response {score.rollout_id}, so it does not "
+                    "apply there; here every response needs a number",
+                    [score.rollout_id],
+                )
             values.append(score.scalar)
     return values
 

@@ -21,8 +21,7 @@ from stretto.runtime.inline.models import NOTHING, Given
 from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
 from stretto.training import checkpoint
-from stretto.training.collate import total_reward
-from stretto.types import FinishReason, Rollout, Stats
+from stretto.types import FinishReason, Rollout, Stats, total_reward
 
 
 @dataclass(frozen=True, slots=True)

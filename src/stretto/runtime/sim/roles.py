@@ -18,7 +18,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.devices import Lane
 from stretto.runtime.sim.lengths import uniform
-from stretto.types import Batch, Chunk, Rollout, Score, ScoreKind, Stats, Weights
+from stretto.types import Batch, Chunk, Rollout, Score, ScoreKind, Stats, Weights, total_reward
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
 """What per-token scores are slices of; longer than any response."""
@@ -217,9 +217,7 @@ class SimLearner:
         async with self._lane.turn:
             tokens = sum(r.total_tokens for r in batch)
             await self._lane.work("update", self._cost.seconds(tokens), tokens=tokens)
-            rewards = [
-                sum(s.scalar for s in r.scores.values() if s.kind == "reward") for r in batch
-            ]
+            rewards = [total_reward(r) for r in batch]
             stale = [self.version - min(r.versions, default=self.version) for r in batch]
             return {
                 "objective/scores": sum(rewards) / max(len(rewards), 1),

@@ -120,7 +120,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         schedule=cluster.schedule,
     )
     turned = controls(config, cluster.migrating if migrates(config) else None)
-    settings = replace(turned.settings, group_at_least=w.group_at_least)
+    settings = replace(turned.settings, group_at_least=w.group_at_least, reward_weights=None)
     return Schedule(
         _prompts(cluster),
         roles.generators,

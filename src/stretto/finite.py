@@ -1,0 +1,11 @@
+"""Which numbers rewards may be: they are trained on as float32."""
+
+from __future__ import annotations
+
+_ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
+"""Half a step beyond float32's largest number."""
+
+
+def is_finite(number: float) -> bool:
+    """Whether a number is finite as float32: no NaN, and not so large that it becomes infinite."""
+    return abs(number) < _ROUNDS_TO_INFINITY
