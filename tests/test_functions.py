@@ -762,19 +762,25 @@ def test_a_file_that_forks_when_it_is_imported(function: Scorers) -> None:
 POOLS = """
 import multiprocessing, os
 from concurrent.futures import ProcessPoolExecutor
+fork = multiprocessing.get_context("fork")
 def length(c): return float(len(c))
-def pool(completions):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+def forked(completions):
+    with fork.Pool(2) as pool:
+        return pool.map(length, completions)
+def spawned(completions):
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
         return pool.map(length, completions)
 def executor(completions):
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as executor:
+    with ProcessPoolExecutor(2, mp_context=fork) as executor:
         return list(executor.map(length, completions))
-kept = multiprocessing.get_context("fork").Pool(2)
-def stays(completions): return kept.map(length, completions)
+kept = []
+def stays(completions):
+    kept.extend([fork.Pool(2)] if not kept else [])
+    return kept[0].map(length, completions)
 """
 
 
-@pytest.mark.parametrize("name", ["pool", "executor", "stays"])
+@pytest.mark.parametrize("name", ["forked", "spawned", "executor", "stays"])
 def test_functions_may_use_pools_of_processes(function: Scorers, name: str) -> None:
     scorer = function(POOLS, name=name, timeout_s=20.0)
     for lengths in [(3, 1), (2, 5, 4)]:

@@ -39,6 +39,9 @@ def nothing(prompts, completions, **_):
 
 def broken(prompts, completions, **_):
     raise ValueError("no")
+
+def never(prompts, completions, **_):
+    return [None for _ in completions]
 """
 
 
@@ -273,6 +276,7 @@ def test_what_cannot_be_labelled_is_refused(tmp_path: Path, judge: str) -> None:
     refused(ConfigError, "is the file that is read", f"{judge}length", out=file)
     refused(ConfigError, "a folder that there is", f"{judge}length", out=tmp_path / "no" / "x")
     refused(JudgeError, "ValueError: no", f"{judge}broken")
+    refused(JudgeError, "gave None .* every response needs a number", f"{judge}never")
     refused(TaskError, "prefers no side in any of 1 rows", f"{judge}nothing")
     assert not out.exists()
     equal = write(tmp_path, [{"prompt": "a", "chosen": "x", "rejected": "x"}], "equal.jsonl")

@@ -153,7 +153,9 @@ def _import(file: str, name: str) -> Callable[..., Any]:
     """The function ``name`` of a Python file, which may import its neighbours."""
     path = Path(file)
     sys.path.insert(0, str(path.parent))
-    spec = importlib.util.spec_from_file_location(f"stretto_reward_{path.stem}", path)
+    # The name that others import it by: processes that are not forked find its functions by it.
+    known_as = f"stretto_reward_{path.stem}" if path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(known_as, path)
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
