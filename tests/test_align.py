@@ -324,7 +324,8 @@ def test_what_is_done_is_not_done_again(
 @pytest.mark.parametrize(
     ("changes", "options", "error", "message"),
     [
-        ({"train": {"task__held_out": ""}}, {}, ConfigError, "task.held_out = ''"),
+        ({"train": {"task__held_out": ""}}, {}, ConfigError, "task.held_out = 0.0"),
+        ({"train": {"task__held_out": 0.2}}, {}, ConfigError, "a share is left out by the last"),
         ({"train": {"task__held_out": "train"}}, {}, ConfigError, "task.held_out = 'train'"),
         ({"train": {"task__answer_column": ""}}, {}, TaskError, "--reference-column"),
         ({}, {"reference_column": "answr"}, TaskError, "'answr' is no column of the dataset"),

@@ -257,7 +257,7 @@ def test_evaluate_is_what_the_command_does(tmp_path: Path, tiny_folder: Path) ->
         task__answer_column="answer",
         rollout={"max_new_tokens": 4},
     )
-    assert (result.samples, result.accuracy, result.mean_tokens) == (3, 0.0, 4.0)
+    assert (result.samples, result.pass_at_1, result.mean_tokens) == (3, 0.0, 4.0)
     line = f"eval tiny --model {tiny_folder} --samples 2 --rollout.max-new-tokens 4"
     assert main([*line.split(), "--out", str(tmp_path / "out.json")]) == 0
     two = stretto.evaluate("tiny", model=tiny_folder, samples=2, rollout={"max_new_tokens": 4})
@@ -293,7 +293,7 @@ def test_rows_that_are_named_take_the_held_out_ones_of_others_with_them(
         assert measured.samples == rows
     assert stretto.evaluate(config, model=tiny_folder, dataset=mine).samples == 5
     changed = stretto.load_recipe("tldr", task__split="test")
-    assert (changed.task.split, changed.task.held_out) == ("test", "")
+    assert (changed.task.split, changed.task.held_out) == ("test", 0)
     assert stretto.load_recipe("tldr", task__size=9).task.held_out == "validation"
 
 
@@ -303,7 +303,7 @@ def test_training_on_other_rows_forgets_held_out_ones(tmp_path: Path) -> None:
     settings |= {"model": "tiny", "algorithm": {"name": "ppo"}, "task__answer_column": ""}
     del settings["warmup_examples"]
     first = stretto.train("posts", **settings)
-    assert recipes.load(first.model.parent).task.held_out == ""
+    assert recipes.load(first.model.parent).task.held_out == 0
     held = jsonl(tmp_path / "held.jsonl", ROWS[:1])
     second = stretto.train("posts", **settings, task__held_out=held)
     assert recipes.load(second.model.parent).task.held_out == held

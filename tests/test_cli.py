@@ -1,7 +1,6 @@
 """The commands, as a user types them; what computes is replaced by fakes."""
 
 import dataclasses
-import importlib
 import json
 import subprocess
 import sys
@@ -12,12 +11,28 @@ from typing import Any
 
 import pytest
 
-from stretto import __version__, recipes
+from stretto import __version__, evaluation, recipes
 from stretto.cli import doctor
 from stretto.cli.main import COMMANDS, main
 from stretto.config import Config, SftConfig
 from stretto.errors import JudgeError
+from stretto.evaluation import EvalResult
 from stretto.observe import RunDirectory
+
+EVALUATED = EvalResult(
+    rows="rows.jsonl",
+    samples=8,
+    distinct=7,
+    skipped=0,
+    overlap=0.5,
+    seen="4 of 8 prompts",
+    pass_at_1=0.25,
+    pass_at_1_standard_error=0.125,
+    mean_score=0.375,
+    mean_score_standard_error=0.0625,
+    mean_tokens=7.5,
+    ended=0.875,
+)
 
 
 @dataclasses.dataclass
@@ -36,11 +51,9 @@ class Runtime:
         if self.failure:
             raise self.failure
 
-    def evaluate(self, config: Config, **rest: Any) -> Any:
+    def evaluate(self, config: Config, **rest: Any) -> EvalResult:
         self.calls.append({"config": config, **rest})
-        return types.SimpleNamespace(
-            accuracy=0.25, mean_tokens=7.5, ended=0.875, samples=8, skipped=0
-        )
+        return EVALUATED
 
     def generate(self, model: str, prompts: list[str], options: Any, **rest: Any) -> Iterator[Any]:
         self.calls.append({"model": model, "prompts": prompts, "options": options, **rest})
@@ -50,8 +63,8 @@ class Runtime:
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    importlib.import_module("stretto.evaluation.gold")  # builds on parts of the real runtime
     fake = Runtime()
+    monkeypatch.setattr(evaluation, "evaluate", fake.evaluate)
     package = types.ModuleType("stretto.runtime")
     monkeypatch.setattr(package, "inline", fake, raising=False)
     monkeypatch.setitem(sys.modules, "stretto.runtime", package)
@@ -228,14 +241,26 @@ def test_eval_prints_and_writes_the_figures(
     assert (call["model"], call["samples"], call["config"].task.size) == ("tiny", 8, 50)
     assert call["config"].rollout == recipes.load("tiny").rollout
     written = json.loads(Path("r.json").read_text())
-    assert {k: written[k] for k in ("accuracy", "mean_tokens", "ended", "samples", "model")} == {
-        "accuracy": 0.25,
+    del written["settings"]
+    assert written == {
+        "model": "tiny",
+        "rows": "rows.jsonl",
+        "samples": 8,
+        "distinct": 7,
+        "skipped": 0,
+        "overlap": 0.5,
+        "pass@1": 0.25,
+        "pass@1_standard_error": 0.125,
+        "mean_score": 0.375,
+        "mean_score_standard_error": 0.0625,
         "mean_tokens": 7.5,
         "ended": 0.875,
-        "samples": 8,
-        "model": "tiny",
     }
-    assert "accuracy     0.2500" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "samples      8, of 7 different prompts\n" in printed
+    assert "overlap      4 of 8 prompts\n" in printed
+    assert "pass@1       0.2500 ± 0.1250\n" in printed
+    assert "mean score   0.3750 ± 0.0625\n" in printed
 
 
 @pytest.mark.parametrize(
@@ -256,13 +281,13 @@ def test_rows_named_for_evaluation_are_those_that_are_measured(
     assert run("train", "posts", *options) == 0  # and those that its run will be measured on
     for call in runtime.calls:
         task = call["config"].task
-        assert (Path(task.name).name, Path(task.held_out).name) == expected
+        assert (Path(task.name).name, Path(task.held_out_rows).name) == expected
 
 
 def test_a_split_named_for_evaluation_is_measured(runtime: Runtime) -> None:
     assert run("eval", "tldr", "--task.split", "test") == 0
     task = runtime.calls[0]["config"].task
-    assert (task.split, task.held_out) == ("test", "")
+    assert (task.split, task.held_out) == ("test", 0)
 
 
 def test_the_settings_of_another_command_are_recognised(

@@ -26,13 +26,14 @@ from stretto.errors import ConfigError, JudgeError, MissingExtraError, ModelErro
 from stretto.evaluation.gold import end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, open_judge, parse, tally
-from stretto.evaluation.measures import rows_of
 from stretto.evaluation.rates import compare
+from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.report import evaluations
-from stretto.runtime.inline.infer import answer, held_out, of_model
+from stretto.runtime.inline.infer import answer, of_model
 from stretto.scoring.text import response_text
+from stretto.tasks.prompts import PromptSource
 from stretto.types import Rollout
 
 SAMPLES = 9
@@ -108,7 +109,8 @@ def sampled(config: Config, policy: Path) -> list[Rollout]:
     """What a measure samples: randomness depends on the seed alone."""
     config = of_model(config, str(policy))
     task, tokenizer = tasks.load(config.task, config.seed), load_tokenizer(policy)
-    return list(answer(config, _load(policy), task, tokenizer, SAMPLES).rollouts)
+    prompts = PromptSource(task, config.task, tokenizer, config.seed).first(SAMPLES)
+    return list(answer(config, _load(policy), tokenizer, prompts).rollouts)
 
 
 def test_a_win_rate_by_hand() -> None:
@@ -187,7 +189,7 @@ def test_several_sources_score_one_set_of_answers(
     assert sampled == [1]
     assert both.win_rates == tuple(m.win_rate for m in alone)
     assert both.win_rate == alone[0].win_rate != alone[1].win_rate
-    assert (both.rows, both.held_out) == (config.task.name, False)
+    assert (both.rows, both.distinct, both.overlap) == (config.task.name, SAMPLES, 1.0)
     neither = evaluation.measure(config, by=(), **options)
     assert (neither.win_rates, neither.win_rate, neither.samples) == ((), None, SAMPLES)
 
@@ -259,19 +261,20 @@ def test_end_tokens_are_known_without_the_weights(
 
 
 def test_what_is_read_is_said(config: Config) -> None:
-    def of(**task: Any) -> tuple[str, bool]:
+    def of(**task: Any) -> str:
         changed = Config.model_validate(
             config.model_dump() | {"task": config.task.model_dump() | task}
         )
         return rows_of(changed)
 
     name = config.task.name
-    assert of() == (name, False)
-    assert of(held_out="other.jsonl") == ("other.jsonl", True)
+    assert of() == name
+    assert of(held_out=0.2) == f"{name}; the 20% of its prompts that are held out"
+    assert of(held_out="other.jsonl") == "other.jsonl"
     hub = {"name": "owner/name:main"}
-    assert of(**hub) == ("owner/name:main, split 'train'", False)
-    assert of(**hub, held_out="test") == ("owner/name:main, split 'test'", True)
-    assert rows_of(recipes.load("tiny")) == (f"{recipes.load('tiny').task.name}, seed 1000", True)
+    assert of(**hub) == "owner/name:main, split 'train'"
+    assert of(**hub, held_out="test") == "owner/name:main, split 'test'"
+    assert rows_of(recipes.load("tiny")) == f"{recipes.load('tiny').task.name}, seed 1000"
 
 
 def test_the_task_judges_its_own_answers_right(config: Config, policy: Path) -> None:
@@ -378,8 +381,8 @@ def test_a_conversation_stands_for_its_last_turn(config: Config) -> None:
 
 def test_procedural_tasks_are_measured_on_rows_of_their_own(config: Config) -> None:
     procedural = recipes.load("tiny")
-    assert held_out(procedural).seed == procedural.seed + 1000
-    assert held_out(config).seed == config.seed
+    assert measured_on(procedural).seed == procedural.seed + 1000
+    assert measured_on(config).seed == config.seed
 
 
 # -- the LLM judge -------------------------------------------------------------------------------
@@ -722,9 +725,9 @@ def test_the_command_prints_and_keeps_the_figures(
     printed = capsys.readouterr().out
     (record,) = evaluations.read(run.path)
     figures = record["figures"]
-    rows = f"{config.task.name}; whether training sees them is not known here"
-    assert f"rows         {rows}\n" in printed
-    assert (figures["rows"], figures["held_out"]) == (config.task.name, False)
+    assert f"rows         {config.task.name}\n" in printed
+    assert "overlap      4 of 4 prompts (100.0%) are asked in training\n" in printed
+    assert (figures["rows"], figures["overlap"]) == (config.task.name, 1.0)
     assert "win_rates" not in figures
     assert (record["model"], record["what"]) == (str(run.model), ["win_rate", "kl"])
     assert figures["samples"] == 4
@@ -738,10 +741,18 @@ def test_the_command_prints_and_keeps_the_figures(
         **figures,
         "settings": None,
     }
-    command = ["eval", str(run.path), "--samples", "2", "--task.held-out", config.task.name]
-    assert main(command) == 0
-    assert f"rows         {config.task.name}; held out from training" in capsys.readouterr().out
-    assert [r["what"] for r in evaluations.read(run.path)][1:] == [["accuracy"]]
+    others = tmp_path / "others.jsonl"
+    texts = ["question 3:", " question  4:", "no question:", "no question:"]
+    others.write_text("".join(json.dumps({"prompt": t, "answer": "3"}) + "\n" for t in texts))
+    for option in ("--task.held-out", "--task.name"):
+        assert main(["eval", str(run.path), option, str(others)]) == 0
+        printed = capsys.readouterr().out
+        assert f"rows         {others}\n" in printed
+        assert "samples      4, of 3 different prompts\n" in printed
+        assert "overlap      2 of 4 prompts (50.0%) are asked in training\n" in printed
+    records = evaluations.read(run.path)[1:]
+    assert [record["what"] for record in records] == [["pass@1", "mean_score"]] * 2
+    assert [record["figures"]["overlap"] for record in records] == [0.5, 0.5]
 
 
 def test_the_command_asks_the_judge(

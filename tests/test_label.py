@@ -21,6 +21,7 @@ from stretto.runtime.inline.infer import answer, of_model
 from stretto.runtime.inline.models import load_actor
 from stretto.scoring.text import response_text
 from stretto.tasks.pairs import read_pairs
+from stretto.tasks.prompts import PromptSource
 from stretto.types import FinishReason
 
 JUDGE = """
@@ -349,7 +350,8 @@ def test_responses_that_did_not_end_are_left_out(
     )
     own = of_model(config, str(tiny_folder))
     task, tokenizer = tasks.load(own.task, own.seed), load_tokenizer(tiny_folder)
-    rollouts = answer(own, load_actor(own, print), task, tokenizer, 6, 3).rollouts
+    asked = PromptSource(task, own.task, tokenizer, own.seed).first(6)
+    rollouts = answer(own, load_actor(own, print), tokenizer, asked, 3).rollouts
     expected, unended = {}, 0
     for start in range(0, 18, 3):
         group = [r for r in rollouts[start : start + 3] if r.finish is FinishReason.STOP]

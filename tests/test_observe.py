@@ -86,6 +86,7 @@ def test_records_are_on_disk_when_the_call_returns(tmp_path: Path) -> None:
         "reward": 1.0,
         "finish": "stop",
         "tokens": 2,
+        "scores": {},
     }
 
 

@@ -6,23 +6,23 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from stretto import recipes, tasks
+from stretto import evaluation, recipes, tasks
 from stretto.config import TRAITS, Config, RolloutConfig
 from stretto.errors import ConfigError, JudgeError, StateError, TaskError
+from stretto.evaluation.rows import SEED
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 from stretto.runtime import inline
 from stretto.runtime.inline.build import _examples
-from stretto.runtime.inline.infer import HELD_OUT_SEED
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training import checkpoint
@@ -582,12 +582,12 @@ def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_p
     warm = settings(tiny_folder, steps=1, warmup_examples=1600, warmup_lr=3e-3, task=words)
     run_dir, _ = run(warm, tmp_path)
     config = settings(tiny_folder, task=words)
-    result = inline.evaluate(config, model=str(run_dir.model), samples=30)
+    result = evaluation.evaluate(config, model=str(run_dir.model), samples=30)
 
     auto: Any = AutoModelForCausalLM
     model, tokenizer = auto.from_pretrained(run_dir.model), load_tokenizer(run_dir.model)
-    task = tasks.load(config.task, config.seed + HELD_OUT_SEED)
-    source = PromptSource(task, config.task, tokenizer, config.seed + HELD_OUT_SEED)
+    task = tasks.load(config.task, config.seed + SEED)
+    source = PromptSource(task, config.task, tokenizer, config.seed + SEED)
     verdicts, lengths, ended = [], [], 0
     for _ in range(30):
         prompt = source.next()
@@ -597,8 +597,12 @@ def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_p
         verdicts.append(task.verify(prompt.data["_index"], text))
         lengths.append(len(answer))
         ended += int(answer[-1]) == tokenizer.eos_token_id
-    assert result.accuracy == pytest.approx(fmean(verdicts), rel=1e-5)
-    assert len(set(verdicts)) > 1  # some right, some wrong
+    p, right = fmean(v == 1 for v in verdicts), [v for v in verdicts if v == 1]
+    assert 0 < len(right) < 30
+    assert result.pass_at_1 == p < fmean(verdicts)
+    assert result.pass_at_1_standard_error == pytest.approx((p * (1 - p) / 30) ** 0.5)
+    assert result.mean_score == pytest.approx(fmean(verdicts), rel=1e-5)
+    assert result.mean_score_standard_error == pytest.approx(pstdev(verdicts) / 30**0.5, rel=1e-5)
     assert result.mean_tokens == fmean(lengths)
     assert result.ended == ended / 30
     assert result.samples == 30
@@ -613,7 +617,7 @@ def test_evaluate_stops_at_a_failed_verdict(
 
     monkeypatch.setattr(FunctionScorer, "finish", finish)
     with pytest.raises(JudgeError, match="no verdict on 0"):
-        inline.evaluate(settings(tiny_folder), model=str(tiny_folder), samples=3)
+        evaluation.evaluate(settings(tiny_folder), model=str(tiny_folder), samples=3)
 
 
 # -- every algorithm -----------------------------------------------------------------------------

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import recipes
-from stretto.api.settings import Settings, changed, model_of, named
+from stretto.api.settings import Settings, changed, model_of, named, trained_with
 from stretto.config import RewardModelConfig, RolloutConfig
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stretto.evaluation import Benchmark, LabelResult, LlmJudge, Measured
-    from stretto.runtime.inline import EvalResult
+    from stretto.evaluation import Benchmark, EvalResult, LabelResult, LlmJudge, Measured
 
 
 def evaluate(
@@ -24,8 +23,8 @@ def evaluate(
     dataset: str | Path | None = None,
     **changes: Any,
 ) -> EvalResult:
-    """Greedy answers of a model to a task's prompts, judged by the task's verifier (pass@1); what
-    ``stretto eval`` does without further options. :func:`measure` has the others.
+    """Greedy answers of a model to a task's prompts, judged by the task's verifier: pass@1 and the
+    mean score. What ``stretto eval`` does without further options; :func:`measure` has the others.
 
     Args:
         settings: see :mod:`stretto.api`; they name the task.
@@ -35,10 +34,15 @@ def evaluate(
         dataset: a file or a hub dataset in place of the settings' one.
         changes: see :mod:`stretto.api`.
     """
-    from stretto.runtime import inline
+    from stretto import evaluation
 
     config = named(settings, dataset, changes)
-    return inline.evaluate(config, model=model_of(model, settings, config), samples=samples)
+    return evaluation.evaluate(
+        config,
+        model=model_of(model, settings, config),
+        samples=samples,
+        trained=trained_with(model, settings, config),
+    )
 
 
 def measure(
@@ -75,6 +79,7 @@ def measure(
         sft=str(sft),
         judge=judge,
         reference_column=reference_column,
+        trained=trained_with(model, settings, config),
     )
 
 

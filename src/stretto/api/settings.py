@@ -46,7 +46,7 @@ def changed(config: S, changes: Mapping[str, Any]) -> S:
     """
     data: dict[str, Any] = config.model_dump()
     if isinstance(config, Config) and other_rows(_leaves(changes)):
-        data["task"]["held_out"] = ""
+        data["task"]["held_out"] = 0.0
     for key, value in changes.items():
         *path, last = key.split("__")
         inner = data
@@ -114,7 +114,7 @@ def config_of(settings: Settings) -> Config:
 def of_dataset(task: TaskConfig, name: str) -> dict[str, Any]:
     """Changes of a task's settings, for rows that come from elsewhere."""
     kind = "dataset" if task.kind == "reasoning-gym" else task.kind
-    own = {"name": name, "settings": {}, "size": 0, "split": "train", "held_out": ""}
+    own = {"name": name, "settings": {}, "size": 0, "split": "train", "held_out": 0.0}
     data = task.model_dump() | {"kind": kind} | own
     return {"task": TaskConfig.model_validate(data).model_dump()}
 
@@ -136,3 +136,25 @@ def model_of(model: str | Path, settings: Settings, config: Config) -> str:
     if isinstance(settings, Config) or str(settings) in recipes.names():
         return config.model.name
     return str(settings) if Path(settings).is_dir() else config.model.name
+
+
+def trained_with(model: str | Path, settings: Settings, config: Config) -> Config:
+    """The settings of what a model that is measured was, or is to be, trained on.
+
+    Those of its run, where it is a run's. Else those that it is measured with, but for rows that
+    are named in place of the settings' own: these are to measure on.
+
+    Args:
+        model: as given, or empty.
+        settings: as given.
+        config: what became of the settings.
+    """
+    folder = Path(model or settings if isinstance(settings, str | Path) else model).expanduser()
+    if (folder / "config.toml").is_file():
+        try:
+            return recipes.load(folder)
+        except ConfigError:  # the run of a command that trains by examples
+            return config
+    start = config_of(settings).task
+    same = (config.task.name, config.task.split) == (start.name, start.split)
+    return config if same else config.model_copy(update={"task": start})

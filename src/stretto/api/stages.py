@@ -118,11 +118,11 @@ def check_settings(stages: Stages, pairs: int, samples: int) -> None:
         if value < least:
             raise ConfigError(f"{option} = {value}: must be {least} or more")
     task, _ = stages.train.task, stages.gold
-    if task.kind != "reasoning-gym" and task.held_out in ("", task.name, task.split):
+    if task.kind != "reasoning-gym" and task.held_out_rows in ("", task.name, task.split):
         raise ConfigError(
-            f"task.held_out = '{task.held_out}' of the last stage: what came of it is measured on "
-            f"prompts that no stage trained on, and '{task.name}' names none. Set task.held_out to "
-            "another file, or to another split of the same hub dataset"
+            f"task.held_out = {task.held_out!r} of the last stage: what came of it is measured on "
+            "prompts that no stage trained on, and a share is left out by the last stage alone. "
+            "Set task.held_out to another file, or to another split of the same hub dataset"
         )
     for stage, name, section in (
         ("sft", stages.sft.data.name, "data"),
@@ -160,9 +160,10 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     """
     from stretto import tasks
     from stretto.evaluation.gold import open_gold, reference_text
+    from stretto.evaluation.rows import measured_on
     from stretto.models.load import load_tokenizer
     from stretto.models.resolve import resolve
-    from stretto.runtime.inline.infer import held_out, of_model, say
+    from stretto.runtime.inline.infer import of_model, say
 
     def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
         return load_tokenizer(resolve(model.name, say), model.trust_remote_code)
@@ -172,7 +173,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
         if model.name != stages.sft.model.name:
             _check_base(tokenizer, tokenizer_of(model), model.name, stages.sft.model.name)
     config = of_model(stages.train, stages.sft.model.name)
-    measured = held_out(config)
+    measured = measured_on(config)
     task = tasks.load(config.task, config.seed)
     questions = tasks.load(measured.task, measured.seed)
     first = questions.row(0).data

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from stretto.cli.settings import Option
-from stretto.config import Config, ModelConfig
+from stretto.config import Config, ModelConfig, TaskConfig
 from stretto.config.supervised import RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, ModelError
 
@@ -42,7 +42,7 @@ def describe_run(config: Config) -> str:
     ]
     if config.task.kind != "reasoning-gym":
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
-        lines.append(f"evaluation: {config.task.held_out or 'on the rows of training'}")
+    lines.append(f"evaluation: {_held_out(config.task)}")
     return "\n".join([*lines, format_plan(plan_for(config))])
 
 
@@ -92,6 +92,17 @@ def _pipelines(config: Config) -> Iterator[str]:
                 f"{p.stages(name)} stages; use at most {count}"
             )
         yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
+
+
+def _held_out(task: TaskConfig) -> str:
+    """Which prompts an evaluation asks."""
+    if task.held_out_rows:
+        return task.held_out_rows
+    if share := task.held_out_share:
+        return f"{share:.0%} of all different prompts, which training leaves out"
+    if task.kind == "reasoning-gym":
+        return "rows of another seed, which may ask what training asks (task.held_out is 0)"
+    return "on the rows of training (task.held_out is 0)"
 
 
 def _many(count: int, what: str) -> str:

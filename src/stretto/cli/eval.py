@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from stretto import recipes
+from stretto.api.settings import trained_with
 from stretto.cli.settings import (
     RECIPE_HELP,
     Option,
@@ -26,7 +27,7 @@ from stretto.models.resolve import trained_model
 from stretto.observe.report import evaluations
 
 if TYPE_CHECKING:
-    from stretto.evaluation import Measured
+    from stretto.evaluation import EvalResult, Measured
 
 SETTINGS = (
     "seed",
@@ -52,15 +53,16 @@ SAMPLED = ("win_rate_by", "sft", "judge")
 
 _DESCRIPTION = (
     "Measure a model. Without further options: pass@1, the share of greedy answers that the task's "
-    "own verifier takes for right. --win-rate-by, --sft and --judge sample one response to each "
-    "prompt instead and measure those; --lm-eval runs benchmarks. "
-    "Procedural tasks draw rows with another seed than training; for a file or a hub dataset, name "
-    "one (--task.name) or a split (--task.split) that training does not see. The figures of a "
+    "own verifier gives full credit, and the mean score, partial credit included. --win-rate-by, "
+    "--sft and --judge sample one response to each prompt instead and measure those; --lm-eval "
+    "runs benchmarks. Asked are the prompts that task.held_out keeps from training, or the rows of "
+    "a file (--task.name) or a split (--task.split); what of them training asks too is said. The "
+    "figures of a "
     "run's trained model are also added to evaluations.jsonl in its folder, where 'stretto report' "
     "finds them. Options come after the recipe."
 )
 
-MEASURES = ("accuracy", "win_rate", "kl", "judge", "benchmarks")
+MEASURES = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
 """Figures that say what was measured."""
 
 
@@ -79,13 +81,14 @@ def run(arguments: Sequence[str]) -> int:
         rollout = config.rollout.model_copy(update={"temperature": own["temperature"]})
         config = config.model_copy(update={"rollout": rollout})
     model, folder = _model(own["model"], own["recipe"], config.model.name)
+    trained = trained_with(own["model"], own["recipe"], config)
 
     print(f"model        {model}")
     figures: dict[str, Any] = {}
     if sampled:
-        figures |= _sampled(config, own, model)
+        figures |= _sampled(config, own, model, trained)
     elif not benchmarks:
-        figures |= _pass_at_1(config, own, model)
+        figures |= _pass_at_1(config, own, model, trained)
     if benchmarks:
         figures["benchmarks"] = _benchmarks(config, own, model, benchmarks)
     what = [name for name in MEASURES if name in figures]
@@ -98,27 +101,24 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _pass_at_1(config: Config, own: Mapping[str, Any], model: str) -> dict[str, Any]:
-    from stretto.evaluation.measures import rows_of
-    from stretto.runtime import inline
+def _pass_at_1(
+    config: Config, own: Mapping[str, Any], model: str, trained: Config
+) -> dict[str, Any]:
+    from stretto import evaluation
 
-    rows, held_out = rows_of(config)
-    result = inline.evaluate(config, model=model, samples=own["samples"] or SAMPLES)
-    _print_rows(config, rows, held_out, result.samples, result.skipped)
-    _print("accuracy", f"{result.accuracy:.4f}")
+    result = evaluation.evaluate(
+        config, model=model, samples=own["samples"] or SAMPLES, trained=trained
+    )
+    _print_rows(config, result)
+    _print("pass@1", f"{result.pass_at_1:.4f} ± {result.pass_at_1_standard_error:.4f}")
+    _print("mean score", f"{result.mean_score:.4f} ± {result.mean_score_standard_error:.4f}")
     _print_lengths(result.mean_tokens, result.ended)
-    return {
-        "rows": rows,
-        "held_out": held_out,
-        "accuracy": result.accuracy,
-        "mean_tokens": result.mean_tokens,
-        "ended": result.ended,
-        "samples": result.samples,
-        "skipped": result.skipped,
-    }
+    figures = {name.replace("pass_at_1", "pass@1"): v for name, v in asdict(result).items()}
+    del figures["seen"]  # the overlap in words
+    return figures
 
 
-def _sampled(config: Config, own: Mapping[str, Any], model: str) -> dict[str, Any]:
+def _sampled(config: Config, own: Mapping[str, Any], model: str, trained: Config) -> dict[str, Any]:
     from stretto import evaluation
 
     judge = None
@@ -134,13 +134,15 @@ def _sampled(config: Config, own: Mapping[str, Any], model: str) -> dict[str, An
         sft=own["sft"],
         judge=judge,
         reference_column=own["reference_column"],
+        trained=trained,
     )
-    _print_rows(config, measured.rows, measured.held_out, measured.samples, measured.skipped)
+    _print_rows(config, measured)
     _print("temperature", f"{measured.temperature:g}")
     _print_measured(measured)
     _print_lengths(measured.mean_tokens, measured.ended)
     figures = {name: value for name, value in asdict(measured).items() if value is not None}
     del figures["win_rates"]  # of one source, which is there already
+    del figures["seen"]  # the overlap in words
     return figures
 
 
@@ -156,13 +158,13 @@ def _benchmarks(
     return [asdict(f) for f in figures]
 
 
-def _print_rows(config: Config, rows: str, held_out: bool, samples: int, skipped: int) -> None:
+def _print_rows(config: Config, of: EvalResult | Measured) -> None:
     _print("task", config.task.kind)
-    seen = "held out from training" if held_out else "whether training sees them is not known here"
-    _print("rows", f"{rows}; {seen}")
-    _print("samples", str(samples))
-    if skipped:
-        _print("left out", f"{skipped} rows with longer prompts than task.max_prompt_tokens")
+    _print("rows", of.rows)
+    _print("samples", f"{of.samples}, of {of.distinct} different prompts")
+    _print("overlap", of.seen)
+    if of.skipped:
+        _print("left out", f"{of.skipped} rows with longer prompts than task.max_prompt_tokens")
 
 
 def _print_measured(measured: Measured) -> None:

@@ -21,7 +21,7 @@ COMMANDS = {
     "reward": "train a reward model on preferences, or let one label pairs",
     "align": "all three stages: demonstrations, reward model, reinforcement learning",
     "generate": "let a model answer prompts",
-    "eval": "measure a model: pass@1, win-rates, KL, benchmarks",
+    "eval": "measure a model: pass@1, mean score, win-rates, KL, benchmarks",
     "label": "label preferences with a gold reward",
     "recipes": "list the recipes that commands take by name",
     "compare": "run the same training under several schedules, side by side",

@@ -80,7 +80,7 @@ def parse_with_config(
     )
     merged = _merge(defaults, parsed.settings)
     if isinstance(config, Config) and other_rows(_named(arguments, (*ROWS, HELD_OUT))):
-        merged["task"]["held_out"] = ""
+        merged["task"]["held_out"] = 0.0
     return recipes.build(merged, "command line", type(config)), dataclasses.asdict(parsed.own)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from stretto.config.base import (
     NonNegative,
@@ -56,8 +56,8 @@ class TaskConfig(Section):
     """Settings of the reasoning-gym dataset."""
     split: str = "train"
     """Split of a hub dataset."""
-    held_out: str = ""
-    """Where evaluation takes its rows from: a file, or another split of the same hub dataset; empty takes the rows of training. A reasoning-gym dataset draws others by itself."""
+    held_out: float | str = 0.0
+    """What evaluation asks. A share from 0 to 1: of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all of a file or the hub (reasoning-gym: 100,000)."""
     prompt_column: str = "prompt"
@@ -74,6 +74,28 @@ class TaskConfig(Section):
     """What of the response the verifier sees: all, its last number, or what stands in <answer>...</answer>."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out, counted and reported."""
+
+    @field_validator("held_out", mode="before")
+    @classmethod
+    def _check_held_out(cls, value: Any) -> Any:
+        if value == "":  # how earlier versions wrote it
+            return 0.0
+        if isinstance(value, int | float) and not 0 <= value < 1:
+            raise ValueError(
+                f"task.held_out = {value}: a share of the prompts must be 0 or more and less than "
+                "1, as training needs the rest; for rows of their own, name a file or a split"
+            )
+        return value
+
+    @property
+    def held_out_share(self) -> float:
+        """The share of the prompts that training leaves out, 0 where other rows are named."""
+        return 0.0 if isinstance(self.held_out, str) else self.held_out
+
+    @property
+    def held_out_rows(self) -> str:
+        """The file or split that evaluation reads; empty where none is named."""
+        return self.held_out if isinstance(self.held_out, str) else ""
 
 
 class RewardConfig(Section):

@@ -1,4 +1,4 @@
-"""What a policy is worth, and what has it cost: win-rates, drift from the SFT model, benchmarks.
+"""What a policy is worth, and what has it cost: right answers, win-rates, drift from the SFT model.
 
 A policy answers held-out prompts once; every measure looks at the same responses.
 """
@@ -10,9 +10,11 @@ from stretto.evaluation.llm import Judgement, LlmJudge
 from stretto.evaluation.measures import Measured, judge, kl_to_sft, measure, win_rate
 from stretto.evaluation.rates import WinRate
 from stretto.evaluation.sft import KlToSft
+from stretto.evaluation.verified import EvalResult, evaluate
 
 __all__ = [
     "Benchmark",
+    "EvalResult",
     "Judgement",
     "KlToSft",
     "LabelResult",
@@ -20,6 +22,7 @@ __all__ = [
     "Measured",
     "WinRate",
     "benchmark",
+    "evaluate",
     "judge",
     "kl_to_sft",
     "label_pairs",

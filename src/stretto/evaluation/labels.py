@@ -30,6 +30,7 @@ from stretto.scoring.text import response_text
 from stretto.tasks.conversations import cells_of
 from stretto.tasks.files import Row, read
 from stretto.tasks.pairs import Pair, read_pairs
+from stretto.tasks.prompts import PromptSource
 from stretto.tasks.responses import Layout, attempt
 from stretto.tasks.tables import as_prompt
 from stretto.types import FinishReason, Message, Prompt, Rollout
@@ -182,7 +183,8 @@ def label_responses(
     with ExitStack() as stack:
         gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
         actor = load_actor(config, say)
-        rollouts = answer(config, actor, task, tokenizer, prompts, per_prompt).rollouts
+        asked = PromptSource(task, config.task, tokenizer, config.seed).first(prompts)
+        rollouts = answer(config, actor, tokenizer, asked, per_prompt).rollouts
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
         scores = gold_scores(gold, by, ended, config.rollout.batch)
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import tasks
@@ -20,14 +19,14 @@ from stretto.evaluation.gold import (
 )
 from stretto.evaluation.llm import Judgement, LlmJudge, Pair, open_judge
 from stretto.evaluation.rates import WinRate, compare
+from stretto.evaluation.rows import Questions, measured_on, questions
 from stretto.evaluation.sft import KlToSft, drift, logprob_sums, require_tokenizer
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.runtime.inline.build import prepare_torch
-from stretto.runtime.inline.infer import Answers, WholeScorer, answer, held_out, of_model, say
+from stretto.runtime.inline.infer import Answers, WholeScorer, answer, of_model, say
 from stretto.runtime.inline.models import load_actor
 from stretto.scoring.text import response_text
-from stretto.tasks.files import SUFFIXES
 from stretto.tasks.responses import Layout
 from stretto.types import Rollout
 
@@ -41,8 +40,6 @@ class Measured:
 
     Attributes:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
-        held_out: whether these are the rows that the settings keep from training; without such rows
-            in the settings it is not known here what training sees.
         samples: responses of the policy.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
         temperature: they were sampled at.
@@ -50,10 +47,12 @@ class Measured:
         ended: share of the responses that ended before the token limit.
         win_rate: by the first source that was asked for.
         win_rates: by each source, in the order asked for.
+        distinct: different prompts among those of the responses.
+        overlap: share of the prompts that training asks too; ``None`` where that is not known.
+        seen: the same in words.
     """
 
     rows: str
-    held_out: bool
     samples: int
     skipped: int
     temperature: float
@@ -63,6 +62,9 @@ class Measured:
     win_rates: tuple[WinRate, ...] = ()
     kl: KlToSft | None = None
     judge: Judgement | None = None
+    distinct: int | None = None
+    overlap: float | None = None
+    seen: str = "not known"
 
 
 def measure(
@@ -74,11 +76,11 @@ def measure(
     sft: str = "",
     judge: LlmJudge | None = None,
     reference_column: str = "",
+    trained: Config | None = None,
 ) -> Measured:
     """Sample one response to each of ``samples`` held-out prompts, and measure them.
 
-    Sampled at ``rollout.temperature``. Procedural tasks are drawn with a seed of their own; rows of
-    a file or the hub are taken as they are. What is quick to get wrong is looked at first.
+    Sampled at ``rollout.temperature``. What is quick to get wrong is looked at first.
 
     Args:
         config: of task, model and sampling.
@@ -89,6 +91,7 @@ def measure(
         sft: model for the KL.
         judge: LLM judge for a win-rate.
         reference_column: with the responses to win against; empty takes the task's own answers.
+        trained: settings that the policy was trained with, or is to be; without them ``config``.
 
     Raises:
         ConfigError: a KL of greedy responses is asked for, or the SFT model has another tokenizer.
@@ -96,9 +99,8 @@ def measure(
         JudgeError: a judge failed.
         ModelError: a model cannot be loaded.
     """
-    rows, kept = rows_of(config)
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
-    config = of_model(held_out(config), policy)
+    settings, config = config, of_model(measured_on(config), policy)
     with ExitStack() as stack:
         prepare_torch(config)
         path, trust = resolve(policy, say), config.model.trust_remote_code
@@ -112,16 +114,19 @@ def measure(
             _check_sft(sft, config, tokenizer)
         ask = open_judge(judge) if judge else None
         golds = {s: open_gold(s, config, first.keys(), tokenizer, stack, ends) for s in sources}
-        answers, sums = _answers(config, task, tokenizer, samples, sums=bool(sft))
+        asked = questions(settings, task, tokenizer, samples, trained or settings)
+        answers, sums = _answers(config, asked, tokenizer, sums=bool(sft))
         own, texts = answers.rollouts, list[str]()
         if sources or judge:
             texts = [reference_text(task, r.prompt.data, reference_column) for r in own]
         rates = _win_rates(golds, own, texts, tokenizer, ends, config.rollout.batch)
         return Measured(
-            rows=rows,
-            held_out=kept,
+            rows=asked.rows,
+            distinct=asked.distinct,
+            overlap=asked.overlap,
+            seen=asked.seen,
             samples=len(own),
-            skipped=answers.skipped,
+            skipped=asked.skipped,
             temperature=config.rollout.temperature,
             mean_tokens=answers.mean_tokens,
             ended=answers.ended,
@@ -161,19 +166,6 @@ def judge(
     return measured.judge
 
 
-def rows_of(config: Config) -> tuple[str, bool]:
-    """What an evaluation under these settings reads, and whether it is kept from training."""
-    read = held_out(config)
-    task, procedural = read.task, read.task.kind == "reasoning-gym"
-    if procedural:
-        where = f"{task.name}, seed {read.seed}"
-    elif Path(task.name).suffix in SUFFIXES:
-        where = task.name
-    else:
-        where = f"{task.name}, split '{task.split}'"
-    return where, procedural or bool(config.task.held_out)
-
-
 def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     if not config.rollout.temperature:
         raise ConfigError(
@@ -184,18 +176,13 @@ def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _answers(
-    config: Config,
-    task: tasks.Task,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: int,
-    *,
-    sums: bool,
+    config: Config, asked: Questions, tokenizer: PreTrainedTokenizerBase, *, sums: bool
 ) -> tuple[Answers, list[float]]:
     """The policy's responses, and where asked their log-probabilities. It is then let go, which
     makes room for the SFT model.
     """
     actor = load_actor(config, say)
-    answers = answer(config, actor, task, tokenizer, samples)
+    answers = answer(config, actor, tokenizer, asked.prompts)
     if not sums:
         return answers, []
     return answers, logprob_sums(actor, answers.rollouts, (config.rollout.temperature,), config)[0]

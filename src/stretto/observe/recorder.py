@@ -10,6 +10,7 @@ from typing import Self
 from stretto.config import Config, SupervisedConfig
 from stretto.observe.idle import TimeSheet
 from stretto.observe.progress import Progress
+from stretto.observe.remarks import Remarks
 from stretto.observe.run_directory import RunDirectory, Sample
 from stretto.observe.spans import Window
 from stretto.observe.trackers import open_trackers
@@ -51,6 +52,7 @@ class Recorder:
         self._time_s = float(records[-1].get("time_s") or 0.0) if records else 0.0
         self._tracing = True
         self._time_sheet = TimeSheet()
+        self._remarks = Remarks(config) if isinstance(config, Config) else None
         self._trackers = open_trackers(config, run, resumed_step)
 
     def step(
@@ -63,7 +65,7 @@ class Recorder:
         rollouts: Sequence[Rollout] = (),
         rewards: Mapping[int, float] | None = None,
     ) -> None:
-        """Record step number ``step`` (the first is 1).
+        """Record step number ``step`` (the first is 1), and remark on its rewards where need be.
 
         Args:
             step: counts from 1 to the run's steps.
@@ -84,6 +86,9 @@ class Recorder:
         for tracker in self._trackers:
             tracker.log(step, stats)
         self._progress.step(step, self._total, stats, kept)
+        batch = [r for r in rollouts if r.id in (rewards or {})]
+        for text in self._remarks.of(step, batch, rewards or {}) if self._remarks else ():
+            self.note(text)
 
     def where_time_went(self) -> str:
         """A small table of work and waiting by role, since the run's start or its resumption."""

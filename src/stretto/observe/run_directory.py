@@ -5,7 +5,7 @@
     runs/arithmetic-001/
     ├── config.toml      every setting, resolved; load it to repeat or resume the run
     ├── metrics.jsonl    one JSON object a step
-    ├── samples.jsonl    some responses of each step, with their rewards
+    ├── samples.jsonl    some responses of each step, with their scores and rewards
     ├── rollouts.jsonl   one JSON object a rollout that ended, trained on or rejected
     ├── trace.json       who did what, and when; open it in Perfetto
     ├── checkpoints/     what a run is resumed from
@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,6 +38,8 @@ class Sample:
         reward: the weighted sum of its scores, after the missing-EOS rule.
         finish: why it ended, 'stop' or 'length'.
         tokens: the response's length.
+        scores: from each reward source, by name, before its weight and the missing-EOS rule;
+            ``None`` where a source does not apply.
     """
 
     prompt: str
@@ -45,6 +47,7 @@ class Sample:
     reward: float
     finish: str
     tokens: int
+    scores: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

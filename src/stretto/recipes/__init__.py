@@ -152,7 +152,9 @@ def _with_own_files(config: Any) -> Any:
         data = config.data.model_copy(update={"name": located(config.data.name)})
         return config.model_copy(update={"data": data})
     assert isinstance(config, Config)
-    own = {key: located(getattr(config.task, key)) for key in ("name", "held_out")}
+    own = {"name": located(config.task.name)}
+    if config.task.held_out_rows:
+        own["held_out"] = located(config.task.held_out_rows)
     task = config.task.model_copy(update=own)
     sources = tuple(located(source) for source in config.reward.sources)
     reward = config.reward.model_copy(update={"sources": sources})

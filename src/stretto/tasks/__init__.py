@@ -9,7 +9,7 @@ from stretto.tasks.base import INDEX_KEY, Task, TaskRow
 __all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
 
 _WITHOUT_EFFECT = {
-    "reasoning-gym": ("split", "held_out", "prompt_column", "answer_column"),
+    "reasoning-gym": ("split", "prompt_column", "answer_column"),
     "dataset": ("settings",),
     "gsm8k": ("settings", "prompt_column", "answer_column"),
 }
@@ -35,6 +35,11 @@ def load(config: TaskConfig, seed: int) -> Task:
                 f"leave task.{key} out, or choose another kind"
             )
     if config.kind == "reasoning-gym":
+        if config.held_out_rows:
+            raise TaskError(
+                f"task.held_out = '{config.held_out}' names rows of a file or of the hub, which "
+                "task.kind = 'reasoning-gym' has not; give a share of its prompts, such as 0.2"
+            )
         from stretto.tasks.reasoning import ReasoningTask
 
         return ReasoningTask(config, seed)

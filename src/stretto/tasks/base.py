@@ -15,6 +15,10 @@ from stretto.types import Message
 INDEX_KEY = "_index"
 """Where ``Prompt.data`` keeps the row's index, beside the row's own columns. Reserved."""
 
+RIGHT = 1.0
+"""A verifier's score of a right answer, and the least one: 1 of 0 and 1, or full credit of partial
+credit."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -10,6 +11,7 @@ import numpy as np
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, Task, TaskRow
+from stretto.tasks.content import is_held_out
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -47,11 +49,19 @@ def render(
     return Prompt(id=prompt_id, tokens=tuple(tokens), text=text, messages=turns, data=data)
 
 
+def all_too_long(rows: int, shortest: int, limit: int) -> TaskError:
+    """The error of a task whose prompts are all longer than ``limit``; lengths in tokens."""
+    return TaskError(
+        f"all {rows} prompts are longer than task.max_prompt_tokens = {limit} (the shortest has "
+        f"{shortest} tokens); raise that limit"
+    )
+
+
 class PromptSource:
     """An endless stream of a task's prompts: each epoch all rows, in a seeded order of its own.
 
     A prompt's id is its place in that stream, so that it can be made again from the id alone.
-    Prompts that are too long are left out; their ids stay unused.
+    Prompts that are held out or too long are left out; their ids stay unused.
 
     State: the place of the next prompt, and how many were left out. Everything else follows from
     the task, the settings and the seed.
@@ -71,30 +81,74 @@ class PromptSource:
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
 
     def next(self) -> Prompt:
-        """The next prompt that is short enough.
+        """The next prompt to train on: not held out, and short enough.
 
         Raises:
-            TaskError: none of the task's is, or a prompt cannot be rendered.
+            TaskError: the task has none, or a prompt cannot be rendered.
         """
         limit, shortest = self._config.max_prompt_tokens, 0
         for _ in range(len(self._task)):
-            prompt = self.prompt_by_id(self._place)
-            self._place += 1
+            place, self._place = self._place, self._place + 1
+            if self.is_held_out(place):
+                continue
+            prompt = self.prompt_by_id(place)
             length = len(prompt.tokens)
             if length <= limit:
                 return prompt
             self.skipped += 1
             shortest = min(length, shortest or length)
-        raise TaskError(
-            f"all {len(self._task)} prompts are longer than task.max_prompt_tokens = {limit} (the "
-            f"shortest has {shortest} tokens); raise that limit"
-        )
+        if not shortest:
+            raise self._all_held_out()
+        raise all_too_long(len(self._task), shortest, limit)
+
+    def first(self, count: int) -> list[Prompt]:
+        """The first prompts to train on, each row once; at most ``count``.
+
+        Raises:
+            TaskError: as :meth:`next`.
+        """
+        limit = self._config.max_prompt_tokens
+        found, lengths = list[Prompt](), list[int]()
+        for prompt_id in self.ids():
+            prompt = self.prompt_by_id(prompt_id)
+            lengths.append(len(prompt.tokens))
+            if lengths[-1] <= limit:
+                found.append(prompt)
+            if len(found) == count:
+                break
+        if not found:
+            raise all_too_long(len(lengths), min(lengths), limit)
+        return found
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """The prompt that has, had or will have this id."""
+        return render(self.row_by_id(prompt_id), self._config, self.tokenizer, prompt_id)
+
+    def row_by_id(self, prompt_id: int) -> TaskRow:
+        """The row that the prompt with this id is made of."""
         epoch, place = divmod(prompt_id, len(self._task))
-        row = self._task.row(int(self._order(epoch)[place]))
-        return render(row, self._config, self.tokenizer, prompt_id)
+        return self._task.row(int(self._order(epoch)[place]))
+
+    def is_held_out(self, prompt_id: int) -> bool:
+        """Whether the prompt with this id is for evaluation alone."""
+        share = self._config.held_out_share
+        return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
+
+    def ids(self, *, backwards: bool = False) -> Iterator[int]:
+        """Ids of one epoch's prompts to train on, the long ones too: the first epoch's, in its
+        order or from its end on.
+
+        Raises:
+            TaskError: all prompts are held out.
+        """
+        every = range(len(self._task))
+        found = False
+        for prompt_id in reversed(every) if backwards else every:
+            if not self.is_held_out(prompt_id):
+                found = True
+                yield prompt_id
+        if not found:
+            raise self._all_held_out()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, with what the order depends on."""
@@ -118,6 +172,12 @@ class PromptSource:
                     f"= {value}; resume with the same task and seed"
                 )
         self._place, self.skipped = state["place"], state["skipped"]
+
+    def _all_held_out(self) -> TaskError:
+        return TaskError(
+            f"task.held_out = {self._config.held_out} holds all {len(self._task)} rows out, and "
+            "leaves none to train on: too few prompts are different. Lower it, or set it to 0"
+        )
 
     def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Row indices, one for each place in the epoch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from typing import Any
 
 import torch
@@ -163,12 +164,13 @@ def open_judges(
 
 def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[Rollout]:
     """The task's own answers as finished responses, from the end of the first epoch's order on:
-    the rows that RL reaches last.
+    the rows that RL reaches last. Again and again where there are too few.
     """
-    tokenizer, size = prompts.tokenizer, len(task)
+    tokenizer = prompts.tokenizer
+    places = chain.from_iterable(prompts.ids(backwards=True) for _ in count())
     examples = []
-    for i in range(config.warmup_examples):
-        prompt = prompts.prompt_by_id(size - 1 - i % size)
+    for i, place in enumerate(islice(places, config.warmup_examples)):
+        prompt = prompts.prompt_by_id(place)
         reference = task.row(prompt.data[tasks.INDEX_KEY]).reference
         if reference is None:
             raise TaskError(

@@ -15,6 +15,7 @@ from stretto.config import Config
 from stretto.errors import StrettoError
 from stretto.models.load import save_model
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
+from stretto.observe.remarks import scores_by_source
 from stretto.runtime.inline.build import Parts, build
 from stretto.runtime.inline.lanes import drive
 from stretto.runtime.inline.models import NOTHING, Given
@@ -159,6 +160,7 @@ def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
         reward=_reward(rollout, config),
         finish=str(rollout.finish),
         tokens=len(rollout),
+        scores=scores_by_source(rollout),
     )
 
 

@@ -1,0 +1,169 @@
+"""What an evaluation asks: prompts that training leaves out, and how many of them it did not.
+
+Rows are told apart by what they ask (:mod:`stretto.tasks.content`), never by seed or place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stretto import tasks
+from stretto.config import Config
+from stretto.errors import TaskError
+from stretto.runtime.controls import most_in_flight
+from stretto.tasks.content import content, is_held_out
+from stretto.tasks.files import SUFFIXES
+from stretto.tasks.prompts import PromptSource, all_too_long
+from stretto.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEED = 1000
+"""Added to the seed of a procedural task for evaluation, which draws rows of its own. They may ask
+what training's rows ask: what holds a prompt out is ``task.held_out``."""
+
+PATIENCE = 2000
+"""After so many rows of a procedural task (over the share held out) without a new prompt, it is
+taken to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """The prompts of an evaluation.
+
+    Attributes:
+        rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
+        prompts: to answer; of a procedural task each one once, of other tasks as often as it is
+            there.
+        distinct: how many of them are different.
+        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
+        overlap: share of the prompts that training asks too; ``None`` where that is not known.
+        unknown: why it is not; empty where it is.
+    """
+
+    rows: str
+    prompts: Sequence[Prompt]
+    distinct: int
+    skipped: int
+    overlap: float | None
+    unknown: str = ""
+
+    @property
+    def seen(self) -> str:
+        """How many of the prompts training asks too, in words."""
+        if self.overlap is None:
+            return f"not known: {self.unknown}"
+        asked = round(self.overlap * len(self.prompts))
+        if not asked:
+            return f"none of {len(self.prompts)} prompts is asked in training"
+        return f"{asked} of {len(self.prompts)} prompts ({self.overlap:.1%}) are asked in training"
+
+
+def measured_on(config: Config) -> Config:
+    """Settings under which a task gives the rows that an evaluation reads."""
+    task = config.task
+    if task.kind == "reasoning-gym":
+        changes = {"task": task.model_copy(update={"size": 0}), "seed": config.seed + SEED}
+        return config.model_copy(update=changes)
+    if not task.held_out_rows:
+        return config
+    is_file = Path(task.held_out_rows).suffix in SUFFIXES
+    rows = {"name" if is_file else "split": task.held_out_rows, "size": 0, "held_out": 0.0}
+    if is_file:
+        rows["split"] = "train"
+    return config.model_copy(update={"task": task.model_copy(update=rows)})
+
+
+def rows_of(config: Config) -> str:
+    """What an evaluation under these settings reads, for people."""
+    read = measured_on(config)
+    task = read.task
+    if task.kind == "reasoning-gym":
+        where = f"{task.name}, seed {read.seed}"
+    elif Path(task.name).suffix in SUFFIXES:
+        where = task.name
+    else:
+        where = f"{task.name}, split '{task.split}'"
+    share = task.held_out_share
+    return f"{where}; the {share:.0%} of its prompts that are held out" if share else where
+
+
+def questions(
+    config: Config,
+    task: tasks.Task,
+    tokenizer: PreTrainedTokenizerBase,
+    count: int,
+    trained: Config,
+) -> Questions:
+    """The first prompts of an evaluation, in its seeded order.
+
+    Args:
+        config: of the run, from before :func:`measured_on`.
+        task: what :func:`measured_on` reads.
+        tokenizer: the policy's.
+        count: prompts, at most.
+        trained: settings of what the policy is, or is to be, trained on.
+
+    Raises:
+        TaskError: no row is held out, or all prompts are longer than ``task.max_prompt_tokens``.
+    """
+    read = measured_on(config)
+    limit, share = read.task.max_prompt_tokens, read.task.held_out_share
+    procedural = read.task.kind == "reasoning-gym"
+    source = PromptSource(task, read.task, tokenizer, read.seed)
+    prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
+    known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)
+    for place in range(len(task)):
+        if len(prompts) == count or (procedural and place - found_at > patience):
+            break
+        row = source.row_by_id(place)
+        asks = content(row)
+        if (share and not is_held_out(row, share)) or (procedural and asks in known):
+            continue
+        known.add(asks)
+        found_at = place
+        prompt = source.prompt_by_id(place)
+        if len(prompt.tokens) > limit:
+            too_long.append(len(prompt.tokens))
+        else:
+            prompts.append(prompt)
+            contents.append(asks)
+    if too_long and not prompts:
+        raise all_too_long(len(too_long), min(too_long), limit)
+    if not prompts:
+        raise TaskError(
+            f"task.held_out = {share} holds out none of the {len(task)} rows of "
+            f"'{read.task.name}': too few prompts are different. Raise it, or name rows of their "
+            "own"
+        )
+    trained_on, unknown = _asked_in_training(trained, tokenizer)
+    overlap = None
+    if trained_on is not None:
+        overlap = sum(asks in trained_on for asks in contents) / len(contents)
+    return Questions(rows_of(config), prompts, len(set(contents)), len(too_long), overlap, unknown)
+
+
+def _asked_in_training(
+    config: Config, tokenizer: PreTrainedTokenizerBase
+) -> tuple[set[str] | None, str]:
+    """What training under these settings asks, the prompts that turn out too long included; or
+    ``None``, and why it is not known.
+    """
+    if not config.task.name:
+        return None, "the settings name no rows to train on"
+    r = config.rollout
+    responses = config.steps * r.batch + most_in_flight(config)
+    try:
+        task = tasks.load(config.task, config.seed)
+        source = PromptSource(task, config.task, tokenizer, config.seed)
+        drawn = islice(source.ids(), -(-responses // r.samples_per_prompt))
+        warmed_up = islice(source.ids(backwards=True), config.warmup_examples)
+        return {content(source.row_by_id(i)) for i in chain(drawn, warmed_up)}, ""
+    except TaskError as error:
+        return None, str(error)

@@ -1,0 +1,97 @@
+"""Greedy answers, judged by the task's own verifier: pass@1 and the mean score."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import fmean
+
+from stretto import tasks
+from stretto.config import Config
+from stretto.evaluation.rates import standard_error
+from stretto.evaluation.rows import measured_on, questions
+from stretto.models.load import load_tokenizer
+from stretto.models.resolve import resolve
+from stretto.runtime.inline.build import open_judges, prepare_torch
+from stretto.runtime.inline.infer import answer, judge_all, of_model, say
+from stretto.runtime.inline.models import load_actor
+from stretto.tasks.base import RIGHT
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Greedy answers, one to a prompt, judged.
+
+    Attributes:
+        rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
+        samples: answers judged.
+        distinct: different prompts among theirs.
+        skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
+        overlap: share of the prompts that training asks too; ``None`` where that is not known.
+        seen: the same in words.
+        pass_at_1: share of right answers: those with full credit from the verifier.
+        pass_at_1_standard_error: sqrt(p (1 - p) / n).
+        mean_score: mean of the verifier's scores, partial credit included.
+        mean_score_standard_error: of that mean.
+        mean_tokens: response tokens.
+        ended: share that ended before the token limit.
+    """
+
+    rows: str
+    samples: int
+    distinct: int
+    skipped: int
+    overlap: float | None
+    seen: str
+    pass_at_1: float
+    pass_at_1_standard_error: float
+    mean_score: float
+    mean_score_standard_error: float
+    mean_tokens: float
+    ended: float
+
+
+def evaluate(
+    config: Config, *, model: str, samples: int, trained: Config | None = None
+) -> EvalResult:
+    """Let a model answer prompts that training leaves out, one greedy answer each, and judge them.
+
+    Args:
+        config: of the task and of decoding.
+        model: a known name, a folder, or a hub name.
+        samples: prompts, at most.
+        trained: settings that the model was trained with, or is to be; without them ``config``.
+
+    Raises:
+        TaskError: the task has no verifier, or no prompts to ask.
+        JudgeError: the verifier failed on an answer.
+        ModelError: the model cannot be loaded.
+    """
+    greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
+    reward = {"sources": ("task",), "weights": (), "on_failure": "stop"}
+    read = of_model(measured_on(config), model).model_copy(
+        update={"rollout": greedy, "reward": config.reward.model_copy(update=reward)}
+    )
+    with ExitStack() as stack:
+        prepare_torch(read)
+        tokenizer = load_tokenizer(resolve(model, say), read.model.trust_remote_code)
+        task = tasks.load(read.task, read.seed)
+        judge = open_judges(read, task, tokenizer, stack)[0]
+        asked = questions(config, task, tokenizer, samples, trained or config)
+        answers = answer(read, load_actor(read, say), tokenizer, asked.prompts)
+        scores = judge_all(judge, answers.rollouts, read.rollout.batch)
+    right = [float(score >= RIGHT) for score in scores]
+    return EvalResult(
+        rows=asked.rows,
+        samples=len(scores),
+        distinct=asked.distinct,
+        skipped=asked.skipped,
+        overlap=asked.overlap,
+        seen=asked.seen,
+        pass_at_1=fmean(right),
+        pass_at_1_standard_error=standard_error(right),
+        mean_score=fmean(scores),
+        mean_score_standard_error=standard_error(scores),
+        mean_tokens=answers.mean_tokens,
+        ended=answers.ended,
+    )
