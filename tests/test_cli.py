@@ -356,6 +356,8 @@ def test_generate_reads_lines(
     assert run("generate") == 2
     assert run("generate", "x", "--top-p", "0") == 2
     assert "--top-p 0.0: must be greater than 0" in capsys.readouterr().err
+    assert run("generate", "x", "--stop", "") == 2
+    assert "an empty string in rollout.stop" in capsys.readouterr().err
 
 
 def test_recipes_lists_them_with_descriptions(capsys: pytest.CaptureFixture[str]) -> None:

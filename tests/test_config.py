@@ -4,9 +4,12 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from stretto import recipes
+from stretto.algorithms.kl import AdaptiveKL
 from stretto.config import (
     TRAITS,
     AlgorithmConfig,
@@ -15,9 +18,11 @@ from stretto.config import (
     RewardModelConfig,
     SftConfig,
 )
+from stretto.config.base import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError
 from stretto.models.memory import format_plan, measure, memory_plan, parse_parameters, plan_for
 from stretto.observe.progress import headline
+from stretto.runtime.inline.infer import HELD_OUT_SEED
 
 
 def write(folder: Path, text: str) -> Path:
@@ -174,6 +179,38 @@ def test_what_is_said_is_taken() -> None:
     assert not a.has_reference
     assert AlgorithmConfig(name="rloo", kl_in="loss").estimator == "k3"
     assert AlgorithmConfig(name="grpo", kl_in="reward").estimator == "k1"
+
+
+@pytest.mark.parametrize("kind", [Config, SftConfig, RewardModelConfig])
+def test_seeds_are_those_that_torch_and_numpy_take(kind: Any, tmp_path: Path) -> None:
+    for seed in (-1, 2**63, 2**64 + 5):
+        with pytest.raises(ConfigError, match=rf"here: seed = {seed}: must be (great|less)"):
+            recipes.build({"seed": seed}, "here", kind)
+    largest = recipes.build({"seed": LARGEST_SEED}, "here", kind)
+    assert recipes.load(write(tmp_path, recipes.dump(largest)), kind) == largest
+    torch.manual_seed(largest.seed + HELD_OUT_SEED)
+    np.random.default_rng([largest.seed, 0])
+
+
+def test_beta_cannot_be_driven_below_zero() -> None:
+    """Each step moves it by up to a fifth of batch / horizon: -0.2 * 50 / 10 takes all of it."""
+    algorithm = {"kl_target": 6.0, "kl_horizon": 10}
+    with pytest.raises(ConfigError, match=r"kl_horizon = 10 is for steps of less than 50 .* = 50"):
+        recipes.build({"algorithm": algorithm, "rollout": {"batch": 50}}, "here")
+    config = recipes.build({"algorithm": algorithm, "rollout": {"batch": 49}}, "here")
+    a = config.algorithm
+    beta = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
+    for _ in range(20):
+        beta.update(0.0, config.rollout.batch)
+        assert beta.coef > 0
+    fixed = algorithm | {"kl_target": 0.0}
+    recipes.build({"algorithm": fixed, "rollout": {"batch": 50}}, "here")
+
+
+def test_a_stop_string_is_not_empty() -> None:
+    for stop in ([""], ["\n", ""]):
+        with pytest.raises(ConfigError, match=r"empty string in rollout\.stop would end every"):
+            recipes.build({"rollout": {"stop": stop}}, "here")
 
 
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:

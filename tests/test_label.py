@@ -147,11 +147,15 @@ def test_rows_that_cannot_be_used_are_left_out_where_that_is_asked_for(
         {"prompt": "b", "responses": ["x"]},
         {"prompt": "", "responses": ["xx", "x"]},
         {"question": "d", "responses": ["xx", "x"]},
+        {"prompt": "e", "responses": ["\ud83d", "x"]},
     ]
     file, out = write(tmp_path, rows), tmp_path / "out.jsonl"
     match = r"row 1: several responses .* got \['x'\] \(3 rows .*set data.on_error = 'drop'"
     with pytest.raises(TaskError, match=match):
         evaluation.label_pairs(of(file), by=f"{judge}length", out=out)
+    unread = write(tmp_path, [rows[0], rows[-1]], "unicode.jsonl")
+    with pytest.raises(TaskError, match="row 1: a text must be valid Unicode"):
+        evaluation.label_pairs(of(unread), by=f"{judge}length", out=out)
     result = evaluation.label_pairs(of(file, on_error="drop"), by=f"{judge}length", out=out)
     assert (result.read, result.kept) == (1, 1)
     assert "3 rows of" in capsys.readouterr().err

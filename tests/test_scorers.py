@@ -256,8 +256,9 @@ def test_a_template_that_changes_the_prompt_ends_as_others_do() -> None:
     for ends, closing in (([260], "<eos>"), ([tokenizer.convert_tokens_to_ids("<sep>")], "")):
         model.config.eos_token_id = ends
         scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 60)
-        read = "[U]x<sep>\n[A]<sep> yes<sep>" + ("\n<eos>" if closing else "")
-        assert scorer._tokens(r) == tokenizer(read)["input_ids"]
+        read = [tokenizer(part)["input_ids"] for part in ("[U]x<sep>\n[A]", "<sep>")]
+        closed = tokenizer("\n<eos>" if closing else "")["input_ids"]
+        assert scorer._tokens(r) == [*read[0], *b"<sep> yes", *read[1], *closed]
 
 
 def test_given_responses_end_with_the_actors_end_token() -> None:

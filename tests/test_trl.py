@@ -474,7 +474,12 @@ def test_names_of_older_releases_are_taken(folders: dict[str, Path], tmp_path: P
         (
             lambda f: {"model": AutoModelForCausalLM.from_pretrained(f["policy"]).half()},
             ModelError,
-            "model computes in torch.float16",
+            "model has weights of torch.float16",
+        ),
+        (
+            lambda f: {"value_model": scalar(f["value"]).double()},
+            ModelError,
+            "value_model has weights of torch.float64",
         ),
     ],
     ids=lambda v: v[:30] if isinstance(v, str) else "",

@@ -43,6 +43,8 @@ class AdaptiveKL:
         e    = clip(KL / target - 1, -0.2, 0.2)
         beta = beta * (1 + e * n / horizon)
 
+    So ``n`` has to be less than 5 horizons for beta to stay above 0, which the settings see to.
+
     State: ``coef``. The target and the horizon are settings.
 
     Args:

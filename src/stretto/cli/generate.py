@@ -61,6 +61,8 @@ def _generate(
         rollout = RolloutConfig.model_validate(options)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if first["type"] == "value_error":
+            raise ConfigError(str(first["ctx"]["error"])) from error
         name = "--" + str(first["loc"][0]).replace("_", "-")
         rule = first["msg"].replace("Input should be", "must be")
         raise ConfigError(f"{name} {first['input']!r}: {rule}") from error

@@ -5,7 +5,15 @@ are refused here, at construction, before anything heavy is loaded.
 """
 
 from stretto.config.algorithm import TRAITS, AlgorithmConfig, Traits
-from stretto.config.base import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section
+from stretto.config.base import (
+    Fraction,
+    NonNegative,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    Seed,
+    require_seed,
+)
 from stretto.config.pipeline import PipelineConfig
 from stretto.config.run import Config
 from stretto.config.schedule import PRESETS, ScheduleConfig
@@ -49,9 +57,11 @@ __all__ = [
     "RowsConfig",
     "ScheduleConfig",
     "Section",
+    "Seed",
     "SftConfig",
     "SupervisedConfig",
     "TaskConfig",
     "TrainingConfig",
     "Traits",
+    "require_seed",
 ]

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from stretto.config.algorithm import ONLY, AlgorithmConfig
-from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
+from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
 from stretto.config.pipeline import PipelineConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
@@ -24,7 +24,7 @@ from stretto.config.training import TrainingConfig
 class Config(Section):
     """Everything a training run is made of."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Of data order, sampling and initialisation."""
     steps: PositiveInt = 100
     """Batches to train on."""
@@ -101,6 +101,14 @@ class Config(Section):
             raise ValueError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
                 "rollout.engines is 1; raise that, or set migrate = 'off'"
+            )
+        a = self.algorithm
+        if a.kl_target and r.batch >= 5 * a.kl_horizon:
+            raise ValueError(
+                f"algorithm.kl_horizon = {a.kl_horizon} is for steps of less than "
+                f"{5 * a.kl_horizon} responses: the adaptive beta moves by up to a fifth of itself "
+                f"a horizon, and rollout.batch = {r.batch} would take it to zero or below; raise "
+                "kl_horizon"
             )
         if r.batch % t.minibatches:
             raise ValueError(

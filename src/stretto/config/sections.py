@@ -167,6 +167,10 @@ class RolloutConfig(Section):
                 f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
                 f"got {self.batch} and {self.samples_per_prompt}"
             )
+        if "" in self.stop:
+            raise ValueError(
+                "an empty string in rollout.stop would end every response at once; leave it out"
+            )
         return self
 
 

@@ -6,7 +6,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stretto.config.base import NonNegative, NonNegativeInt, Positive, PositiveInt, Section
+from stretto.config.base import (
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Section,
+    Seed,
+)
 from stretto.config.sections import ModelConfig, ObserveConfig
 from stretto.config.training import OptimizerConfig
 
@@ -80,7 +87,7 @@ class SupervisedTrainingConfig(OptimizerConfig):
 class SupervisedConfig(Section):
     """What both kinds of supervised training have."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Of data order, of the held-out part and of initialisation."""
     steps: NonNegativeInt = 0
     """Updates to take, over as many epochs as that needs; 0 takes training.epochs of them."""

@@ -28,6 +28,7 @@ from stretto.runtime.inline.infer import answer, of_model, say
 from stretto.runtime.inline.models import load_actor
 from stretto.scoring.text import response_text
 from stretto.tasks.conversations import cells_of
+from stretto.tasks.encode import utf8
 from stretto.tasks.files import Row, read
 from stretto.tasks.pairs import Pair, read_pairs
 from stretto.tasks.prompts import PromptSource
@@ -316,9 +317,10 @@ class _Read:
 
 def _reading(row: _Row, layout: Layout | None) -> _Read:
     """With a layout in a reward model's tokens; without one as bytes, for functions."""
-    if layout is None:
-        return _Read(row, _bytes_of(row), [tuple(text.encode()) for text in row.responses])
     try:
+        if layout is None:
+            responses = [tuple(utf8(text, "a text")) for text in row.responses]
+            return _Read(row, _bytes_of(row), responses)
         prompt = layout.prompt(row.prompt, transcript=row.transcript)
         return _Read(row, prompt, [layout.response(prompt, text) for text in row.responses])
     except TaskError as error:
@@ -337,12 +339,10 @@ def _rollouts(rows: Sequence[_Read]) -> list[Rollout]:
 
 def _bytes_of(row: _Row) -> Prompt:
     """A prompt for functions, which read text."""
-    if isinstance(row.prompt, str):
-        text, messages = row.prompt, None
-    else:
-        text = "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in row.prompt)
-        messages = row.prompt
-    return Prompt(0, tuple(text.encode()), text, messages)
+    messages = None if isinstance(row.prompt, str) else row.prompt
+    turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
+    text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)
+    return Prompt(0, tuple(utf8(text, "a text")), text, messages)
 
 
 def _labelled(row: _Row, scores: Sequence[float], config: RewardModelConfig) -> Row | None:
@@ -391,7 +391,7 @@ def _write(out: Path, rows: Sequence[Row], read: int, by: str) -> None:
     try:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
         out.write_text("".join(lines), encoding="utf-8")
-    except TypeError as error:
+    except (TypeError, UnicodeEncodeError) as error:
         raise TaskError(
             f"the data has values that JSON Lines cannot hold: {error}; drop that column"
         ) from error

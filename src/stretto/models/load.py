@@ -16,6 +16,7 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models.attention import use_short_attention
 from stretto.models.forward import unwrapped
+from stretto.models.weights import require_finite
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -171,6 +172,7 @@ def _load(
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    require_finite(model, f"'{path}'")
     loaded: PreTrainedModel = model.to(device).eval()
     use_short_attention(loaded)
     return loaded

@@ -1,18 +1,68 @@
-"""Weights as things to hand over: fingerprints, and loading what was handed over."""
+"""Weights as things to look at and to hand over: whether a model can be run and trained at all,
+fingerprints, and loading what was handed over.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import EngineError
+from stretto.errors import EngineError, ModelError
 from stretto.types import Weights
 
 SAMPLES = 256
 """Elements looked at in each tensor, evenly spread."""
+
+
+TRAINED_TYPES = (torch.float32, torch.bfloat16)
+"""In which models are trained; the masters of weights are float32."""
+
+
+@torch.no_grad()
+def require_finite(model: nn.Module, what: str) -> None:
+    """Refuse weights that are no numbers, out of which nothing but such can come.
+
+    Args:
+        model: any.
+        what: it is, as the subject of a message.
+
+    Raises:
+        ModelError: a weight is NaN or infinite.
+    """
+    bad = [
+        name
+        for name, weight in model.named_parameters()
+        if weight.is_floating_point()
+        and weight.numel()
+        and not all(math.isfinite(bound) for bound in map(Tensor.item, weight.aminmax()))
+    ]
+    if bad:
+        raise ModelError(
+            f"{what} has weights that are NaN or infinite, in {len(bad)} tensors ({bad[0]} is the "
+            "first): it was broken where it was trained or saved. Load an earlier checkpoint"
+        )
+
+
+def require_trainable(model: nn.Module, what: str) -> None:
+    """Refuse weights of a type that is not trained here.
+
+    Args:
+        model: any.
+        what: it is, as the subject of a message.
+
+    Raises:
+        ModelError: a weight is neither float32 nor bfloat16.
+    """
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and weight.dtype not in TRAINED_TYPES:
+            raise ModelError(
+                f"{what} has weights of {weight.dtype} ({name}), and models are trained in float32 "
+                "or bfloat16, with float32 masters; load it with dtype=torch.bfloat16"
+            )
 
 
 @torch.no_grad()

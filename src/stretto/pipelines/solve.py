@@ -21,8 +21,8 @@ from stretto.pipelines.schedule import Schedule
 from stretto.pipelines.search import list_schedule, make_views, squeeze
 
 Method = Literal["stretto", "annealing", "cp-sat"]
-_SEEDS = 2**31
-"""CP-SAT's are of 32 bits."""
+SEEDS = 2**31
+"""Seeds are below this; CP-SAT's are of 32 bits."""
 Status = Literal["proved optimal", "at the bound", "best found"]
 
 
@@ -102,8 +102,8 @@ def solve(
         raise ConfigError(f"threads {threads}: must be 1 or more")
     if method not in get_args(Method):
         raise ConfigError(f"unknown method '{method}'. {nearest(method, get_args(Method))}")
-    if not 0 <= seed < _SEEDS:
-        raise ConfigError(f"seed {seed}: must be 0 or more, and less than {_SEEDS:,}")
+    if not 0 <= seed < SEEDS:
+        raise ConfigError(f"seed {seed}: must be 0 or more, and less than {SEEDS:,}")
     if method == "annealing" and problem.capacity is not None:
         raise ConfigError(
             "the published annealing knows no capacity: leave the capacity out, or take another "

@@ -62,6 +62,7 @@ class ModelScorer:
         self.read_tokens, self.worthwhile_tokens = 0, token_budget // 2
         self._budget, self._say = token_budget, say
         self._pending = Pending(name)
+        self._failures: dict[int, str] = {}
         self._said_full = False
         self._streams = self._open_streams(slots) if slots else None
 
@@ -88,12 +89,16 @@ class ModelScorer:
     def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
         self._pending.release(rollout_ids)
+        for rollout_id in rollout_ids:
+            self._failures.pop(rollout_id, None)
         if self._streams:
             self._streams.close(rollout_ids)
 
     @torch.no_grad()
     def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
         """Score finished rollouts, in the order asked, and forget them.
+
+        One that the model cannot read gets a score with ``failure`` set and no values.
 
         Raises:
             LifecycleError: a rollout is unknown or has not ended; nothing is forgotten then.
@@ -112,9 +117,12 @@ class ModelScorer:
             self._streams.close(rollout_ids)
         for part, scores in self._score(whole):
             values |= {r.id: s for r, s in zip(part, scores, strict=True)}
-        return [
-            Score(r.id, self.name, self.kind, values[r.id].float().cpu().numpy()) for r in rollouts
-        ]
+        scored = []
+        for r in rollouts:
+            numbers, failure = values.get(r.id, torch.empty(0)), self._failures.pop(r.id, None)
+            numpy = numbers.float().cpu().numpy()
+            scored.append(Score(r.id, self.name, self.kind, numpy, failure))
+        return scored
 
     def load(self, weights: Weights) -> None:
         """Score with these weights from now on; what was computed with older ones is void.

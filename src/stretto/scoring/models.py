@@ -26,10 +26,11 @@ from stretto.models.forward import (
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
 from stretto.models.logits import token_logprobs
+from stretto.models.positions import positions
 from stretto.scoring.base import ModelScorer, Say, warn
 from stretto.scoring.retokenise import Reading, StablePrefix
 from stretto.scoring.streamed import Piece, Stream, Streams
-from stretto.types import Rollout, ScoreKind
+from stretto.types import Prompt, Rollout, ScoreKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -203,6 +204,7 @@ class RewardModelScorer(ModelScorer):
         self._causal = reads_last_token(model)
         ends = _end_tokens(model, tokenizer) if self._causal else frozenset[int]()
         self._reading = Reading(name, tokenizer, actor_tokenizer, stop, ends, given_ends)
+        self._positions = positions(model)
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
         super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
 
@@ -232,7 +234,10 @@ class RewardModelScorer(ModelScorer):
         else:
             self._retokenise(stream, stream.text, rollout)
         if rollout.finish:
-            stream.goal = len(stream.tokens)
+            fits = self._fits(rollout, stream.tokens)
+            stream.goal = len(stream.tokens) if fits else 0
+        elif self._positions is not None:
+            stream.goal = min(stream.goal, self._positions)
 
     def _retokenise(self, stream: Stream, text: StablePrefix, rollout: Rollout) -> None:
         if rollout.finish:
@@ -258,7 +263,9 @@ class RewardModelScorer(ModelScorer):
     def _score(
         self, rollouts: Sequence[Rollout]
     ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
-        rows = [self._tokens(r) for r in rollouts]
+        read = [(r, self._tokens(r)) for r in rollouts]
+        read = [(r, row) for r, row in read if self._fits(r, row)]
+        rollouts, rows = [r for r, _ in read], [row for _, row in read]
         self.read_tokens += sum(map(len, rows))
         for chosen in by_token_budget([len(row) for row in rows], self._budget):
             part = [rows[i] for i in chosen]
@@ -274,6 +281,33 @@ class RewardModelScorer(ModelScorer):
         mask = pad_right([[1] * len(row) for row in rows], ids.device)
         logits: Tensor = self.model(input_ids=ids, attention_mask=mask).logits
         return logits[:, 0]
+
+    def require_room(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse a model that cannot read even the shortest of some prompts with a response.
+
+        Raises:
+            ModelError: it has no position left for a response.
+        """
+        if self._positions is None:
+            return
+        shortest = min(len(self._reading.tokens(Rollout(0, prompt, 0))) for prompt in prompts)
+        if shortest >= self._positions:
+            raise ModelError(
+                f"reward model '{self.name}' has {self._positions} positions, and of the first "
+                f"{len(prompts)} prompts the shortest takes {shortest} of them without a response; "
+                "lower task.max_prompt_tokens, or choose another reward model"
+            )
+
+    def _fits(self, rollout: Rollout, tokens: Sequence[int]) -> bool:
+        """Whether the model has positions for a finished rollout; else notes the failure."""
+        if self._positions is None or len(tokens) <= self._positions:
+            return True
+        self._failures[rollout.id] = (
+            f"'{self.name}' has {self._positions} positions, and reads rollout {rollout.id} with "
+            f"its prompt as {len(tokens)} tokens. Lower rollout.max_new_tokens or "
+            "task.max_prompt_tokens, or choose another reward model"
+        )
+        return False
 
     def _tokens(self, rollout: Rollout) -> list[int]:
         if self.same_tokenizer:

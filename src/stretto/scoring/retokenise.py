@@ -5,19 +5,21 @@ of the text so far with some added: the last word may yet become another one. So
 handed out that lie two words or more before the end, and at the end the whole text is tokenised
 once more. What was handed out wrongly, if anything, then shows, and is taken back.
 
-Offsets are characters of the text as the model reads it, chat template applied.
+What a policy types stays text: it spells no control tokens (:mod:`stretto.tasks.encode`). Texts here
+are escaped, and offsets are characters of the text as the model reads it, chat template applied.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from stretto.errors import ModelError
 from stretto.scoring.text import response_text
+from stretto.tasks.encode import MARK, Encoder, Pieces
 from stretto.tasks.responses import continued, turn_of
-from stretto.types import FinishReason, Prompt, Rollout
+from stretto.types import FinishReason, Message, Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,12 +33,6 @@ CONTEXT_TOKENS = 16
 whole text."""
 AGREEMENT_TOKENS = 4
 """So many of these have to come out as they did before; else the whole text is tokenised anew."""
-
-_MARK = "\ue000"
-"""Stands for the rest of a response: a character for private use, which no tokenizer gives."""
-
-Pieces = tuple[list[int], list[tuple[int, int]]]
-"""Tokens and their (start, end) in what was tokenised."""
 
 Encode = Callable[[str, int], Pieces]
 """Tokens of a text from a place in it on; special tokens may go where that is 0. What the tokens
@@ -75,6 +71,7 @@ class Reading:
         given_ends: frozenset[int] = frozenset(),
     ) -> None:
         self._name, self._tokenizer, self._actor_tokenizer = name, tokenizer, actor_tokenizer
+        self._encoder = Encoder(tokenizer)
         self._stop, self._ends, self._given_ends = tuple(stop), ends, given_ends
 
     def tokens(self, rollout: Rollout) -> list[int]:
@@ -88,14 +85,14 @@ class Reading:
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
             return self._ids(read, special)
-        shown, _, closing = self._render(prompt, text + _MARK).partition(_MARK)
+        shown, _, closing = self._render(prompt, text, unfinished=True).partition(MARK)
         ended = self._has_ended(rollout)
         read = read if ended else shown
         asked = self._asked(prompt)
         if not read.startswith(asked):  # the template shows it in another way once it is answered
             asked = ""
         before = self._ids(asked, special) if asked else []
-        said = continued(self._tokenizer, asked, before, read[len(asked) :], special=special)
+        said = continued(self._encoder, asked, before, read[len(asked) :], special=special)
         if ended and not special and (asked or turn_of(self._ids(closing, False), self._ends)):
             said = turn_of(said, self._ends) or [*said, self._end]
         elif ended:
@@ -103,7 +100,8 @@ class Reading:
         return [*before, *said]
 
     def begun(self, rollout: Rollout) -> str:
-        """The text that is read of an unfinished rollout, up to the end of its response so far.
+        """The text that is read of an unfinished rollout, up to the end of its response so far,
+        escaped.
 
         It may end in replacement characters, for a character of which some bytes are still to come.
 
@@ -114,7 +112,7 @@ class Reading:
             ModelError: the chat template refuses the conversation.
         """
         text = response_text(self._actor_tokenizer, rollout.tokens, None)
-        return self._render(rollout.prompt, text + _MARK).partition(_MARK)[0]
+        return self._render(rollout.prompt, text, unfinished=True).partition(MARK)[0]
 
     def prefix(self, prompt: Prompt) -> StablePrefix:
         """What :meth:`begun` gives, in tokens; empty as yet."""
@@ -122,10 +120,7 @@ class Reading:
         asked = self._asked(prompt) if self._ends else ""
 
         def pieces(text: str, first: bool) -> Pieces:
-            encoded = self._tokenizer(
-                text, add_special_tokens=special and first, return_offsets_mapping=True
-            )
-            return list(encoded["input_ids"]), list(encoded["offset_mapping"])
+            return self._encoder.pieces(text, special=special and first)
 
         def encode(text: str, start: int) -> Pieces:
             ids, spans = pieces(text[start:], start == 0)
@@ -148,43 +143,44 @@ class Reading:
         return given or rollout.finish is FinishReason.STOP
 
     def _ids(self, text: str, special: bool) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=special)["input_ids"])
+        return self._encoder.ids(text, special=special)
 
     def _asked(self, prompt: Prompt) -> str:
-        """The prompt as it is read before there is a response; empty if a template refuses that."""
+        """The prompt as it is read before there is a response, escaped; empty if a template refuses
+        that.
+        """
         if not prompt.messages:
-            return prompt.text
-        turns: list[Any] = list(prompt.messages)
+            return self._encoder.escape(prompt.text)
         if not self._templated(prompt):
-            return "".join(turn["content"] + "\n\n" for turn in turns)
+            return self._encoder.escape("".join(t["content"] + "\n\n" for t in prompt.messages))
         from jinja2 import TemplateError
 
         try:
-            asked = self._tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True
-            )
+            return self._encoder.chat(prompt.messages, add_generation_prompt=True)
         except TemplateError:
             return ""
-        return str(asked)
 
     def _templated(self, prompt: Prompt) -> bool:
         return bool(prompt.messages and self._tokenizer.chat_template)
 
-    def _render(self, prompt: Prompt, text: str) -> str:
+    def _render(self, prompt: Prompt, text: str, *, unfinished: bool = False) -> str:
+        """Prompt and response, escaped; ``unfinished``: with :data:`MARK` behind the response."""
         if not prompt.messages:
-            return prompt.text + text
-        turns: list[Any] = [*prompt.messages, {"role": "assistant", "content": text}]
+            return self._encoder.escape(prompt.text + text) + MARK * unfinished
+        turns = [*prompt.messages, Message(role="assistant", content=text)]
         if not self._templated(prompt):
-            return "\n\n".join(turn["content"] for turn in turns)
+            read = "\n\n".join(turn["content"] for turn in turns)
+            return self._encoder.escape(read) + MARK * unfinished
         from jinja2 import TemplateError
 
         try:
-            return str(self._tokenizer.apply_chat_template(turns, tokenize=False))
+            return self._encoder.chat(turns, unfinished=unfinished)
         except TemplateError as error:
-            shown = [*turns[:-1], {"role": "assistant", "content": text.replace(_MARK, " [...]")}]
+            shown = Message(role="assistant", content=text + " [...]" * unfinished)
             raise ModelError(
                 f"the chat template of reward model '{self._name}' refuses the conversation "
-                f"{shown}: {error}. Leave task.system empty, or choose another reward model"
+                f"{[*turns[:-1], shown]}: {error}. Leave task.system empty, or choose another "
+                "reward model"
             ) from error
 
 

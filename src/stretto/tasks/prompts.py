@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, Task, TaskRow
 from stretto.tasks.content import is_held_out
+from stretto.tasks.encode import Encoder
 from stretto.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -19,19 +20,32 @@ if TYPE_CHECKING:
 
 
 def render(
-    row: TaskRow, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, prompt_id: int = 0
+    row: TaskRow,
+    config: TaskConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_id: int = 0,
+    *,
+    encoder: Encoder | None = None,
 ) -> Prompt:
     """One row as the actor reads it.
 
     A conversation gets the tokenizer's chat template with the generation prompt, which brings its
     own special tokens; plain text gets the special tokens that the tokenizer puts around any text.
-    A row that brings its tokens is read as it is.
+    What the row spells of such tokens is text. A row that brings its tokens is read as it is.
     ``Prompt.data`` is the row's data with its index under ``INDEX_KEY``.
+
+    Args:
+        row: of a task.
+        config: of the task.
+        tokenizer: the actor's.
+        prompt_id: its id.
+        encoder: of the tokenizer, where the caller keeps one.
 
     Raises:
         TaskError: the prompt needs a chat template and there is none or it is switched off, the
-            template refuses the messages, or no tokens come out.
+            template refuses the messages, no tokens come out, or the text is no valid Unicode.
     """
+    encoder = encoder or Encoder(tokenizer)
     turns = None if row.tokens else _conversation(row, config, tokenizer)
     text: str
     tokens: list[int]
@@ -40,9 +54,10 @@ def render(
     elif turns is None:
         assert isinstance(row.prompt, str)
         text = _with_instruction(row.prompt, config)
-        tokens = tokenizer(text)["input_ids"]
+        tokens = encoder.ids(encoder.escape(text), special=True)
     else:
-        text, tokens = _apply_template(turns, tokenizer)
+        read = _templated(turns, encoder)
+        text, tokens = encoder.plain(read), encoder.ids(read)
     if not tokens:
         raise TaskError(f"row {row.index}: the prompt {text!r} has no tokens; give it some text")
     data = row.data if row.index is None else {**row.data, INDEX_KEY: row.index}
@@ -69,6 +84,7 @@ class PromptSource:
     Attributes:
         skipped: prompts left out so far because they are longer than ``task.max_prompt_tokens``.
         tokenizer: the actor's.
+        found: spellings of control tokens in prompts so far; they are read as text.
     """
 
     def __init__(
@@ -76,6 +92,8 @@ class PromptSource:
     ) -> None:
         self._task, self._config, self._seed = task, config, seed
         self.tokenizer = tokenizer
+        self._encoder = Encoder(tokenizer)
+        self.found = self._encoder.found
         self._place = 0
         self.skipped = 0
         self._order = lru_cache(maxsize=2)(self._make_order)  # this epoch's, and the one before
@@ -122,7 +140,8 @@ class PromptSource:
 
     def prompt_by_id(self, prompt_id: int) -> Prompt:
         """The prompt that has, had or will have this id."""
-        return render(self.row_by_id(prompt_id), self._config, self.tokenizer, prompt_id)
+        row = self.row_by_id(prompt_id)
+        return render(row, self._config, self.tokenizer, prompt_id, encoder=self._encoder)
 
     def row_by_id(self, prompt_id: int) -> TaskRow:
         """The row that the prompt with this id is made of."""
@@ -234,22 +253,13 @@ def _with_instruction(text: str, config: TaskConfig) -> str:
     return f"{text}\n{config.instruction}" if config.instruction else text
 
 
-def _apply_template(
-    turns: tuple[Message, ...], tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[int]]:
-    """The conversation as text and as token ids."""
+def _templated(turns: tuple[Message, ...], encoder: Encoder) -> str:
+    """The conversation in the chat template, escaped."""
     from jinja2 import TemplateError
 
-    conversation = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
     try:
-        text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True
-        )
-        tokens = tokenizer.apply_chat_template(
-            conversation, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
+        return encoder.chat(turns, add_generation_prompt=True)
     except TemplateError as error:
         raise TaskError(
-            f"the tokenizer's chat template refuses the messages {conversation}: {error}"
+            f"the tokenizer's chat template refuses the messages {list(turns)}: {error}"
         ) from error
-    return cast(str, text), cast(list[int], tokens)

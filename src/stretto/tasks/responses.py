@@ -7,13 +7,15 @@ is trained on here is then what an engine samples, and what scorers read, token 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from stretto.config import RowsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.tasks.base import TaskRow
+from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
 from stretto.types import Message, Prompt
 
@@ -78,7 +80,7 @@ def attempt(
 
 
 def continued(
-    tokenizer: PreTrainedTokenizerBase,
+    encoder: Encoder,
     text: str,
     tokens: Sequence[int],
     piece: str,
@@ -88,16 +90,16 @@ def continued(
     """Tokens of ``piece`` behind ``text``, whose own stay as they are.
 
     Args:
-        tokenizer: of all tokens.
-        text: what comes before.
+        encoder: of all tokens.
+        text: what comes before, escaped.
         tokens: of that text.
-        piece: what follows it.
+        piece: what follows it, escaped.
         special: whether ``tokens`` have the special tokens that the tokenizer puts around texts.
     """
-    whole = tokenizer(text + piece, add_special_tokens=special)["input_ids"]
+    whole = encoder.ids(text + piece, special=special)
     if whole[: len(tokens)] == list(tokens):
-        return list(whole[len(tokens) :])
-    return list(tokenizer(piece, add_special_tokens=False)["input_ids"])
+        return whole[len(tokens) :]
+    return encoder.ids(piece)
 
 
 def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
@@ -116,6 +118,9 @@ class Layout:
         ends: tokens that end a response; of these the tokenizer's own ends a plain text.
         config: chat template and system message.
 
+    Attributes:
+        found: spellings of control tokens in what was laid out so far; they are read as text.
+
     Raises:
         TaskError: there is no end-of-sequence token.
     """
@@ -129,7 +134,9 @@ class Layout:
                 "eos_token in the model's tokenizer_config.json"
             )
         self._tokenizer, self._ends, self._config = tokenizer, ends, config
+        self._encoder = Encoder(tokenizer)
         self._end = cast(int, tokenizer.eos_token_id)
+        self.found = self._encoder.found
 
     def prompt(self, prompt: str | tuple[Message, ...], *, transcript: bool = False) -> Prompt:
         """A prompt as a policy reads it.
@@ -156,7 +163,7 @@ class Layout:
             raise TaskError("data.system is set, and the prompt has a system message of its own")
         as_is = transcript and c.chat == "auto" and not c.system
         task = TaskConfig(kind="dataset", system=c.system, chat="off" if as_is else c.chat)
-        return render(TaskRow(prompt), task, self._tokenizer)
+        return render(TaskRow(prompt), task, self._tokenizer, encoder=self._encoder)
 
     def response(self, prompt: Prompt, text: str) -> tuple[int, ...]:
         """A response's tokens, the end token as the last.
@@ -165,10 +172,13 @@ class Layout:
             TaskError: the chat template shows the prompt in another way once it is answered.
         """
         if prompt.messages is None:
-            return (*self._after(prompt.text, prompt.tokens, text, special=True), self._end)
+            read, at = self._encoder.escape(prompt.text + text), len(prompt.text)
+            said = self._after(read[:at], prompt.tokens, read[at:], special=True)
+            return (*said, self._end)
         turn = Message(role="assistant", content=text)
-        said = self._grown(prompt.text, [*prompt.messages, turn])
-        ids = self._after(prompt.text, prompt.tokens, said, special=False)
+        asked = self._template(prompt.messages, add_generation_prompt=True)
+        read = self._grown(asked, [*prompt.messages, turn])
+        ids = self._after(asked, prompt.tokens, read, special=False)
         return tuple(self._turn(ids) or [*ids, self._end])
 
     def example(self, prompt: Prompt, completion: str | tuple[Message, ...]) -> Example:
@@ -190,10 +200,8 @@ class Layout:
 
     def _marked(self, prompt: Prompt, turns: Sequence[Message]) -> Example:
         """By the marks of the template; what it marks in the prompt is not learned."""
-        encoded: Any = self._template(
-            turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        tokens, marks = encoded["input_ids"], [bool(m) for m in encoded["assistant_masks"]]
+        with self._refusals():
+            tokens, marks = self._encoder.marked(turns)
         start = len(prompt.tokens)
         return _example(tokens, [False] * start + marks[start:])
 
@@ -222,28 +230,32 @@ class Layout:
 
     def _grown(self, text: str, turns: Sequence[Message], *, answer: bool = False) -> str:
         """What the rendered turns add to ``text``, which is their beginning."""
-        whole = str(self._template(turns, tokenize=False, add_generation_prompt=answer))
+        whole = self._template(turns, add_generation_prompt=answer)
         if not whole.startswith(text):
             at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)
             raise TaskError(
                 "the chat template shows earlier turns differently once more is said (from "
-                f"{text[at : at + 40]!r} on), so that what was read is not what is learned; train "
+                f"{self._encoder.plain(text[at : at + 40])!r} on), so that what was read is not what is learned; train "
                 "on the last turn only (prompt and completion columns), or use a template with "
                 "{% generation %} blocks"
             )
         return whole[len(text) :]
 
-    def _template(self, turns: Sequence[Message], **options: Any) -> Any:
+    def _template(self, turns: Sequence[Message], **options: bool) -> str:
+        with self._refusals():
+            return self._encoder.chat(turns, **options)
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
         from jinja2 import TemplateError
 
-        conversation: list[Any] = [{"role": t["role"], "content": t["content"]} for t in turns]
         try:
-            return self._tokenizer.apply_chat_template(conversation, **options)
+            yield
         except TemplateError as error:
             raise TaskError(f"the chat template refuses the messages: {error}") from error
 
     def _after(self, text: str, tokens: Sequence[int], piece: str, *, special: bool) -> list[int]:
-        return continued(self._tokenizer, text, tokens, piece, special=special)
+        return continued(self._encoder, text, tokens, piece, special=special)
 
     def _turn(self, ids: Sequence[int]) -> list[int]:
         return turn_of(ids, self._ends)

@@ -9,6 +9,7 @@ from typing import Any
 from stretto.config import TaskConfig
 from stretto.errors import TaskError, nearest
 from stretto.tasks.base import INDEX_KEY, Task, TaskRow
+from stretto.tasks.encode import utf8
 from stretto.tasks.extract import extract
 from stretto.tasks.files import read
 from stretto.tasks.maths import same_answer
@@ -127,11 +128,14 @@ def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
     """A cell of the prompt column, as text or messages.
 
     Raises:
-        TaskError: it is neither, is empty, or ends in the assistant's own turn.
+        TaskError: it is neither, is empty, is no valid Unicode, or ends in the assistant's own turn.
     """
     if isinstance(value, str) and value.strip():
+        utf8(value, where)
         return value
     if messages := as_messages(value):
+        for message in messages:
+            utf8(message["role"] + message["content"], where)
         if messages[-1]["role"] != "assistant":
             return messages
         raise TaskError(

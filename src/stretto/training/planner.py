@@ -11,7 +11,7 @@ from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.executor.executor import Name
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.schedule import Schedule
-from stretto.pipelines.solve import solve
+from stretto.pipelines.solve import SEEDS, solve
 
 GUESSED_TICKS = 1000
 """Of a forward of the larger model's stages, before anything is measured."""
@@ -46,7 +46,7 @@ class Planner:
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
-        self._config, self._seed = config, seed
+        self._config, self._seed = config, seed % SEEDS
         self._plans: dict[int, Plan] = {}
         self._measured = False
         largest = max(parameters[m] / config.stages(m) for m in ("actor", "critic"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from stretto import api, recipes
 from stretto.config import Config
-from stretto.errors import ConfigError, ModelError, StateError
+from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory, make_progress
 from stretto.trl import adapters, arguments, checks
 from stretto.trl.arguments import MISSING_EOS, REWARD_MODEL
@@ -219,16 +219,16 @@ class PPOTrainer:
         """The type that the policy computes in; with ``bf16`` all models are brought to that."""
         import torch
 
+        from stretto.models.weights import require_trainable
+
         if self.args.bf16:
             for model in (self.policy_model, self.ref_model, self.reward_model, self.value_model):
                 if model is not None:
                     model.to(torch.bfloat16)
+        for name, model in (("model", self.policy_model), ("value_model", self.value_model)):
+            if model is not None:
+                require_trainable(model, name)
         dtype = next(self.policy_model.parameters()).dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ModelError(
-                f"model computes in {dtype}, and the types here are float32 and bfloat16; load it "
-                "with dtype=torch.bfloat16"
-            )
         return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
     def _given(self) -> Given:

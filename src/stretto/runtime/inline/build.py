@@ -16,7 +16,8 @@ from stretto import tasks
 from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.errors import TaskError
-from stretto.models.load import load_tokenizer, set_checkpointing
+from stretto.models.forward import unwrapped
+from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
@@ -24,6 +25,12 @@ from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.ranks import Ranks
 from stretto.process import keep_freed_memory
 from stretto.runtime.controls import controls
+from stretto.runtime.inline.checks import (
+    check_ends,
+    check_positions,
+    check_rewards,
+    first_prompts,
+)
 from stretto.runtime.inline.models import (
     NOTHING,
     Given,
@@ -39,6 +46,7 @@ from stretto.runtime.inline.roles import PlainScorer
 from stretto.schedules.schedule import Schedule
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
+from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
 from stretto.training.partition import check_stages
@@ -97,6 +105,16 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     judges = open_judges(config, task, tokenizer, stack, given)
     rewards = reward_models(config, tokenizer, given, say)
     base = make_actor(config, given, say)
+    ends = given.end_tokens
+    ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
+    check_ends(config, ends)
+    check_positions(config, "the actor", base, generating=True)
+    check_rewards(config, rewards[0], first_prompts(prompts, len(task), config))
+    if prompts.found:
+        say(
+            f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "
+            "text; conversations are given as lists of messages"
+        )
     _check_stages(config, base, rewards[0])
     if config.warmup_examples:
         loss = warm_up(base, _examples(config, task, prompts), config)
@@ -104,9 +122,11 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     critic = make_critic(config, base, tokenizer, rewards[0], given, say)
     actor = add_lora(base, config.model, "CAUSAL_LM") if config.model.lora_rank else base
     reference = make_reference(config, base, actor, given)
+    check_positions(config, "the critic", critic)
+    check_positions(config, "the reference", reference)
     for model in filter(None, (actor, critic)):
         set_checkpointing(model, config.model)
-    place = Placement(config, actor, critic, tokenizer, stack, given.end_tokens)
+    place = Placement(config, actor, critic, tokenizer, stack, ends)
     models = [
         [*own, *model_scorers(config, reference, values, say)]
         for own, values in zip(rewards, place.critics, strict=True)
@@ -167,8 +187,8 @@ def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[R
     the rows that RL reaches last. Again and again where there are too few.
     """
     tokenizer = prompts.tokenizer
+    encoder, examples = Encoder(tokenizer), []
     places = chain.from_iterable(prompts.ids(backwards=True) for _ in count())
-    examples = []
     for i, place in enumerate(islice(places, config.warmup_examples)):
         prompt = prompts.prompt_by_id(place)
         reference = task.row(prompt.data[tasks.INDEX_KEY]).reference
@@ -177,7 +197,7 @@ def _examples(config: Config, task: tasks.Task, prompts: PromptSource) -> list[R
                 f"warmup_examples = {config.warmup_examples} trains on the task's own answers, and "
                 f"task '{config.task.name}' has none; set warmup_examples = 0"
             )
-        answer = list(tokenizer(reference, add_special_tokens=False)["input_ids"])
+        answer = encoder.ids(encoder.escape(reference))
         if tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
         examples.append(Rollout(i, prompt, i, tokens=answer))

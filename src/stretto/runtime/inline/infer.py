@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import nn
 
-from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
+from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
 from stretto.errors import JudgeError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -88,7 +88,12 @@ def generate(
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
 ) -> Iterator[tuple[int, str]]:
-    """Answer prompts: (index of the prompt, text), each as soon as it has ended."""
+    """Answer prompts: (index of the prompt, text), each as soon as it has ended.
+
+    Raises:
+        ConfigError: the seed is out of range.
+    """
+    require_seed(seed)
     settings = Config.model_construct(
         seed=seed, model=ModelConfig(name=model), rollout=options, task=TaskConfig(chat=chat)
     )

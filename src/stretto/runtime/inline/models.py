@@ -24,6 +24,7 @@ from stretto.models.load import (
 )
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
+from stretto.models.weights import require_finite, require_trainable
 from stretto.runtime.controls import model_seats
 from stretto.runtime.inline.placement import scorer_slots
 from stretto.runtime.inline.roles import PlainScorer
@@ -74,13 +75,27 @@ def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
     """The actor: brought, or as the settings name it."""
     if given.actor is None:
         return load_actor(config, say)
-    return made_ready(given.actor, config)
+    return made_ready(given.actor, config, trained=True)
 
 
-def made_ready(model: nn.Module, config: Config) -> nn.Module:
+def made_ready(
+    model: nn.Module, config: Config, what: str = "the model", *, trained: bool = False
+) -> nn.Module:
     """A model that the caller brought, as one that is loaded here would be: on the settings'
     device, in evaluation mode, with no dropout and with the attention for short sequences.
+
+    Args:
+        model: changed in place.
+        config: of the run.
+        what: the model is, as the subject of a message.
+        trained: whether it is to be trained.
+
+    Raises:
+        ModelError: its weights are not finite, or of a type that is not trained.
     """
+    require_finite(model, what)
+    if trained:
+        require_trainable(model, what)
     model.to(pick_device(config.model.device)).eval()
     for module in model.modules():
         for name, value in vars(module).items():
@@ -115,7 +130,7 @@ def reward_models(
     for source in config.reward.sources:
         if source in given.reward_models:
             model, own = given.reward_models[source]
-            made_ready(model, config).requires_grad_(False)
+            made_ready(model, config, f"reward model '{source}'").requires_grad_(False)
         elif source.startswith("model:"):
             model, own = load_reward_model(config, source.removeprefix("model:"), say)
         else:
@@ -153,7 +168,7 @@ def make_critic(
         return None
     m, init = config.model, config.critic.init
     if given.critic is not None:
-        critic = made_ready(given.critic, config)
+        critic = made_ready(given.critic, config, "the critic", trained=True)
     elif init == "actor":
         critic = critic_from_actor(actor)
     elif init == "reward":
@@ -184,7 +199,7 @@ def make_reference(
     if not config.algorithm.has_reference:
         return None
     if given.reference is not None:
-        return made_ready(given.reference, config).requires_grad_(False)
+        return made_ready(given.reference, config, "the reference").requires_grad_(False)
     return actor if config.model.lora_rank else frozen_copy(base)
 
 

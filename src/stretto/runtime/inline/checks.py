@@ -1,0 +1,89 @@
+"""What is known to fail before a run's first response, and so is refused there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+
+from torch import nn
+
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.models.positions import positions
+from stretto.scoring.models import RewardModelScorer
+from stretto.tasks.prompts import PromptSource
+from stretto.types import Prompt
+
+FIRST = 8
+"""Prompts that are looked at before the run."""
+
+
+def check_positions(
+    config: Config, what: str, model: nn.Module | None, *, generating: bool = False
+) -> None:
+    """Refuse a model that cannot read a prompt with its response, both at their limits.
+
+    Args:
+        config: of the run.
+        what: the model is, as the subject of a message.
+        model: that reads the actor's tokens, if there is one.
+        generating: see :func:`~stretto.models.positions.positions`.
+
+    Raises:
+        ConfigError: it has too few positions.
+    """
+    limit = None if model is None else positions(model, generating=generating)
+    prompt, response = config.task.max_prompt_tokens, config.rollout.max_new_tokens
+    if limit is not None and prompt + response > limit:
+        raise ConfigError(
+            f"{what} has positions for {limit} tokens, and a prompt with its response may have "
+            f"{prompt + response} (task.max_prompt_tokens = {prompt}, rollout.max_new_tokens = "
+            f"{response}); lower these, or choose another model"
+        )
+
+
+def check_ends(config: Config, end_tokens: Collection[int]) -> None:
+    """Refuse a run in which no response can end, and each is to be penalised for that.
+
+    Raises:
+        ConfigError: nothing ends a response, and ``reward.missing_eos`` is on.
+    """
+    rule = config.reward
+    if not (end_tokens or config.rollout.stop or rule.missing_eos == "off"):
+        raise ConfigError(
+            "nothing ends a response: the tokenizer has no end token, the generation config names "
+            "none, and rollout.stop is empty. Each would go on to the token limit, for which "
+            f"reward.missing_eos = '{rule.missing_eos}' has a penalty. Set eos_token in the "
+            "model's tokenizer_config.json, name a string in rollout.stop, or set "
+            "reward.missing_eos = 'off'"
+        )
+
+
+def check_rewards(
+    config: Config, rewards: Iterable[RewardModelScorer], prompts: Sequence[Prompt]
+) -> None:
+    """Refuse reward models that cannot read what they are to score.
+
+    How many tokens a tokenizer makes of another's is not known before there are responses; one
+    that then does not fit fails by itself.
+
+    Args:
+        config: of the run.
+        rewards: the reward models.
+        prompts: some of the run's.
+
+    Raises:
+        ConfigError, ModelError: one has too few positions.
+    """
+    for reward in rewards:
+        if reward.same_tokenizer:
+            check_positions(config, f"reward model '{reward.name}'", reward.model)
+        elif prompts:
+            reward.require_room(prompts)
+
+
+def first_prompts(prompts: PromptSource, rows: int, config: Config) -> list[Prompt]:
+    """The first prompts of a run that are not too long, if there are any among the first rows."""
+    drawn: Iterable[Prompt] = (prompts.prompt_by_id(i) for i in range(min(rows, 4 * FIRST)))
+    longest = config.task.max_prompt_tokens
+    return list(islice((p for p in drawn if len(p.tokens) <= longest), FIRST))

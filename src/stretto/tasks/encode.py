@@ -1,0 +1,296 @@
+"""Texts as tokens, in which control tokens are those that a chat template writes, and no others.
+
+A text may spell a control token: a policy can type ``</s>``, a dataset can hold ``<eos>``. A
+tokenizer takes that for the token itself, and whoever wrote the text could end a turn with it and
+begin another. Here what somebody wrote stays text: '<', '/', 's', '>'.
+
+Before a text goes into a template, each spelling of a control token in it is *escaped*: replaced by
+as many characters that Unicode keeps for internal use (noncharacters), so that places in the text
+stay where they are. An escaped text is tokenised by a twin of the tokenizer, which knows control
+tokens by these stand-ins and by nothing else, with spellings and stand-ins exchanged. So the rest of
+the text comes out as it always does: words and spaces next to a spelling, too. A text in which
+nothing is escaped goes through the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from stretto.errors import ModelError, TaskError
+from stretto.types import Message
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+*_FIRST, MARK = (chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
+"""Noncharacters of Unicode. The last is never in an escaped text, and so can mark a place in it."""
+_NEXT = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""The others. A stand-in is one of the first, and then as many of these as it takes."""
+_NONCHARACTER = re.compile(f"[{''.join([*_FIRST, MARK, *_NEXT])}]")
+
+Pieces = tuple[list[int], list[tuple[int, int]]]
+"""Tokens and their (start, end) in what was tokenised."""
+
+
+class Encoder:
+    """A tokenizer to which text is text.
+
+    Control tokens are the tokenizer's special tokens, and those of its other added tokens that it
+    names as ``chat_control_tokens`` or else that its chat template writes with every turn. An added
+    token that is neither is a word like any other.
+
+    Args:
+        tokenizer: used as it is, and not changed.
+
+    Attributes:
+        tokenizer: the same.
+        found: spellings of control tokens that were met in texts so far.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._control = _control_tokens(tokenizer)
+        self._names = _stand_ins(self._control)
+        self._other = self._names | {name: text for text, name in self._names.items()}
+        self._spelling = _any_of(self._names)
+        self._either = _any_of(self._other)
+        # Anything that is not in the vocabulary becomes the unknown token; that controls nothing.
+        self._ids = frozenset(self._control.values()) - {tokenizer.unk_token_id}
+        self.found: set[str] = set()
+
+    def escape(self, text: str) -> str:
+        """What somebody wrote, with stand-ins for what spells control tokens; of the same length.
+
+        A noncharacter becomes the replacement character: it could be taken for a stand-in.
+
+        Raises:
+            TaskError: the text is no valid Unicode.
+        """
+        utf8(text, "a text")
+        if not self._spelling.search(text) and not _NONCHARACTER.search(text):
+            return text
+        text = _NONCHARACTER.sub("\ufffd", text)
+        self.found.update(self._spelling.findall(text))
+        return self._spelling.sub(lambda m: self._names[m[0]], text)
+
+    def plain(self, escaped: str) -> str:
+        """An escaped text as people read it; the inverse of :meth:`escape`."""
+        if not _NONCHARACTER.search(escaped):
+            return escaped
+        return self._either.sub(lambda m: self._spelled(m[0]), escaped)
+
+    def chat(self, turns: Iterable[Message], *, unfinished: bool = False, **options: Any) -> str:
+        """A conversation in the tokenizer's chat template, its contents escaped.
+
+        Args:
+            turns: role and content of each.
+            unfinished: put :data:`MARK` behind the last content.
+            options: of ``apply_chat_template``.
+
+        Raises:
+            jinja2.TemplateError: the template refuses the conversation.
+            TaskError: a content is no valid Unicode.
+        """
+        conversation = self.escaped(turns)
+        if unfinished:
+            conversation[-1]["content"] += MARK
+        return str(self.tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+
+    def escaped(self, turns: Iterable[Message]) -> list[dict[str, str]]:
+        """Turns with role and content escaped.
+
+        Raises:
+            TaskError: one is no valid Unicode.
+        """
+        return [
+            {"role": self.escape(turn["role"]), "content": self.escape(turn["content"])}
+            for turn in turns
+        ]
+
+    def marked(self, turns: Iterable[Message]) -> tuple[list[int], list[bool]]:
+        """A conversation in tokens, and of each whether the chat template marks it as said by the
+        assistant (its blocks ``{% generation %}``).
+
+        Raises:
+            jinja2.TemplateError, TaskError: as :meth:`chat`.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = self.tokenizer
+        rendered, spans = render_jinja_template(  # type: ignore[no-untyped-call]
+            [self.escaped(turns)],
+            chat_template=tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )
+        ids, places = self.pieces(rendered[0])
+        said = [any(a < end and start < b for start, end in spans[0]) for a, b in places]
+        return ids, said
+
+    def ids(self, escaped: str, *, special: bool = False) -> list[int]:
+        """The tokens of an escaped text.
+
+        Args:
+            escaped: by :meth:`escape`, or out of :meth:`chat`; whole or in part.
+            special: add the special tokens that the tokenizer puts around any text.
+        """
+        if not _NONCHARACTER.search(escaped):
+            ids = list(self.tokenizer(escaped, add_special_tokens=special)["input_ids"])
+            if self._written(ids, special) <= len(self._spelling.findall(escaped)):
+                return ids
+            # The text spells a control token only once it is normalised ('＜/s＞').
+        if not self.tokenizer.is_fast:
+            return self._by_parts(escaped, special)
+        return list(self._twin.encode(self._exchanged(escaped), add_special_tokens=special).ids)
+
+    def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
+        """The same with the place of each token in the text; of fast tokenizers only."""
+        if not _NONCHARACTER.search(escaped):
+            encoded = self.tokenizer(
+                escaped, add_special_tokens=special, return_offsets_mapping=True
+            )
+            ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
+            if self._written(ids, special) <= len(self._spelling.findall(escaped)):
+                return ids, spans
+        made = self._twin.encode(self._exchanged(escaped), add_special_tokens=special)
+        return list(made.ids), list(made.offsets)
+
+    def _written(self, ids: Iterable[int], special: bool) -> int:
+        """Control tokens among ids, but for those around the text."""
+        return sum(map(self._ids.__contains__, ids)) - (self._around if special else 0)
+
+    @cached_property
+    def _around(self) -> int:
+        """Control tokens that are put around any text."""
+        return sum(map(self._ids.__contains__, self.tokenizer("")["input_ids"]))
+
+    @cached_property
+    def _twin(self) -> Tokenizer:
+        backend: Any = self.tokenizer
+        return _renamed(backend.backend_tokenizer, self._names)
+
+    def _exchanged(self, escaped: str) -> str:
+        """As the twin reads it: spellings are text, and stand-ins are control tokens."""
+        return self._either.sub(lambda m: self._other[m[0]], escaped)
+
+    def _spelled(self, found: str) -> str:
+        return found if found in self._names else self._other[found]
+
+    def _by_parts(self, escaped: str, special: bool) -> list[int]:
+        """Without a twin, as of tokenizers in Python: what lies between control tokens, each part
+        for itself. Words at the edges may come out in another way than in one text.
+        """
+        tokenizer: Any = self.tokenizer
+        ids: list[int] = []
+        at = 0
+        for found in [*self._spelling.finditer(escaped), None]:
+            part = self.plain(escaped[at : found.start() if found else len(escaped)])
+            if part:
+                options = {"add_special_tokens": False, "split_special_tokens": True}
+                ids += tokenizer(part, **options)["input_ids"]
+            if found:
+                ids.append(self._control[found[0]])
+                at = found.end()
+        return list(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
+
+
+def utf8(text: str, where: str) -> bytes:
+    """The bytes of a text.
+
+    Args:
+        text: any.
+        where: it stands, for the message.
+
+    Raises:
+        TaskError: it has half of a surrogate pair, which JSON can hold and no tokenizer takes.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise TaskError(
+            f"{where} must be valid Unicode, and character {error.start} of it is half of a "
+            f"surrogate pair ({text[error.start]!r}); correct the text, or drop it"
+        ) from error
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Ids of the tokens that a text must not be able to spell, by their spelling."""
+    added = tokenizer.added_tokens_decoder
+    control = {token.content: i for i, token in added.items() if token.special}
+    named: Any = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+    control |= dict(named)
+    others = {t.content: i for i, t in added.items() if not t.special and t.content.strip()}
+    chosen = getattr(tokenizer, "chat_control_tokens", None)
+    marks = _turn_marks(tokenizer, others) if chosen is None else chosen
+    return control | {mark: others[mark] for mark in marks if mark in others}
+
+
+def _turn_marks(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Sequence[str]:
+    """Those of the tokens that the chat template writes with every turn."""
+    tokens = list(tokens)
+    if not (tokens and tokenizer.chat_template):
+        return ()
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    try:
+        once, twice = (
+            str(tokenizer.apply_chat_template(turns * n, tokenize=False)) for n in (1, 2)
+        )
+    except Exception:  # a template may do anything; what it makes of real turns is seen there
+        return ()
+    return [token for token in tokens if twice.count(token) > once.count(token)]
+
+
+def _stand_ins(control: Iterable[str]) -> dict[str, str]:
+    """For each control token's spelling a name of the same length, of noncharacters."""
+    names: dict[str, str] = {}
+    by_length: dict[int, Any] = {}
+    for text in control:
+        free = by_length.setdefault(len(text), product(_FIRST, *[_NEXT] * (len(text) - 1)))
+        name = next(free, None)
+        if name is None:
+            raise ModelError(
+                f"the tokenizer has more special tokens of {len(text)} characters than can be told "
+                "from text; choose another model"
+            )
+        names[text] = "".join(name)
+    return names
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Matches any of the texts, the longest of those that begin at one place."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """A copy of a tokenizer with other spellings of some tokens, whose ids stay.
+
+    Of the model's vocabulary too: one that looks up whole words or pieces finds control tokens
+    there, whether or not they are looked for in the text first.
+    """
+    from tokenizers import Tokenizer
+
+    made = json.loads(backend.to_str())
+    made["truncation"] = made["padding"] = None
+    for token in made["added_tokens"]:
+        if token["content"] in names:
+            token |= {"content": names[token["content"]], "normalized": False}
+    model = made["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(text, text): i for text, i in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocabulary]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [
+            (a, b) for a, b in model["merges"] if not ({a, b, a + b} & names.keys())
+        ]
+    return Tokenizer.from_str(json.dumps(made))
