@@ -1,8 +1,10 @@
-"""Small models and batches, and the naive forward pass that others are compared with."""
+"""Small models and batches, the naive forward pass that others are compared with, a full disk."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import resource
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -132,3 +134,14 @@ def make_learner(
         config,
         {"task": 1.0},
     )
+
+
+@contextmanager
+def full_beyond(size: int) -> Iterator[None]:
+    """Files take no more than ``size`` bytes: a write takes what still fits, the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

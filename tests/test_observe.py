@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import full_beyond
 from stretto import recipes
 from stretto.clock import ManualClock
 from stretto.config import Config
-from stretto.errors import ConfigError, MissingExtraError, StateError
+from stretto.errors import ConfigError, MissingExtraError, StateError, StorageError
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress
 from stretto.observe.idle import TimeSheet, intersect, seconds, subtract, time_of_roles, union
 from stretto.observe.live import sparkline
@@ -96,7 +97,8 @@ def test_rewind_drops_later_steps_and_a_half_written_line(tmp_path: Path) -> Non
         run.append_metrics(step, {"a": step})
     with run.metrics_file.open("a") as file:
         file.write('{"step": 4, "a"')
-    run.rewind(2)
+    assert [r["step"] for r in run.read_metrics()] == [1, 2, 3]
+    assert run.rewind(2) == ["metrics.jsonl"]
     run.append_metrics(3, {"a": 30})
     assert [(r["step"], r["a"]) for r in lines_of(run.metrics_file)] == [(1, 1), (2, 2), (3, 30)]
     assert not list(run.path.glob("*.tmp"))
@@ -491,6 +493,18 @@ def test_a_trace_that_was_cut_short_is_read_and_goes_on(cut: int, tmp_path: Path
     assert resumed.read().spans == whole.spans[:6]
     traced(trace.path, [3])
     assert resumed.read() == whole
+
+
+def test_on_a_full_disk_a_trace_stays_as_it_was(tmp_path: Path) -> None:
+    trace = traced(tmp_path / "trace.json", [1, 2])
+    before = trace.path.read_bytes()
+    with full_beyond(len(before) + 100), pytest.raises(StorageError, match="make room there"):
+        traced(trace.path, [3])
+    assert trace.path.read_bytes() == before
+    with full_beyond(100), pytest.raises(StorageError):
+        traced(tmp_path / "first.json", [1])
+    assert (tmp_path / "first.json").read_bytes() == b""
+    assert traced(trace.path, [3]).read().steps[2].step == 3
 
 
 def test_rewinding_to_the_start_leaves_no_trace(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from stretto.cli.main import main
 from stretto.clock import ManualClock
 from stretto.config import Config
-from stretto.errors import ConfigError, StateError
+from stretto.errors import ConfigError, StateError, StorageError
 from stretto.observe import Recorder, RunDirectory, Spans, report
 from stretto.observe.progress import NoProgress
 from stretto.observe.report import evaluations, outcomes
@@ -388,11 +388,16 @@ def test_evaluations_are_kept_with_their_run(tmp_path: Path) -> None:
     for rate in (0.25, 0.5):
         evaluations.append(run.path, evaluated(rate, 3.0))
     assert load([run.path])[0].evaluations == [evaluated(0.25, 3.0), evaluated(0.5, 3.0)]
-    with pytest.raises(ConfigError, match="cannot keep the figures"):
+    with pytest.raises(StorageError, match=r"cannot write '.*evaluations.jsonl'"):
         evaluations.append(tmp_path / "nowhere", evaluated(0.5))
     with (run.path / evaluations.FILE).open("a") as file:
+        file.write('{"model": "m", "fig')  # a crash
+    assert len(evaluations.read(run.path)) == 2
+    assert evaluations.append(run.path, evaluated(0.75, 3.0))
+    assert len(evaluations.read(run.path)) == 3
+    with (run.path / evaluations.FILE).open("a") as file:
         file.write('{"model": "m"}\n')
-    with pytest.raises(StateError, match=r"evaluations\.jsonl', line 3 is no record"):
+    with pytest.raises(StateError, match=r"evaluations\.jsonl', line 4 is no record"):
         load([run.path])
 
 

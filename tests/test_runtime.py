@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -25,7 +24,6 @@ from stretto.runtime import inline
 from stretto.runtime.inline.build import _examples
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
-from stretto.training import checkpoint
 from stretto.types import Score, short_name
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
@@ -222,11 +220,19 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
         inline.train(config, run_dir=killed, progress=Kill(3))
     assert [m["step"] for m in lines(killed.metrics_file)] == [1, 2, 3]
     assert [p.name for p in killed.checkpoints.iterdir()] == ["step-000002"]
+    # What a crash leaves of a line; what follows must not be glued to it.
+    for file in (killed.metrics_file, killed.samples_file, killed.rollouts_file):
+        with file.open("ab") as torn:
+            torn.write(b'{"step": 4, "re')
+    assert [m["step"] for m in killed.read_metrics()] == [1, 2, 3]
     again = RunDirectory.open(killed.path)
-    result = inline.train(config, run_dir=again, resume=True, progress=NoProgress())
+    notes = Notes()
+    result = inline.train(config, run_dir=again, resume=True, progress=notes)
     assert result.steps == 4
     assert_same_run(again, whole)
-    assert [p.name for p in again.checkpoints.iterdir()] == ["step-000004"]
+    assert sorted(p.name for p in again.checkpoints.iterdir()) == ["step-000002", "step-000004"]
+    names = "metrics.jsonl, samples.jsonl, rollouts.jsonl"
+    assert f"dropped a last line that was never finished, of {names}" in notes.notes
 
 
 def test_a_run_without_checkpoints_cannot_be_resumed(tiny_folder: Path, tmp_path: Path) -> None:
@@ -234,24 +240,6 @@ def test_a_run_without_checkpoints_cannot_be_resumed(tiny_folder: Path, tmp_path
     run_dir = RunDirectory.create(tmp_path, "run", config)
     with pytest.raises(StateError, match="holds no checkpoint to resume from"):
         inline.train(config, run_dir=run_dir, resume=True, progress=NoProgress())
-
-
-def test_a_half_written_checkpoint_is_passed_over_and_cleared(tmp_path: Path) -> None:
-    state = {"numbers": [1, 2.5, None], "tensor": torch.arange(3)}
-    checkpoint.save(tmp_path, 9, state)
-    (tmp_path / "step-000010.tmp").mkdir()
-    step, found = checkpoint.load_latest(tmp_path)
-    assert step == 9
-    assert found["numbers"] == [1, 2.5, None]
-    assert found["tensor"].tolist() == [0, 1, 2]
-    checkpoint.save(tmp_path, 10, state)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-000010"]
-
-
-def test_a_checkpoint_cannot_bring_code(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, {"path": Path("x")})
-    with pytest.raises(UnpicklingError, match="Weights only load failed"):
-        checkpoint.load_latest(tmp_path)
 
 
 def test_a_seed_makes_the_run(tiny_folder: Path, tmp_path: Path) -> None:

@@ -10,7 +10,8 @@
     ├── JudgeError             a reward source failed on a sample (carries the samples)
     ├── EngineError            the generation engine was asked for what it cannot do
     ├── LearnerError           training found its own numbers wrong
-    ├── StateError             saved state does not fit what it is put back into
+    ├── StateError             saved state is damaged, or does not fit what it is put back into
+    ├── StorageError           a file cannot be written, or a folder is in use
     ├── RankError              a process of a pipelined step failed, and with it the step
     ├── StalledError           a role did not answer in time, or everyone waits for everyone
     └── LifecycleError         a rollout was moved along an edge that does not exist
@@ -73,7 +74,11 @@ class LearnerError(StrettoError):
 
 
 class StateError(StrettoError):
-    """Saved state does not fit the component it is put back into."""
+    """Saved state is damaged, or does not fit the component it is put back into."""
+
+
+class StorageError(StrettoError):
+    """A file cannot be written, as on a full disk, or another process is at work in a folder."""
 
 
 class RankError(StrettoError):

@@ -21,6 +21,9 @@ from stretto.api.settings import changed
 from stretto.api.stages import NOTHING, Stages, check_opens, check_settings, replaced, stages_of
 from stretto.config import Config, RewardConfig
 from stretto.errors import ConfigError, StateError
+from stretto.files import explained, write_whole
+from stretto.observe.lock import locked
+from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
     from stretto.evaluation import LabelResult, Measured
@@ -100,7 +103,8 @@ def align(
         sft, reward, train: changes of the settings of each stage; see :mod:`stretto.api`.
 
     Raises:
-        StrettoError: a setting, a model, the data, a judge or the numbers are at fault.
+        StrettoError: a setting, a model, the data, a judge, the numbers or the disk are at fault;
+            or another process is at work in the folder.
     """
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
     folder = Path(folder)
@@ -111,10 +115,12 @@ def align(
         )
     check_settings(stages, pairs, samples)
     check_opens(stages, reference_column)
-    folder.mkdir(parents=True, exist_ok=True)
-    stages.write(folder)
     asked = {"pairs": pairs, "samples": samples, "reference_column": reference_column}
-    return _Alignment(stages, _Record.begin(folder, asked)).run()
+    with explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with ending_in_order(), locked(folder, print):
+        stages.write(folder)
+        return _Alignment(stages, _Record.begin(folder, asked)).run()
 
 
 def resume_alignment(folder: str | Path) -> Aligned:
@@ -129,9 +135,16 @@ def resume_alignment(folder: str | Path) -> Aligned:
     Raises:
         ConfigError: it is no such folder.
         StateError: what a stage left is not there any more.
+        StorageError: another process is at work in it, or it cannot be written to.
     """
-    record = _Record.open(Path(folder))
-    return _Alignment(stages_of(Path(folder)), record).run()
+    folder = Path(folder)
+    if not (folder / RECORD).is_file():
+        raise ConfigError(
+            f"'{folder}' has no {RECORD}, so no alignment was begun in it; give the folder that "
+            "'stretto align' made"
+        )
+    with ending_in_order(), locked(folder, print):
+        return _Alignment(stages_of(folder), _Record.open(folder)).run()
 
 
 def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
@@ -168,11 +181,6 @@ class _Record:
     @classmethod
     def open(cls, folder: Path) -> _Record:
         file = folder / RECORD
-        if not file.is_file():
-            raise ConfigError(
-                f"'{folder}' has no {RECORD}, so no alignment was begun in it; give the folder "
-                "that 'stretto align' made"
-            )
         try:
             return cls(folder, dict(json.loads(file.read_text(encoding="utf-8"))))
         except ValueError as error:
@@ -195,9 +203,7 @@ class _Record:
         return result
 
     def _save(self) -> None:
-        scratch = self.folder / f"{RECORD}.tmp"
-        scratch.write_text(json.dumps(self._data, indent=2) + "\n", encoding="utf-8")
-        scratch.replace(self.folder / RECORD)
+        write_whole(self.folder / RECORD, (json.dumps(self._data, indent=2) + "\n").encode())
 
 
 class _Alignment:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from stretto.api.settings import Settings, changed, config_of
@@ -60,6 +61,7 @@ def compare(
     """
     from stretto.observe.compare import Comparison, Outcome
     from stretto.observe.report import load
+    from stretto.runtime.inline.models import Given
 
     base = changed(config_of(settings), changes)
     if not isinstance(variants, Mapping):
@@ -70,10 +72,12 @@ def compare(
         for name in variants
     }  # all of them are checked before the first one starts
     outcomes = []
-    for (name, seed), config in runs.items():
-        run_dir = RunDirectory.create(config.out, f"{name}-seed{seed}", config)
-        execute(config, run_dir)
-        outcomes.append(Outcome.of(name, seed, load([run_dir.path])[0]))
+    Path(base.out).mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
+        for (name, seed), config in runs.items():
+            run_dir = RunDirectory.create(config.out, f"{name}-seed{seed}", config)
+            execute(config, run_dir, given=Given(warmup=Path(warm, f"seed{seed}.safetensors")))
+            outcomes.append(Outcome.of(name, seed, load([run_dir.path])[0]))
     return Comparison(outcomes, target)
 
 

@@ -15,6 +15,7 @@ from stretto import recipes
 from stretto.api.settings import changed
 from stretto.config import Config, ModelConfig, RewardModelConfig, RowsConfig, Section, SftConfig
 from stretto.errors import ConfigError, TaskError
+from stretto.files import write_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ class Stages:
     def write(self, folder: Path) -> None:
         """Put them into a folder, for :func:`stages_of` to read."""
         for name, settings in zip(NAMES, (self.sft, self.reward, self.train), strict=True):
-            (folder / f"{name}.toml").write_text(recipes.dump(settings), encoding="utf-8")
+            write_whole(folder / f"{name}.toml", recipes.dump(settings).encode())
 
 
 def stages_of(

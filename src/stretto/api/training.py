@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -18,8 +19,10 @@ from stretto.api.settings import (
     of_dataset,
 )
 from stretto.config import Config, RewardModelConfig, SftConfig
-from stretto.errors import ConfigError, StrettoError, TaskError
+from stretto.errors import ConfigError, StateError, StrettoError, TaskError
+from stretto.files import write_whole
 from stretto.observe import Progress, RunDirectory, make_progress
+from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,8 +76,10 @@ def train(
         in the run's folder.
 
     Raises:
-        StrettoError: a setting, a model, a dataset, a judge or the numbers are at fault.
-        KeyboardInterrupt: Ctrl-C; what was learned is saved, and in the model.
+        StrettoError: a setting, a model, a dataset, a judge, the numbers or the disk are at fault.
+        KeyboardInterrupt: Ctrl-C, or as :class:`stretto.signals.Terminated` SIGTERM or SIGHUP.
+
+    Whatever ends the run after its first step: what was learned is saved, and in the model.
     """
     config = config_of(settings)
     rows = None
@@ -113,12 +118,13 @@ def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any)
 
     Raises:
         ConfigError: it is no run's folder, or another setting is changed.
+        StateError: it holds no checkpoint that is whole.
+        StorageError: another process is at work in it, or it cannot be written to.
     """
     run_dir = RunDirectory.open(run)
     before = recipes.load(run_dir.config_file)
     config = changed(before, changes)
     check_resumable(before, config)
-    run_dir.save_config(config)
     return execute(config, run_dir, resuming=True, progress=progress)
 
 
@@ -135,13 +141,15 @@ def execute(
     Args:
         config: of the run.
         run_dir: its folder; removed again if a new run ends before its first step.
-        resuming: go on from the newest checkpoint in it.
+        resuming: go on from the newest checkpoint in it; the settings are written into it.
         given: what the caller brings instead of names.
         progress: as in :func:`train`.
     """
     display = progress or make_progress(config.observe.progress)
 
     def work() -> TrainResult:
+        if resuming:
+            run_dir.save_config(config)
         from stretto.models.memory import format_plan, plan_for
         from stretto.runtime import inline
 
@@ -233,23 +241,35 @@ def _supervised(
 def _to_the_end(
     work: Callable[[], T], run_dir: RunDirectory, display: Progress, keep: bool = False
 ) -> T:
-    """Do a run's work, and say what there is of it, also where it is stopped."""
-    try:
+    """Do a run's work while nobody else writes into its folder, and say what there is of it, also
+    where it is stopped.
+    """
+    with ending_in_order(), ExitStack() as stack:
+        stack.enter_context(run_dir.locked(display.note))
         try:
-            result = work()
-        except (KeyboardInterrupt, StrettoError):
-            display.close()
-            if any(record["step"] for record in run_dir.read_metrics()):
-                display.note(f"stopped; what was done so far is in {run_dir.path}")
-            elif not keep:  # a run that never took a step leaves nothing behind
-                shutil.rmtree(run_dir.path)
+            with stack:  # a folder that is removed is let go of first
+                result = work()
+        except BaseException:
+            _leave(run_dir, display, keep)
             raise
         display.close()
         records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
         display.note(f"done; {records} and the trained model are in {run_dir.path}")
         return result
-    finally:
+
+
+def _leave(run_dir: RunDirectory, display: Progress, keep: bool) -> None:
+    """Say what there is of a run that was stopped; one that never took a step leaves nothing.
+
+    What fails on the way, as on a terminal that is gone, must not hide what stopped the run.
+    """
+    with suppress(OSError, ValueError, StateError):
         display.close()
+    with suppress(OSError, ValueError, StateError):
+        if any(record["step"] for record in run_dir.read_metrics()):
+            display.note(f"stopped; what was done so far is in {run_dir.path}")
+        elif not keep:
+            shutil.rmtree(run_dir.path)
 
 
 def _brought(
@@ -305,14 +325,18 @@ def _rewards(
 def _keep(rows: Sequence[Mapping[str, Any]], run_dir: RunDirectory) -> Path:
     """Write rows into a run's folder: its judge reads them there, and so does who resumes it."""
     file = run_dir.path.absolute() / DATASET
-    with file.open("w", encoding="utf-8") as lines:
+    lines = []
+    try:
         for number, row in enumerate(rows):
             try:
-                lines.write(json.dumps(dict(row), ensure_ascii=False) + "\n")
+                lines.append((json.dumps(dict(row), ensure_ascii=False) + "\n").encode())
             except (TypeError, ValueError) as error:
-                shutil.rmtree(run_dir.path)
                 raise TaskError(
                     f"dataset: row {number} must be a mapping of plain data (text, numbers, lists "
                     f"and mappings of them); {error}"
                 ) from error
+        write_whole(file, b"".join(lines))
+    except StrettoError:
+        shutil.rmtree(run_dir.path)
+        raise
     return file

@@ -12,7 +12,7 @@ from stretto.api.alignment import Aligned, Outcome, align, resume_alignment
 from stretto.api.stages import check_settings, replaced, stages_of
 from stretto.cli import dry_run
 from stretto.cli.variants import new_folder
-from stretto.errors import ConfigError, StrettoError
+from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
     from stretto.evaluation import WinRate
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     folder = new_folder(options["out"], f"{options['name']}-align")
     try:
         return _show(align(stages, folder=folder, **asked))
-    except (KeyboardInterrupt, StrettoError):
+    except BaseException:
         if any(folder.iterdir()):
             print(f"stopped; go on with: stretto align --resume {folder}")
         else:  # nothing was begun

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import tyro
 
-from stretto import recipes
+from stretto import recipes, signals
 from stretto.cli import compare_sim
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -47,10 +48,14 @@ from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.observe import report
 from stretto.observe.compare import Outcome
+from stretto.observe.lock import locked
 from stretto.observe.report.page import MAX_RUNS
 
-STOP_S = 10.0
-"""How long a run gets to end in order when it is interrupted."""
+STOP_S = 30.0
+"""How long a run gets to end in order, and to save its model, when it is interrupted."""
+
+WARMUP = "warmup.safetensors"
+"""What came out of a seed's warm-up, while runs with that seed are to come."""
 
 _LAST_LINES = 12
 _SIM = "--sim"
@@ -91,17 +96,31 @@ def _trained(arguments: Sequence[str]) -> int:
 
     folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
+    with locked(folder, print):
+        return _run_all(jobs, config, folder, arguments, own["target"])
+
+
+def _run_all(
+    jobs: Sequence[Job],
+    config: Config,
+    folder: Path,
+    arguments: Sequence[str],
+    target: float | None,
+) -> int:
     runs: dict[Job, Path] = {}
+    last = {job.seed: job for job in jobs}
 
     def execute(job: Job) -> Outcome | Failure:
         found = train(config_of(config, job, str(folder / f"seed{job.seed}")), job)
+        if job == last[job.seed]:
+            (folder / f"seed{job.seed}" / WARMUP).unlink(missing_ok=True)
         if isinstance(found, Failure):
             return found
         runs[job] = found
         return Outcome.of(job.variant, job.seed, report.load([found])[0])
 
     collected = collect(jobs, execute)
-    publish(collected, own["target"], folder, arguments, machine())
+    publish(collected, target, folder, arguments, machine())
     first = [path for job, path in runs.items() if job.seed == jobs[0].seed][:MAX_RUNS]
     if first:
         page = folder / "report.html"
@@ -128,13 +147,17 @@ def _offered() -> list[str]:
 def train(config: Config, job: Job) -> Path | Failure:
     """One run in a process of its own: its folder, or how it failed.
 
-    What it prints goes into a log beside its folder, as a run that fails early leaves no folder.
+    The runs in one folder have one seed, and share its warm-up. What a run prints goes into a log
+    beside its folder, as one that fails early leaves no folder.
     """
     out = Path(config.out)
     out.mkdir(exist_ok=True)
     recipe, log = out / f"{job.variant}.toml", out / f"{job.variant}.log"
     recipe.write_text(recipes.dump(config), encoding="utf-8")
-    status = run_command([sys.executable, "-m", "stretto", "train", str(recipe)], log)
+    command = [sys.executable, "-m", "stretto", "train", str(recipe)]
+    if config.warmup_examples:
+        command += ["--warmup-file", str(out / WARMUP)]
+    status = run_command(command, log)
     if status:
         with log.open(encoding="utf-8", errors="replace") as lines:
             last = "".join(f"    {line}" for line in deque(lines, _LAST_LINES))
@@ -144,8 +167,11 @@ def train(config: Config, job: Job) -> Path | Failure:
 
 
 def run_command(command: Sequence[str], log: Path) -> int:
-    """Run to the end, and return the exit status; Ctrl-C stops the command and is passed on."""
-    with log.open("wb") as stream:
+    """Run to the end, and return the exit status; Ctrl-C and what stands for it stop the command
+    and are passed on. It ends with this process too, however that ends.
+    """
+    ours, theirs = os.pipe()  # nothing is said there: it closes when this process ends
+    with os.fdopen(ours, "rb") as read, os.fdopen(theirs, "wb"), log.open("wb") as stream:
         # In a process group of its own: the terminal would send Ctrl-C to both, and the second
         # one, from here, would cut off what the run does to end in order.
         process = subprocess.Popen(
@@ -154,7 +180,10 @@ def run_command(command: Sequence[str], log: Path) -> int:
             stdout=stream,
             stderr=subprocess.STDOUT,
             process_group=0,
+            pass_fds=[read.fileno()],
+            env={**os.environ, signals.PARENT: str(read.fileno())},
         )
+        read.close()
         try:
             return process.wait()
         except BaseException:
@@ -167,7 +196,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(STOP_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -95,7 +95,8 @@ def run(arguments: Sequence[str]) -> int:
     settings = config.model_dump()
     if folder:
         record = {"model": model, "what": what, "figures": figures, "settings": settings}
-        evaluations.append(folder, record)
+        if evaluations.append(folder, record):
+            print(f"dropped a last line that was never finished, of {folder / evaluations.FILE}")
     if own["out"]:
         _write(Path(own["out"]), {"model": model, **figures, "settings": settings})
     return 0

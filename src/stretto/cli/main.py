@@ -1,17 +1,20 @@
 """``stretto COMMAND ...``: finds the command, and turns errors into a line and an exit status.
 
 Exit status: 0 done, 1 ``doctor`` found something broken or a run of ``compare`` failed, 2 the user
-asked for what cannot be done, 130 Ctrl-C. A command's module is imported only when it is used.
+asked for what cannot be done, 130 Ctrl-C, 143 SIGTERM and 129 SIGHUP (128 and the signal's number),
+which stop a command in the same way. A command's module is imported only when it is used.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
-from stretto import __version__
+from stretto import __version__, signals
 from stretto.errors import StrettoError, nearest
 from stretto.process import keep_freed_memory
 
@@ -36,17 +39,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (``sys.argv`` by default) and return the exit status."""
     keep_freed_memory()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if descriptor := os.environ.pop(signals.PARENT, ""):
+        signals.end_with(int(descriptor))
     try:
-        status = _dispatch(arguments)
+        with signals.ending_in_order():
+            status = _dispatch(arguments)
         sys.stdout.flush()
     except StrettoError as error:
         for note in getattr(error, "__notes__", ()):
             print(note, file=sys.stderr)
         print(f"stretto: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("stretto: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        by = stop.number if isinstance(stop, signals.Terminated) else signal.SIGINT
+        with suppress(OSError):  # as of a terminal that is gone
+            print("stretto: interrupted", file=sys.stderr)
+        return 128 + by
     except BrokenPipeError:
         # The reader has gone (as in `| head`). What is still buffered must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

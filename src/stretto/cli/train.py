@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -21,6 +23,9 @@ from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
 
+if TYPE_CHECKING:
+    from stretto.runtime.inline.models import Given
+
 DEFAULT_RECIPE = "arithmetic"
 
 _DESCRIPTION = (
@@ -31,23 +36,30 @@ _DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> int:
     """Train, and say where the results are."""
-    config, recipe, resume, is_dry = parse(arguments)
-    if is_dry:
+    config, recipe, own = parse(arguments)
+    if own["dry_run"]:
         print(dry_run.describe_run(config))
         return 0
 
+    resume = own["resume"]
     if resume:
         run_dir = RunDirectory.open(resume)
-        run_dir.save_config(config)
     else:
         run_dir = RunDirectory.create(config.out, recipes.name_of(recipe), config)
-    execute(config, run_dir, resuming=bool(resume))
+    execute(config, run_dir, resuming=bool(resume), given=_given(own["warmup_file"]))
     return 0
 
 
-def parse(arguments: Sequence[str]) -> tuple[Config, str, str, bool]:
-    """The settings, the recipe's name, the run directory to resume ('' for a new run), and whether
-    only the plan is asked for.
+def _given(warmup_file: str) -> Given | None:
+    if not warmup_file:
+        return None
+    from stretto.runtime.inline.models import Given
+
+    return Given(warmup=Path(warmup_file))
+
+
+def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:
+    """The settings, the recipe's name, and the options of the command itself.
 
     Raises:
         ConfigError: an unknown recipe, invalid settings, or a resumed run changed beyond
@@ -67,7 +79,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, str, str, bool]:
     if resumed:
         check_resumable(start, config)
     check_task(config, recipe)
-    return config, recipe, resumed, own["dry_run"]
+    return config, recipe, own
 
 
 def _options() -> dict[str, Option]:
@@ -85,6 +97,13 @@ def _options() -> dict[str, Option]:
             "Go on with this run from its last checkpoint, with its settings. Of these, only "
             f"{', '.join(RESUMABLE)} may be changed.",
             "RUN_DIR",
+        ),
+        "warmup_file": Option(
+            str,
+            "",
+            "For several runs with one warm-up: keep what comes out of it in this file, or take it "
+            "from there.",
+            "FILE",
         ),
     }
 

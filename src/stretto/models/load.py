@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from stretto import files
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models.attention import use_short_attention
@@ -263,10 +264,28 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
 
     Args:
         model: a transformers model, or one wrapped by peft.
+        tokenizer: its own.
+        folder: appears, or takes the place of a former one, once all of it is on disk.
 
     Raises:
         ModelError: transformers refuses to save it.
+        StorageError: it cannot be written; a former folder is as it was.
     """
+    from safetensors import SafetensorError
+
+    with files.explained(folder), files.new_folder(folder) as scratch:
+        try:
+            _write(model, tokenizer, scratch)
+        except SafetensorError as error:  # it has no errno to tell
+            raise OSError(str(error)) from error
+        except ValueError as error:
+            raise ModelError(
+                f"cannot save the model to '{folder}': {error}. Correct generation_config.json in "
+                "the folder that the model was loaded from"
+            ) from error
+
+
+def _write(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     if hasattr(model, "merge_and_unload"):
         # The embeddings are not trained, and looking for changes in them would ask the hub.
         model.save_pretrained(folder / "adapter", save_embedding_layers=False)
@@ -278,12 +297,6 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
     except ValueError:
         # Published checkpoints set a temperature without do_sample, which loads but does not save.
         generation.do_sample = True
-    try:
-        with quiet_transformers():
-            model.save_pretrained(folder)
-    except ValueError as error:
-        raise ModelError(
-            f"cannot save the model to '{folder}': {error}. Correct generation_config.json in the "
-            "folder that the model was loaded from"
-        ) from error
+    with quiet_transformers():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

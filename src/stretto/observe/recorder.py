@@ -33,6 +33,7 @@ class Recorder:
     Raises:
         MissingExtraError: a tracker's library is not installed.
         StateError: the records of the resumed run are damaged.
+        StorageError: a record cannot be written, now or later.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class Recorder:
         self._config, self._total = config, total or config.steps
         self._run = run
         self._progress = progress
-        run.rewind(resumed_step)
+        if torn := run.rewind(resumed_step):
+            self.note(f"dropped a last line that was never finished, of {', '.join(torn)}")
         records = run.read_metrics()
         self._time_s = float(records[-1].get("time_s") or 0.0) if records else 0.0
         self._tracing = True

@@ -9,23 +9,28 @@
     ├── rollouts.jsonl   one JSON object a rollout that ended, trained on or rejected
     ├── trace.json       who did what, and when; open it in Perfetto
     ├── checkpoints/     what a run is resumed from
-    └── model/           the trained model in Hugging Face format
+    ├── model/           the trained model in Hugging Face format
+    └── run.lock         who is writing here, while somebody is
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 import tomli_w
 
+from stretto import files
 from stretto.config import Section
-from stretto.errors import ConfigError, StateError
+from stretto.errors import ConfigError, StateError, StorageError
+from stretto.observe import records
+from stretto.observe.lock import locked
 from stretto.observe.trace import TraceFile
 from stretto.types import Rollout
 
@@ -130,13 +135,18 @@ class RunDirectory:
         try:
             root.mkdir(parents=True, exist_ok=True)
             path = _claim(root, name)
-            run = cls(path)
-            run.checkpoints.mkdir()
-            run.save_config(config)
         except OSError as error:
             raise ConfigError(
                 f"cannot make a run directory in '{root}': {error}; choose another with --out"
             ) from error
+        run = cls(path)
+        try:
+            with files.explained(path):
+                run.checkpoints.mkdir()
+            run.save_config(config)
+        except StorageError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
         return run
 
     @classmethod
@@ -145,27 +155,33 @@ class RunDirectory:
 
         Raises:
             ConfigError: it is not a run directory.
+            StorageError: it cannot be written to.
         """
         run = cls(Path(path))
         if not run.config_file.is_file():
             raise ConfigError(f"'{path}' is not a run directory: it has no config.toml")
-        run.checkpoints.mkdir(exist_ok=True)
+        with files.explained(run.path):
+            run.checkpoints.mkdir(exist_ok=True)
         return run
+
+    def locked(self, note: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Keep other processes from writing here; see :func:`stretto.observe.lock.locked`."""
+        return locked(self.path, note)
 
     def save_config(self, config: Section) -> None:
         """Write the resolved settings, every one of them."""
-        _replace(self.config_file, tomli_w.dumps(config.model_dump()).encode())
+        files.write_whole(self.config_file, tomli_w.dumps(config.model_dump()).encode())
 
     def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
         """Add a step's figures. JSON has no NaN or infinity; those are written as ``null``."""
         figures = {
             name: float(value) if math.isfinite(value) else None for name, value in stats.items()
         }
-        _append(self.metrics_file, [{"step": step, **figures}])
+        records.append(self.metrics_file, [{"step": step, **figures}])
 
     def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Add a step's responses."""
-        _append(self.samples_file, [{"step": step, **asdict(sample)} for sample in samples])
+        records.append(self.samples_file, [{"step": step, **asdict(sample)} for sample in samples])
 
     def append_rollouts(
         self, step: int, rollouts: Sequence[Rollout], rewards: Mapping[int, float]
@@ -177,8 +193,8 @@ class RunDirectory:
             rollouts: trained and rejected ones.
             rewards: by rollout id, as trained on; a rejected rollout has none.
         """
-        records = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
-        _append(self.rollouts_file, [asdict(record) for record in records])
+        ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
+        records.append(self.rollouts_file, [asdict(record) for record in ended])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The figures of each step, under ``step`` its number; ``None`` for what was not finite.
@@ -186,7 +202,7 @@ class RunDirectory:
         Raises:
             StateError: the file is damaged.
         """
-        return _read(self.metrics_file)
+        return records.read(self.metrics_file)
 
     def read_rollouts(self) -> list[RolloutRecord]:
         """The rollouts that ended, in the order in which they did: what a simulator replays.
@@ -195,24 +211,26 @@ class RunDirectory:
             StateError: the file is damaged, or was written by another version.
         """
         try:
-            return [RolloutRecord(**record) for record in _read(self.rollouts_file)]
+            return [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
         except TypeError as error:
             raise StateError(
                 f"'{self.rollouts_file}' has other fields than this version writes: {error}"
             ) from error
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> list[str]:
         """Drop the records of steps after ``step``, and a last line that a crash left unfinished.
+
+        Returns:
+            The names of the files of records that had such a line.
 
         Raises:
             StateError: a line before the last is not JSON.
+            StorageError: a file cannot be written.
         """
-        for file in (self.metrics_file, self.samples_file, self.rollouts_file):
-            if file.exists():
-                lines = _whole_lines(file)
-                kept = [line for line in lines if _record(line, file)["step"] <= step]
-                _replace(file, b"".join(kept))
+        kept = (self.metrics_file, self.samples_file, self.rollouts_file)
+        torn = [file.name for file in kept if records.rewind(file, step)]
         self.trace.rewind(step)
+        return torn
 
 
 def _claim(root: Path, name: str) -> Path:
@@ -226,39 +244,3 @@ def _claim(root: Path, name: str) -> Path:
         except FileExistsError:
             continue
         return path
-
-
-def _append(file: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    if not records:
-        return  # what a kind of run does not have gets no file
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    # Unbuffered: one write call for all, which Ctrl-C comes before or after but never between.
-    with file.open("ab", buffering=0) as stream:
-        stream.write(lines.encode(errors="replace"))
-
-
-def _replace(file: Path, content: bytes) -> None:
-    temporary = file.with_suffix(file.suffix + ".tmp")
-    temporary.write_bytes(content)
-    temporary.replace(file)
-
-
-def _read(file: Path) -> list[dict[str, Any]]:
-    return [_record(line, file) for line in _whole_lines(file)] if file.exists() else []
-
-
-def _whole_lines(file: Path) -> list[bytes]:
-    """All lines but a last one that a crash left unfinished."""
-    lines = file.read_bytes().splitlines(keepends=True)
-    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
-
-
-def _record(line: bytes, file: Path) -> dict[str, Any]:
-    try:
-        record: dict[str, Any] = json.loads(line)
-        return {**record, "step": int(record["step"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise StateError(
-            f"'{file}' has a line that is not a step's record: {line[:60]!r}; "
-            "repair or remove the file"
-        ) from error

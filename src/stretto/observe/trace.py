@@ -14,10 +14,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto import files
 from stretto.errors import StateError
 from stretto.observe.idle import is_generator
 from stretto.observe.spans import WAIT, Span, Window
@@ -74,6 +76,9 @@ class TraceFile:
 
         Returns:
             Whether it was written; not, once the file has :data:`LIMIT_BYTES`.
+
+        Raises:
+            StorageError: they cannot be written; the file is as it was before.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size > LIMIT_BYTES:
@@ -99,6 +104,7 @@ class TraceFile:
 
         Raises:
             StateError: a step's event is not JSON.
+            StorageError: the file cannot be written.
         """
         self._tracks = None
         if not self.path.exists():
@@ -113,9 +119,7 @@ class TraceFile:
         if not kept:
             self.path.unlink()
             return
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_bytes(b"[\n" + b",\n".join(lines[:kept]) + _END)
-        temporary.replace(self.path)
+        files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
 
     def read(self) -> Trace:
         """All of it; steps whose end was not written, because of a kill, are left out.
@@ -143,13 +147,20 @@ class TraceFile:
 
 
 def _write(path: Path, size: int, events: list[dict[str, Any]]) -> None:
-    """Put events at the end, in place of the closing bracket if there is one, by one write call."""
+    """Put events at the end, in place of the closing bracket if there is one; all or none."""
     lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
     text = lines.encode(errors="replace") + _END
-    with path.open("r+b" if size else "wb", buffering=0) as stream:
-        if size:
-            stream.seek(size - len(_END))
-        stream.write((b",\n" if size else b"[\n") + text)
+    with files.explained(path), path.open("r+b" if size else "wb", buffering=0) as stream:
+        start = max(size - len(_END), 0)
+        stream.seek(start)
+        try:
+            files.write(stream.fileno(), (b",\n" if size else b"[\n") + text)
+        except BaseException:
+            with suppress(OSError):
+                stream.truncate(start)
+                stream.seek(start)
+                files.write(stream.fileno(), _END if size else b"")
+            raise
 
 
 def _lines(path: Path) -> list[bytes]:

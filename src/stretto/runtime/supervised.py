@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.config import RewardModelConfig, RowsConfig, SftConfig, SupervisedConfig
-from stretto.errors import StrettoError, TaskError
+from stretto.errors import TaskError
 from stretto.models.forward import unwrapped
 from stretto.models.heads import reward_model_from, set_padding
 from stretto.models.load import (
@@ -30,12 +30,14 @@ from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.process import keep_freed_memory
+from stretto.runtime.ending import saved_at_the_end
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.pairs import read_pairs, tokens_of
 from stretto.tasks.responses import Layout, attempt
 from stretto.training import preference
 from stretto.training import sft as tuning
 from stretto.training.supervised import After, hold_out, updates
+from stretto.training.trained import end_updates
 from stretto.types import Stats
 
 T = TypeVar("T")
@@ -220,14 +222,14 @@ class _Run:
                 recorder.step(step, self.last)
                 since_s = time.perf_counter()
 
-            try:
+            with saved_at_the_end(
+                self.run_dir.model,
+                lambda: save_model(self.model, self.tokenizer, self.run_dir.model),
+                lambda: f"update {self.done}" if self.done else "",
+                lambda: end_updates(self.model),
+                recorder.note,
+            ):
                 train(after)
-            except (KeyboardInterrupt, StrettoError):
-                if self.done:
-                    recorder.note(f"stopped after update {self.done}; saving the model as it is")
-                    save_model(self.model, self.tokenizer, self.run_dir.model)
-                raise
-            save_model(self.model, self.tokenizer, self.run_dir.model)
 
     def _due(self, step: int, total: int) -> bool:
         every = self.config.measure_every

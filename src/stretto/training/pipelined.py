@@ -36,7 +36,7 @@ from stretto.training.partition import (
 )
 from stretto.training.planner import Planner
 from stretto.training.stages import StageTrainer
-from stretto.training.trained import Course, Snapshots, require_finite_norm
+from stretto.training.trained import Course, Snapshots, new_gate, require_finite_norm
 from stretto.types import Stats
 
 MEASURED_RUN = 2
@@ -70,7 +70,7 @@ class StagedModel:
     """
 
     def __init__(self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names]) -> None:
-        self.model = model
+        self.model, self._gate = model, new_gate(model)
         self._name, self._ranks, self._names = name, ranks, names
         self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._snapshots = Snapshots(self._weights)
@@ -115,8 +115,8 @@ class StagedModel:
         new: dict[str, Tensor] = {}
         for names, weights in self._of_stages("weights"):
             new |= {names[own]: weight for own, weight in weights.items()}
-        # At once: an interruption leaves the weights of one step or of the next.
-        torch._foreach_copy_([*self._weights.values()], [new[n] for n in self._weights])
+        with self._gate.passing():  # the end of a run finds the weights of one step or of the next
+            torch._foreach_copy_([*self._weights.values()], [new[n] for n in self._weights])
         self._behind = False
 
     def state_dict(self) -> dict[str, Any]:

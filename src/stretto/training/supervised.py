@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from torch import nn
 
+from stretto import signals
 from stretto.config import SupervisedConfig
 from stretto.errors import TaskError
 from stretto.training.trained import TrainedModel
@@ -47,7 +48,8 @@ def fit(
         with trained.training():
             figures = objective.learn(batch)
         lr = trained.lr
-        norm = trained.update()
+        with signals.held():  # the weights of half an update would be worth nothing
+            norm = trained.update()
         after(step, {**figures, "optimizer/lr": lr, "optimizer/grad_norm": norm})
 
 

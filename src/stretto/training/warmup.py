@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
-from torch import nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
 
+from stretto import files
 from stretto.config import Config
+from stretto.errors import ConfigError, StateError
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
+from stretto.models.weights import fingerprint
 from stretto.training.trained import TrainedModel
 from stretto.types import Rollout
 
@@ -42,3 +50,78 @@ def warm_up(model: nn.Module, examples: Sequence[Rollout], config: Config) -> fl
         trained.update()
     trained.close()
     return loss.item()
+
+
+def warm_up_once(
+    model: nn.Module, examples: Sequence[Rollout], config: Config, file: Path
+) -> float:
+    """The same for several runs: the first keeps what came out in a file, which the others take.
+
+    That is the weights, the loss, and the state of torch's random numbers, so that a run goes on
+    from there bit for bit as it would have.
+
+    Args:
+        model, examples, config: see :func:`warm_up`.
+        file: is written if it is not there.
+
+    Raises:
+        ConfigError: it holds another warm-up: of another model, other examples or settings.
+        StateError: it is damaged.
+        StorageError: it cannot be written.
+    """
+    key = _key(model, examples, config)
+    if file.exists():
+        return _take(model, file, key)
+    loss = warm_up(model, examples, config)
+    tensors = {f"{_WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
+    random = {f"{_RANDOM}{device}": state for device, state in _random_states(model).items()}
+    files.write_whole(file, save({**tensors, **random}, {"key": key, "loss": repr(loss)}))
+    return loss
+
+
+_WEIGHT, _RANDOM = "weight ", "random "
+
+
+def _key(model: nn.Module, examples: Sequence[Rollout], config: Config) -> str:
+    """A hash of all that a warm-up depends on."""
+    known = {
+        "model": fingerprint(model.named_parameters()),
+        "examples": [[e.prompt.tokens, e.tokens] for e in examples],
+        "lr": config.warmup_lr,
+        "training": config.training.model_dump(mode="json"),
+        "random": {d: s.tolist() for d, s in _random_states(model).items()},
+        "machine": [torch.__version__, torch.get_num_threads()],
+    }
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _random_states(model: nn.Module) -> dict[str, Tensor]:
+    """By device, of those that the run draws from."""
+    device = next(model.parameters()).device
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[str(device)] = torch.cuda.get_rng_state(device)
+    return states
+
+
+@torch.no_grad()
+def _take(model: nn.Module, file: Path, key: str) -> float:
+    try:
+        with safe_open(file, "pt") as kept:
+            about = kept.metadata() or {}
+            if about.get("key") != key:
+                raise ConfigError(
+                    f"'{file}' holds the warm-up of another model, of other examples or of other "
+                    "settings; remove it, or name another file"
+                )
+            for name, parameter in model.named_parameters():
+                parameter.copy_(kept.get_tensor(f"{_WEIGHT}{name}"))
+            for device in _random_states(model):
+                state = kept.get_tensor(f"{_RANDOM}{device}")
+                if device == "cpu":
+                    torch.set_rng_state(state)
+                else:
+                    torch.cuda.set_rng_state(state, device)
+            return float(about["loss"])
+    except (SafetensorError, OSError) as error:
+        raise StateError(f"'{file}' is damaged: {error}; remove it") from error

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from stretto import api, recipes
+from stretto import api, files, recipes
 from stretto.config import Config
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory, make_progress
@@ -157,16 +157,19 @@ class PPOTrainer:
         """Save policy and tokenizer in Hugging Face format, adapters merged.
 
         Args:
-            output_dir: the folder; without it ``args.output_dir``.
+            output_dir: the folder; without it ``args.output_dir``. What else is in it stays.
+
+        Raises:
+            StorageError: it cannot be written to; nothing of the model is in it then.
         """
         from stretto.models.load import save_model
 
         folder = Path(output_dir or self.args.output_dir)
-        if self.run_dir is not None and self.run_dir.model.is_dir():
-            shutil.copytree(self.run_dir.model, folder, dirs_exist_ok=True)
-        else:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_model(self.policy_model, self.processing_class, folder)
+        with files.explained(folder), files.added_to(folder) as scratch:
+            if self.run_dir is not None and self.run_dir.model.is_dir():
+                shutil.copytree(self.run_dir.model, scratch, dirs_exist_ok=True)
+            else:
+                save_model(self.policy_model, self.processing_class, scratch)
 
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
         """Greedy answers to the prompts of ``eval_dataset``, scored by the reward model.

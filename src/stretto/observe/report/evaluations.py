@@ -7,29 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import ConfigError, StateError
+from stretto import files
+from stretto.errors import StateError
+from stretto.observe import records
 
 FILE = "evaluations.jsonl"
 
 
-def append(run: Path, record: Mapping[str, Any]) -> None:
+def append(run: Path, record: Mapping[str, Any]) -> bool:
     """Add a record: the ``model``, ``what`` was measured, the ``figures`` and the ``settings``.
 
+    Returns:
+        Whether a last line that was never finished was dropped first.
+
     Raises:
-        ConfigError: the run's folder cannot be written to.
+        StorageError: the run's folder cannot be written to.
     """
-    try:
-        with (run / FILE).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-    except OSError as error:
-        raise ConfigError(
-            f"cannot keep the figures in '{run / FILE}': {error}; make the folder writable, or "
-            "measure the folder of the model itself with --model"
-        ) from error
+    return records.append(run / FILE, [record])
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """All records of a run, the oldest first; none where there is no file.
+    """All records of a run, the oldest first, but for a last line that was never finished; none
+    where there is no file.
 
     Raises:
         StateError: the file is damaged.
@@ -37,14 +36,14 @@ def read(run: Path) -> list[dict[str, Any]]:
     file = run / FILE
     if not file.is_file():
         return []
-    records = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), start=1):
+    found = []
+    for number, line in enumerate(files.whole_lines(file.read_bytes()), start=1):
         try:
             record: dict[str, Any] = json.loads(line)
-            records.append({**record, "figures": dict(record["figures"])})
+            found.append({**record, "figures": dict(record["figures"])})
         except (ValueError, KeyError, TypeError) as error:
             raise StateError(
                 f"'{file}', line {number} is no record of an evaluation: {line[:60]!r}; repair or "
                 "remove it"
             ) from error
-    return records
+    return found

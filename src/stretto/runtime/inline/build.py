@@ -51,7 +51,7 @@ from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
 from stretto.training.partition import check_stages
 from stretto.training.trained import Course, TrainedModel
-from stretto.training.warmup import warm_up
+from stretto.training.warmup import warm_up, warm_up_once
 from stretto.types import Rollout
 
 
@@ -117,7 +117,12 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         )
     _check_stages(config, base, rewards[0])
     if config.warmup_examples:
-        loss = warm_up(base, _examples(config, task, prompts), config)
+        examples = _examples(config, task, prompts)
+        loss = (
+            warm_up_once(base, examples, config, given.warmup)
+            if given.warmup
+            else warm_up(base, examples, config)
+        )
         say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
     critic = make_critic(config, base, tokenizer, rewards[0], given, say)
     actor = add_lora(base, config.model, "CAUSAL_LM") if config.model.lora_rank else base

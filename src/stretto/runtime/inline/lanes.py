@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from stretto import signals
+
 T = TypeVar("T")
 
 _SETTING_THREADS = Lock()
@@ -148,13 +150,14 @@ def _use_threads(threads: int) -> None:
 def drive(work: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine to its end; in a thread where an event loop runs already, as in a notebook.
 
-    Ctrl-C cancels it, and is raised once it has ended.
+    Ctrl-C, and what stands for it (:mod:`stretto.signals`), cancels it, and is raised once it has
+    ended.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         with asyncio.Runner() as runner:
-            runner.run(work)
+            runner.run(_cancellable(work))
         return
     loops: Queue[asyncio.AbstractEventLoop] = Queue()
 
@@ -169,4 +172,23 @@ def drive(work: Coroutine[Any, Any, None]) -> None:
             done.result()
         except KeyboardInterrupt:
             loop.call_soon_threadsafe(lambda: [t.cancel() for t in asyncio.all_tasks(loop)])
+            raise
+
+
+async def _cancellable(work: Coroutine[Any, Any, None]) -> None:
+    """Cancel the work at a signal, as asyncio does at Ctrl-C."""
+    loop, task, stopped = asyncio.get_running_loop(), asyncio.current_task(), False
+    assert task
+
+    def stop() -> None:
+        nonlocal stopped
+        stopped = True
+        loop.call_soon_threadsafe(task.cancel)
+
+    with signals.received_by(stop):
+        try:
+            await work
+        except asyncio.CancelledError:
+            if stopped:
+                raise KeyboardInterrupt from None
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -53,6 +54,7 @@ class Given:
         reward_models: model and tokenizer by the name they have in ``reward.sources``.
         end_tokens: that end a response; without them the tokenizer's and those of the generation
             config.
+        warmup: a file to keep what comes out of the warm-up in, or to take it from.
     """
 
     actor: nn.Module | None = None
@@ -65,6 +67,7 @@ class Given:
         default_factory=dict
     )
     end_tokens: frozenset[int] | None = None
+    warmup: Path | None = None
 
 
 NOTHING = Given()

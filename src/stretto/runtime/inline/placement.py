@@ -200,8 +200,8 @@ class Placement:
             for n, saved in state["copies"][name].items():
                 parameters[n].copy_(saved)
 
-    def close(self) -> bool:
-        """End all lanes and what they are doing; whether they ended within :data:`PATIENCE_S`."""
+    def close(self) -> None:
+        """End all lanes and what they are doing, as far as that goes within :data:`PATIENCE_S`."""
         lanes, self._opened = self._opened, []
         for lane in lanes:
             lane.interrupt()
@@ -209,8 +209,8 @@ class Placement:
             judge.close()
         self._end_ranks()  # likewise
         until_s = time.monotonic() + PATIENCE_S
-        ended = [lane.join(max(until_s - time.monotonic(), 0.0)) for lane in lanes]
-        return all(ended)
+        for lane in lanes:
+            lane.join(max(until_s - time.monotonic(), 0.0))
 
     def _fail(self, error: Exception) -> None:
         """Have what waits for a lane get the error; from any thread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,16 +12,18 @@ import torch
 
 from stretto.algorithms.rewards import apply_missing_eos
 from stretto.config import Config
-from stretto.errors import StrettoError
+from stretto.errors import StorageError
 from stretto.models.load import save_model
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
+from stretto.runtime.ending import saved_at_the_end
 from stretto.runtime.inline.build import Parts, build
 from stretto.runtime.inline.lanes import drive
 from stretto.runtime.inline.models import NOTHING, Given
 from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
 from stretto.training import checkpoint
+from stretto.training.trained import end_updates
 from stretto.types import FinishReason, Rollout, Stats, total_reward
 
 
@@ -48,7 +50,7 @@ def train(
     progress: Progress,
     given: Given = NOTHING,
 ) -> TrainResult:
-    """Train a model and save it; a run that is stopped after a step saves what it has.
+    """Train a model and save it; a run that ends otherwise after a step saves what it has.
 
     Args:
         config: of the run.
@@ -58,10 +60,12 @@ def train(
         given: what the caller brings instead of names in the settings.
 
     Raises:
-        StrettoError: a setting, a model, a dataset, a judge or the numbers are at fault.
+        StrettoError: a setting, a model, a dataset, a judge, the numbers or the disk are at fault.
     """
     with ExitStack() as stack:
-        first, state = checkpoint.load_latest(run_dir.checkpoints) if resume else (0, None)
+        first, state = 0, None
+        if resume:
+            first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         parts = build(config, stack, progress.note, given)
         if state is not None:
@@ -71,16 +75,14 @@ def train(
         stack.callback(gc.unfreeze)
         parts.spans.reset()
         run = _Run(config, parts, recorder, run_dir, done=first)
-        try:
+        with saved_at_the_end(
+            run_dir.model,
+            lambda: save_model(parts.actor, parts.tokenizer, run_dir.model),
+            lambda: f"step {run.done}" if run.done > first else "",
+            run.halt,
+            recorder.note,
+        ):
             drive(run.steps())
-        except (KeyboardInterrupt, StrettoError):
-            ended = parts.placement.close()  # before weights are read that a lane may be changing
-            run_dir.append_rollouts(run.done + 1, parts.schedule.abandoned, {})
-            if run.done > first and ended:
-                recorder.note(f"stopped after step {run.done}; saving the model as it is")
-                save_model(parts.actor, parts.tokenizer, run_dir.model)
-            raise
-        save_model(parts.actor, parts.tokenizer, run_dir.model)
         recorder.note(recorder.where_time_went())
         if parts.prompts.skipped:
             recorder.note(
@@ -115,6 +117,14 @@ class _Run:
                     async with schedule.steady:
                         state = self.parts.state_dict()
                     checkpoint.save(self.run_dir.checkpoints, self.done, state)
+
+    def halt(self) -> bool:
+        """End whatever still works, after an error; whether the actor's weights are whole."""
+        whole = end_updates(self.parts.actor)  # before a lane is broken off in the midst of one
+        self.parts.placement.close()
+        with suppress(StorageError):
+            self.run_dir.append_rollouts(self.done + 1, self.parts.schedule.abandoned, {})
+        return whole
 
     def _record(self, step: Step) -> None:
         self.done += 1

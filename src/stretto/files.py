@@ -1,0 +1,208 @@
+"""Files and folders that are whole or not there, also after a full disk, a kill or a power cut."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stretto.errors import StorageError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Of Linux's renameat2(2)."""
+
+_BLOCK = 1 << 16
+
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there"),
+    **dict.fromkeys(
+        (errno.EROFS, errno.EACCES, errno.EPERM),
+        "make it writable, or copy the folder to a place that is",
+    ),
+}
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turn what the system says into one line with a remedy.
+
+    Raises:
+        StorageError: in place of an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "see that the disk is there and can be written to")
+        raise StorageError(f"cannot write '{path}': {error.strerror or error}; {remedy}") from error
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file that appears under its name once it is on disk; a former one stays until then.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    scratch = file.with_name(f"{file.name}.tmp")
+    with explained(file):
+        try:
+            scratch.write_bytes(content)
+            sync(scratch)
+            scratch.replace(file)
+            sync(file.parent)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def append(file: Path, lines: bytes) -> bool:
+    """Add whole lines at the end of a file, all or none of them.
+
+    Returns:
+        Whether a last line without an end, as a crash leaves it, was dropped first.
+
+    Raises:
+        StorageError: they cannot be written; the file is as it was before.
+    """
+    with explained(file):
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            size = os.fstat(descriptor).st_size
+            whole = _end_of_lines(descriptor, size)
+            if whole < size:
+                os.ftruncate(descriptor, whole)
+            try:
+                write(descriptor, lines)
+            except BaseException:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, whole)
+                raise
+        finally:
+            os.close(descriptor)
+    return whole < size
+
+
+def write(descriptor: int, content: bytes) -> None:
+    """Write all of it where the file stands: a nearly full disk takes a part without an error.
+
+    One call, unless that happens, which Ctrl-C comes before or after but never between.
+    """
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def whole_lines(content: bytes) -> list[bytes]:
+    """The lines, with their ends, without a last one that has none."""
+    lines = content.splitlines(keepends=True)
+    return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def _end_of_lines(descriptor: int, size: int) -> int:
+    """Where the last whole line ends."""
+    end = size
+    while end:
+        start = max(end - _BLOCK, 0)
+        at = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if at >= 0:
+            return start + at + 1
+        end = start
+    return 0
+
+
+# -- folders -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A scratch folder, which takes the place of ``target`` once it is filled and on disk.
+
+    A former ``target`` stays until then, in one step where the system can; and it stays where the
+    filling fails. The scratch folder does not.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    target = target.resolve()
+    scratch = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        _sync_tree(scratch)
+        _put(scratch, target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def added_to(folder: Path) -> Iterator[Path]:
+    """A scratch folder whose files come to lie in ``folder``, among whatever else is there, once
+    all of them are on disk.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as name:
+        scratch = Path(name)
+        yield scratch
+        _sync_tree(scratch)
+        for path in sorted(scratch.rglob("*")):  # a folder comes before what is in it
+            target = folder / path.relative_to(scratch)
+            if path.is_dir():
+                target.mkdir(exist_ok=True)
+            else:
+                path.replace(target)
+        sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's list of names, reach the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # some network file systems do not know it for folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in (folder, *folder.rglob("*")):
+        sync(path)
+
+
+def _put(scratch: Path, target: Path) -> None:
+    """Rename a folder; a former one is under the scratch name afterwards, or gone."""
+    if not target.exists():
+        scratch.rename(target)
+        return
+    if _exchange(scratch, target):
+        return
+    former = target.with_name(f"{target.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    target.rename(former)
+    try:
+        scratch.rename(target)
+    except BaseException:
+        former.rename(target)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap the names of two folders in one step, where the system can."""
+    swap = getattr(ctypes.CDLL(None), "renameat2", None)
+    if swap is None:
+        return False
+    names = os.fsencode(a), os.fsencode(b)
+    return bool(swap(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)

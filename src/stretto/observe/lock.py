@@ -1,0 +1,106 @@
+"""A lock on a folder: one process at a time writes into it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from stretto import files
+from stretto.errors import StorageError
+
+NAME = "run.lock"
+"""Of the file that is locked, which says who holds the lock; it goes with it."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems say that have none."""
+
+_held: set[int] = set()
+"""Descriptors of this process's locks. A child that is forked shares them, and would hold the locks
+beyond the end of this process."""
+
+
+def _let_go_in_child() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+@contextmanager
+def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Keep other processes from writing into a folder that is there.
+
+    The system lets go of the lock when this process ends, however it does. Between machines it
+    holds where the file system does flock(2) for all of them, as NFS does.
+
+    Args:
+        folder: that is there.
+        note: told where the file system has no locks; the work goes on without.
+
+    Raises:
+        StorageError: another process holds the lock, or the folder cannot be written to.
+    """
+    file = folder / NAME
+    with files.explained(file):
+        descriptor = _take(file, note)
+        _held.add(descriptor)
+        os.ftruncate(descriptor, 0)
+        files.write(descriptor, json.dumps(_self()).encode())
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # such as of a folder that has been removed
+            file.unlink()
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
+def _take(file: Path, note: Callable[[str], None]) -> int:
+    """A descriptor of the file, locked."""
+    while True:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_ino == file.stat().st_ino:
+                return descriptor
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1 << 16, 0)
+            os.close(descriptor)
+            raise StorageError(_refusal(file.parent, holder)) from None
+        except FileNotFoundError:  # who held it removed the file, and let go, after it was opened
+            pass
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                note(f"'{file.parent}' is on a file system without locks; let no other run use it")
+                return descriptor
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _self() -> dict[str, str | int]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": shlex.join(sys.argv),
+        "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+    }
+
+
+def _refusal(folder: Path, holder: bytes) -> str:
+    try:
+        who = json.loads(holder)
+        by = f"process {who['pid']} on {who['host']} ({who['command']}, since {who['since']})"
+    except (ValueError, KeyError, TypeError):  # it has only just taken it
+        by = "another process"
+    return f"'{folder}' is in use by {by}; wait until that has ended, or end it, and try again"

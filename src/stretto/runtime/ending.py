@@ -1,0 +1,83 @@
+"""The end of a run: what was learned is saved, however it comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from stretto import signals
+from stretto.errors import StrettoError
+
+
+@contextmanager
+def saved_at_the_end(
+    folder: Path,
+    save: Callable[[], None],
+    learned: Callable[[], str],
+    halt: Callable[[], bool],
+    note: Callable[[str], None],
+) -> Iterator[None]:
+    """Save the model when what is inside ends, by itself, by an error or by an interruption.
+
+    A signal that comes while the model is being saved waits until it is; a second one, or one
+    after Ctrl-C, does not. The interruption or the error goes on, once a line has said where the
+    model is, or why it was not saved.
+
+    Args:
+        folder: of the model, for that line.
+        save: the model, in one step: whole or not at all.
+        learned: how far training has come ("step 12"); empty where nothing is worth saving.
+        halt: stop whatever could still change the weights; whether they are whole.
+        note: shows a line.
+    """
+    saving = False
+    try:
+        yield
+        with signals.held():
+            saving = True
+            save()
+    except BaseException as error:
+        if not saving:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            why = "" if interrupted else f" ({_described(error)})"
+            with nullcontext() if interrupted else signals.held():
+                _stop(folder, save, learned(), halt, why, note)
+        raise
+
+
+def _stop(
+    folder: Path,
+    save: Callable[[], None],
+    learned: str,
+    halt: Callable[[], bool],
+    why: str,
+    note: Callable[[str], None],
+) -> None:
+    """Save what there is, and say so."""
+    if not learned:
+        halt()
+        return
+    _say(note, f"stopped after {learned}{why}; saving the model as it is now")
+    if not halt():
+        _say(note, "the model is not saved, as an update of its weights was broken off half-way")
+        return
+    try:
+        save()
+    except Exception as error:
+        _say(note, f"the model is not saved: {_described(error)}")
+    else:
+        _say(note, f"the model is saved in {folder}")
+
+
+def _described(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    if isinstance(error, StrettoError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _say(note: Callable[[str], None], line: str) -> None:
+    """Where the display is gone, as with its terminal, the model comes first."""
+    with suppress(OSError, ValueError):
+        note(line)

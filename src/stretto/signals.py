@@ -1,0 +1,168 @@
+"""Signals that ask this process to end, which stop what is under way in order, as Ctrl-C does.
+
+SIGTERM comes from schedulers, containers and ``kill``, SIGHUP from a terminal that closes. Python
+handles signals in the main thread alone; elsewhere nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+ECHO_S = 1.0
+"""The same signal again within this time is the same request: schedulers send it to a process and
+to its group, or twice."""
+
+PARENT = "STRETTO_PARENT"
+"""Environment variable of a command whose parent wants it to end with it: the descriptor for
+:func:`end_with`."""
+
+GRACE_S = 60.0
+"""How long an orphan gets to end in order before it is ended at once."""
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+_receivers: list[Callable[[], object]] = []
+"""What is told of a signal instead of the code that it interrupts; the last one is."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP stopped what was under way, as Ctrl-C would have.
+
+    Attributes:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class _Handler:
+    """Tells a first signal from its echoes, and from a second request."""
+
+    def __init__(self, first: Callable[[], object], again: Callable[[int], object]) -> None:
+        self.number = 0
+        self._first, self._again, self._at_s = first, again, 0.0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number, self._at_s = number, time.monotonic()
+            self._first()
+        elif not self._echoes(number):
+            self._again(number)
+
+    def _echoes(self, number: int) -> bool:
+        """A closing terminal sends SIGHUP several times, and nobody means "at once" by it."""
+        soon = time.monotonic() - self._at_s < ECHO_S
+        return number == signal.SIGHUP or (number == signal.SIGTERM == self.number and soon)
+
+
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP raise :class:`Terminated`; a second one ends the process at once.
+
+    A signal that is ignored (``nohup``) or that the program handles itself is left as it is.
+    """
+    handler = _Handler(_stop, _end_at_once)
+    former = _install(handler, {s for s in _ENDING if signal.getsignal(s) is signal.SIG_DFL})
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if handler.number and not isinstance(error, Terminated):
+            raise Terminated(handler.number) from error
+        raise
+    finally:
+        _restore(former)
+
+
+@contextmanager
+def received_by(stop: Callable[[], object]) -> Iterator[None]:
+    """Have a first SIGTERM or SIGHUP call ``stop`` instead of raising in the midst of the code.
+
+    Args:
+        stop: called in the main thread, between any two of its instructions.
+    """
+    if not _in_main_thread():
+        yield
+        return
+    _receivers.append(stop)
+    try:
+        yield
+    finally:
+        _receivers.remove(stop)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Put off Ctrl-C, SIGTERM and SIGHUP until what is inside is done; a second is not put off."""
+
+    def again(number: int) -> None:
+        nonlocal former
+        _restore(former)
+        former = {}
+        signal.raise_signal(number)
+
+    handler = _Handler(lambda: None, again)
+    handled = (None, signal.SIG_IGN)
+    former = _install(
+        handler, {s for s in (signal.SIGINT, *_ENDING) if signal.getsignal(s) not in handled}
+    )
+    try:
+        yield
+    finally:
+        if former:
+            _restore(former)
+            if handler.number:
+                signal.raise_signal(handler.number)
+
+
+def end_with(descriptor: int) -> None:
+    """End this process in order when the other end of a pipe closes, which its parent holds.
+
+    Args:
+        descriptor: of the end to read from; nothing is ever written to the other.
+    """
+
+    def watch() -> None:
+        while os.read(descriptor, 1):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _stop() -> None:
+    if _receivers:
+        _receivers[-1]()
+    else:
+        raise KeyboardInterrupt
+
+
+def _end_at_once(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+def _install(handler: _Handler, numbers: set[signal.Signals]) -> dict[signal.Signals, Any]:
+    """What handled the signals before."""
+    if not _in_main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def _restore(former: dict[signal.Signals, Any]) -> None:
+    for number, handler in former.items():
+        signal.signal(number, handler)

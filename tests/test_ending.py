@@ -1,0 +1,432 @@
+"""However a run ends, what it has learned is saved, whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+import stretto
+from helpers import full_beyond, llama
+from stretto import recipes, signals
+from stretto.config import Config, RewardModelConfig, SftConfig
+from stretto.errors import LearnerError, StorageError
+from stretto.models.load import load_tokenizer, save_model
+from stretto.observe import RunDirectory, Sample
+from stretto.runtime import inline, supervised
+from stretto.training.learner import PolicyLearner
+from stretto.training.trained import Gate, TrainedModel, end_updates
+from test_runtime import Notes, settings, weights
+
+ENDS: list[BaseException] = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ZeroDivisionError("division by zero"),
+    SystemExit(3),
+    KeyboardInterrupt(),
+]
+
+
+class End(Notes):
+    """Raises once the records of a step are written."""
+
+    def __init__(self, step: int, error: BaseException) -> None:
+        super().__init__()
+        self._at, self._error = step, error
+
+    def step(
+        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
+    ) -> None:
+        if step == self._at:
+            raise self._error
+
+
+def two_steps(tiny_folder: Path, out: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    """What is learned in two steps."""
+    config = settings(tiny_folder, steps=2, **changes)
+    run_dir = RunDirectory.create(out, "two", config)
+    inline.train(config, run_dir=run_dir, progress=Notes())
+    return weights(run_dir)
+
+
+def assert_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("error", ENDS, ids=lambda e: type(e).__name__)
+def test_whatever_ends_a_run_leaves_what_was_learned(
+    error: BaseException, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_folder, steps=9)
+    run_dir = RunDirectory.create(tmp_path, "run", config)
+    display = End(2, error)
+    with pytest.raises(type(error)):
+        inline.train(config, run_dir=run_dir, progress=display)
+    assert_equal(weights(run_dir), two_steps(tiny_folder, tmp_path))
+    said, where = display.notes[-2:]
+    reason = {
+        KeyboardInterrupt: "",
+        SystemExit: " (SystemExit: 3)",
+        OSError: " (OSError: [Errno 28] No space left on device)",
+    }.get(type(error), f" ({type(error).__name__}: {error})")
+    assert said == f"stopped after step 2{reason}; saving the model as it is now"
+    assert where == f"the model is saved in {run_dir.model}"
+    assert sorted(p.name for p in run_dir.path.iterdir()) == [
+        "checkpoints",
+        "config.toml",
+        "metrics.jsonl",
+        "model",
+        "rollouts.jsonl",
+        "samples.jsonl",
+        "trace.json",
+    ]
+
+
+@pytest.mark.parametrize("preset", ["sync", "async"])
+def test_a_role_that_fails_leaves_what_was_learned(
+    preset: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = {"schedule": {"preset": preset}}
+    two = two_steps(tiny_folder, tmp_path, **schedule)
+    learn, calls = PolicyLearner.train, list[int]()
+
+    def failing(self: PolicyLearner, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return learn(self, batch)
+
+    monkeypatch.setattr(PolicyLearner, "train", failing)
+    config = settings(tiny_folder, steps=9, **schedule)
+    run_dir = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(torch.OutOfMemoryError):
+        inline.train(config, run_dir=run_dir, progress=Notes())
+    assert_equal(weights(run_dir), two)
+
+
+def test_weights_of_half_an_update_are_not_saved(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = settings(tiny_folder, steps=1, observe={"checkpoint_every": 1})
+    run_dir = RunDirectory.create(tmp_path, "run", whole)
+    inline.train(whole, run_dir=run_dir, progress=Notes())
+    former = weights(run_dir)
+
+    step, calls = torch.optim.AdamW.step, list[int]()
+
+    def broken(self: torch.optim.AdamW, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:  # of the actor, in the second step
+            raise torch.OutOfMemoryError("in the midst of it")
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
+    config = settings(tiny_folder, steps=9, observe={"checkpoint_every": 1})
+    notes = Notes()
+    with pytest.raises(torch.OutOfMemoryError):
+        inline.train(config, run_dir=run_dir, resume=True, progress=notes)
+    assert notes.notes[-1] == (
+        "the model is not saved, as an update of its weights was broken off half-way"
+    )
+    assert_equal(weights(run_dir), former)
+
+
+def test_records_that_cannot_be_written_end_the_run_in_one_line(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rollouts of a step are about 250 bytes each; the model is written where there is room."""
+    from stretto.cli.main import main
+
+    config = settings(tiny_folder, steps=9, out=str(tmp_path), observe={"progress": "plain"})
+    (tmp_path / "full.toml").write_text(recipes.dump(config))
+    save = inline.train.__globals__["save_model"]
+    with full_beyond(2600), pytest.MonkeyPatch.context() as patch:
+
+        def roomy(*args: Any) -> None:
+            with full_beyond(1 << 40):
+                save(*args)
+
+        patch.setitem(inline.train.__globals__, "save_model", roomy)
+        assert main(["train", str(tmp_path / "full.toml")]) == 2
+    printed = capsys.readouterr()
+    run_dir = RunDirectory.open(tmp_path / "full-001")
+    assert printed.err.startswith(f"stretto: error: cannot write '{run_dir.path}/")
+    assert "File too large; make room there" in printed.err
+    assert f"the model is saved in {run_dir.model}" in printed.out
+    steps = len(run_dir.read_metrics())
+    assert 0 < steps < 9
+    for file in (run_dir.metrics_file, run_dir.samples_file, run_dir.rollouts_file):
+        assert file.read_bytes().endswith(b"}\n")
+        assert all(json.loads(line) for line in file.read_text().splitlines())
+    assert json.loads(run_dir.trace.path.read_text())
+    assert len(run_dir.trace.read().steps) >= steps
+
+
+# -- supervised training, and TRL's trainer ------------------------------------------------------
+
+
+def supervised_config(kind: type[Any], tiny_folder: Path, folder: Path) -> Any:
+    rows = {
+        SftConfig: {"completion": "ab"},
+        RewardModelConfig: {"chosen": "ab", "rejected": "c"},
+    }[kind]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}>", **rows}) + "\n" for i in range(8)))
+    return kind.model_validate(
+        {
+            "model": {"name": str(tiny_folder), "dtype": "float32"},
+            "data": {"name": str(file), "held_out": 0.25},
+            "training": {"lr": 5e-3, "epochs": 1, "lr_schedule": "constant"},
+            "threads": 1,
+            "batch": 8,
+            "steps": 3,
+        }
+    )
+
+
+@pytest.mark.parametrize("error", ENDS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize(
+    ("kind", "train"),
+    [(SftConfig, supervised.sft), (RewardModelConfig, supervised.train_reward_model)],
+    ids=["sft", "reward"],
+)
+def test_whatever_ends_supervised_training_leaves_what_was_learned(
+    kind: type[Any],
+    train: Callable[..., Any],
+    error: BaseException,
+    tiny_folder: Path,
+    tmp_path: Path,
+) -> None:
+    config = supervised_config(kind, tiny_folder, tmp_path)
+    run, two = (RunDirectory.create(tmp_path, name, config) for name in ("run", "two"))
+    display = End(2, error)
+    with pytest.raises(type(error)):
+        train(config, run_dir=run, progress=display)
+    train(config.model_copy(update={"steps": 2}), run_dir=two, progress=Notes())
+    assert_equal(weights(run), weights(two))
+    assert display.notes[-1] == f"the model is saved in {run.model}"
+
+
+def test_half_an_update_of_supervised_training_is_not_saved(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = torch.optim.AdamW.step, list[int]()
+
+    def broken(self: torch.optim.AdamW, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
+    config = supervised_config(SftConfig, tiny_folder, tmp_path)
+    run, notes = RunDirectory.create(tmp_path, "run", config), Notes()
+    with pytest.raises(MemoryError):
+        supervised.sft(config, run_dir=run, progress=notes)
+    assert "broken off half-way" in notes.notes[-1]
+    assert not run.model.exists()
+
+
+def test_ctrl_c_in_an_update_waits_for_its_end(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, calls = torch.optim.AdamW.step, list[int]()
+
+    def pressed(self: torch.optim.AdamW, *args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, *args)
+
+    config = supervised_config(SftConfig, tiny_folder, tmp_path)
+    run, two = (RunDirectory.create(tmp_path, name, config) for name in ("run", "two"))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            supervised.sft(config, run_dir=run, progress=Notes())
+    supervised.sft(config.model_copy(update={"steps": 2}), run_dir=two, progress=Notes())
+    assert_equal(weights(run), weights(two))
+
+
+# -- an update that is under way -----------------------------------------------------------------
+
+
+def test_the_end_waits_for_an_update_and_lets_none_follow() -> None:
+    gate, inside, go_on = Gate(), threading.Event(), threading.Event()
+
+    def update() -> None:
+        with gate.passing():
+            inside.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    inside.wait()
+    assert not gate.close(0.01)  # it is still under way
+    go_on.set()
+    thread.join()
+    assert gate.close(0.01)
+    with pytest.raises(LearnerError, match="the run has ended"), gate.passing():
+        pass
+
+
+def test_a_model_can_be_trained_again_after_a_run() -> None:
+    model, config = llama(), Config().training
+    trained = TrainedModel(model, 1e-3, config, updates=2, warmup=0)
+    assert end_updates(model)
+    with pytest.raises(LearnerError, match="the run has ended"):
+        trained.update()
+    TrainedModel(model, 1e-3, config, updates=2, warmup=0).update()
+    assert end_updates(llama())  # that nobody trains
+
+
+# -- saving --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device"),
+    ],
+    ids=["OSError", "SafetensorError"],
+)
+@pytest.mark.parametrize("former", [False, True])
+def test_a_save_that_fails_leaves_the_former_model_or_none(
+    former: bool,
+    error: Exception,
+    tiny_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, tokenizer, model = tmp_path / "model", load_tokenizer(tiny_folder), llama(seed=1)
+    if former:
+        save_model(llama(seed=2), tokenizer, folder)
+    before = {path.name: path.read_bytes() for path in folder.rglob("*")}
+
+    def half(self: PreTrainedModel, to: Path, **_: Any) -> None:
+        self.config.save_pretrained(to)
+        raise error
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", half)
+    with pytest.raises(StorageError, match=r"cannot write '.*model': .*No space left on device"):
+        save_model(model, tokenizer, folder)
+    assert {path.name: path.read_bytes() for path in folder.rglob("*")} == before
+    assert [path.name for path in tmp_path.iterdir()] == (["model"] if former else [])
+
+
+def test_a_saved_model_takes_the_place_of_the_former_one_whole(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, tokenizer = tmp_path / "model", load_tokenizer(tiny_folder)
+    save_model(llama(seed=2), tokenizer, folder)
+    (folder / "model-00002-of-00002.safetensors").write_text("of a larger model")
+    model = llama(seed=1)
+    save_model(model, tokenizer, folder)
+    assert not list(folder.glob("*00002*"))
+    found = AutoModelForCausalLM.from_pretrained(folder)
+    assert_equal(dict(found.named_parameters()), dict(model.named_parameters()))
+
+
+# -- signals -------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_a_call_from_python_as_ctrl_c_does(tiny_folder: Path, tmp_path: Path) -> None:
+    class Terminate(Notes):
+        def step(self, step: int, *_: Any) -> None:
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    config = settings(tiny_folder, steps=10_000, out=str(tmp_path))
+    display = Terminate()
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        stretto.train(config, progress=display)
+    assert isinstance(stopped.value, signals.Terminated)
+    assert stopped.value.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    run_dir = RunDirectory.open(tmp_path / "run-001")
+    assert display.notes[-2:] == [
+        f"the model is saved in {run_dir.model}",
+        f"stopped; what was done so far is in {run_dir.path}",
+    ]
+    assert (run_dir.model / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "preset"),
+    [
+        ("train", signal.SIGTERM, "sync"),
+        ("train", signal.SIGHUP, "stretto"),
+        ("sft", signal.SIGTERM, ""),
+    ],
+)
+def test_a_command_that_is_asked_to_end_saves_its_model(
+    command: str, number: signal.Signals, preset: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    if command == "train":
+        config = settings(
+            tiny_folder,
+            steps=100_000,
+            schedule={"preset": preset},
+            observe={"progress": "plain"},
+        )
+    else:
+        config = supervised_config(SftConfig, tiny_folder, tmp_path)
+        observe = config.observe.model_copy(update={"progress": "plain"})
+        config = config.model_copy(update={"steps": 100_000, "observe": observe})
+    (tmp_path / "endless.toml").write_text(recipes.dump(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "stretto", command, "endless.toml"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    while "step 3/" not in process.stdout.readline():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert err.endswith("stretto: interrupted\n")
+    run_dir = RunDirectory.open(tmp_path / "runs" / "endless-001")
+    assert "the model is saved in runs/endless-001/model\n" in out
+    assert (run_dir.model / "model.safetensors").is_file()
+    assert len(run_dir.read_metrics()) >= 3
+
+
+def test_a_signal_while_the_model_is_being_saved_waits(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = PreTrainedModel.save_pretrained
+
+    def slow(self: PreTrainedModel, *args: Any, **more: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        return write(self, *args, **more)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", slow)
+    config = settings(tiny_folder, steps=2)
+    run_dir = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(KeyboardInterrupt):
+        inline.train(config, run_dir=run_dir, progress=Notes())
+    monkeypatch.undo()
+    assert_equal(weights(run_dir), two_steps(tiny_folder, tmp_path))
