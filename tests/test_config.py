@@ -350,6 +350,32 @@ def test_the_default_model_is_counted_by_its_shape() -> None:
             {"algorithm": {"name": "copg", "old_policy": "proximal"}},
             ["algorithm.old_policy = 'proximal' costs a forward pass"],
         ),
+        (
+            {"schedule": {"overcommit": 4, "overcommit_min": 2, "overcommit_window": 5}},
+            [
+                "without effect while schedule.overcommit is 4: schedule.overcommit_min, "
+                "schedule.overcommit_window"
+            ],
+        ),
+        (
+            {
+                "schedule": {
+                    "preset": "oppo",
+                    "overcommit_rule": "throughput",
+                    "overcommit_min": 2,
+                    "overcommit_increment": 2,
+                }
+            },
+            [
+                "without effect on overcommit_rule = 'throughput': schedule.overcommit_increment",
+            ],
+        ),
+        ({"schedule": {"preset": "oppo", "overcommit_decrement": 2}}, []),
+        ({"schedule": {"preset": "stretto"}}, []),
+        (
+            {"schedule": {"preset": "stretto"}, "rollout": {"samples_per_prompt": 2, "engines": 2}},
+            ["schedule.migrate = 'auto' moves nothing while schedule.score_on is 'chunk'"],
+        ),
     ],
 )
 def test_what_has_no_effect_is_remarked_on(settings: dict[str, Any], remarks: list[str]) -> None:

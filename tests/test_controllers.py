@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stretto.config import Config
 from stretto.errors import ConfigError, StateError
+from stretto.runtime.controls import controls
+from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize, FixedChunk, TunedChunk
 from stretto.schedules.feedback import DecodeSample, Feedback
 from stretto.schedules.latency import LatencyModel, drain_seconds, drain_times
 from stretto.schedules.lengths import LengthModel
 from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
 from stretto.schedules.throughput import ThroughputOvercommit
+from stretto.types import FinishReason, Prompt, Rollout
 
 
 def feedback(
@@ -92,14 +96,14 @@ def test_a_latency_curve_is_found_again(curve: Callable[[float], float], toleran
     calls = calls_of(curve, [*range(4, 84)] * 3, noise=0.02)
     calls[7] = DecodeSample(calls[7].rows, 32, 50 * calls[7].seconds)  # two pauses
     calls[90] = DecodeSample(calls[90].rows, 32, 10 * calls[90].seconds)
-    model.observe(calls, 0, 0)
+    model.observe(calls)
     asked = np.array([8.0, 20, 40, 60, 80])
     np.testing.assert_allclose(model.step_seconds(asked), [curve(r) for r in asked], rtol=tolerance)
 
 
 def test_with_one_number_of_rows_the_curve_is_flat() -> None:
     model = LatencyModel()
-    model.observe(calls_of(lambda r: 0.01 * r, [8] * 30, noise=0.05), 0, 0)
+    model.observe(calls_of(lambda r: 0.01 * r, [8] * 30, noise=0.05))
     assert float(model.step_seconds(64)) == pytest.approx(0.08, rel=0.05)
     assert float(model.step_seconds(1)) == float(model.step_seconds(64))
 
@@ -109,8 +113,8 @@ def test_prefill_is_told_apart_from_decoding() -> None:
     for carried in (0, 10, 20, 30, 5, 15):
         rows = [32 + carried - 3 * k for k in range(10)]
         calls = calls_of(lambda r: 0.02 + 0.001 * r, rows)
-        first = DecodeSample(rows[0], 32, calls[0].seconds + 0.4 + 0.05 * carried)
-        model.observe([first, *calls[1:]], 1, carried)
+        first = DecodeSample(rows[0], 32, calls[0].seconds + 0.4 + 0.05 * carried, True, carried)
+        model.observe([*calls[5:], first, *calls[1:5]])  # a round that began before the hand-over
     np.testing.assert_allclose(model.step_seconds([1, 50]), [0.021, 0.07], rtol=0.01)
     assert model.start_seconds(0) == pytest.approx(0.4, rel=0.05)
     assert model.start_seconds(20) == pytest.approx(1.4, rel=0.05)
@@ -118,7 +122,7 @@ def test_prefill_is_told_apart_from_decoding() -> None:
 
 def test_latency_says_when_it_knows_nothing() -> None:
     model = LatencyModel()
-    model.observe([DecodeSample(4, 0, 1.0), DecodeSample(0, 3, 1.0)], 1, 0)
+    model.observe([DecodeSample(4, 0, 1.0, first=True), DecodeSample(0, 3, 1.0)])
     assert len(model) == 0
     with pytest.raises(StateError, match="after the first step"):
         model.step_seconds(1)
@@ -247,12 +251,18 @@ def test_equation_4_moves_every_so_many_steps() -> None:
 
 
 def test_algorithm_1_by_hand() -> None:
-    # Means of 2 and 2: rising by 2 (delta - max(1, 8 // 4)), level, then falling (6 + 6 // 4).
+    # Means of 2 and 2: rising (8 - 8 // 4), falling (6 + 6 // 4), level, rising, falling.
     rewards = [0, 1, 2, 3, 1, 1, 1, 1, 5, 5, 0, 0]
-    assert deltas(Algorithm1(8, 0, 12, window=2), rewards) == [8, 8, 8, *[6] * 7, 6, 7]
+    assert deltas(Algorithm1(8, 0, 12, window=2), rewards) == [8, 8, 8, 6, 6, 7, 7, 7, 7, 6, 6, 7]
     assert deltas(Algorithm1(3, 0, 12, window=1), [0, 1]) == [3, 2]  # max(1, 3 // 4) = 1
     assert deltas(Algorithm1(8, 7, 12, window=1), [0, 1]) == [8, 7]
     assert deltas(Algorithm1(8, 7, 9, window=1), [1, 0]) == [8, 9]
+
+
+def test_algorithm_1_adapts_every_window_once_there_are_two() -> None:
+    """The paper keeps ``reward_scores[-W:]``: with W = 3 at step 6, and then every 3."""
+    seen = deltas(Algorithm1(16, 0, 32, window=3), [float(i) for i in range(24)])
+    assert seen == [*[16] * 5, *[12] * 3, *[9] * 3, *[7] * 3, *[6] * 3, *[5] * 3, *[4] * 3, 3]
 
 
 def test_the_two_rules_move_in_opposite_directions() -> None:
@@ -275,6 +285,55 @@ def test_rules_refuse_contradictions() -> None:
         ThroughputOvercommit(10, 8, 2, group=4)
     with pytest.raises(ConfigError, match="max_carries at least"):
         ThroughputOvercommit(8, 8, -1)
+    with pytest.raises(ConfigError, match="low = 9 and high = 8"):
+        ThroughputOvercommit(8, 8, 1, low=9)
+
+
+def test_the_rules_get_their_settings() -> None:
+    def rule(**schedule: Any) -> Overcommit:
+        given = {"overcommit": "auto", "overcommit_window": 1, **schedule}
+        config = Config.model_validate({"rollout": {"batch": 16}, "schedule": given})
+        return controls(config, None).overcommit
+
+    up_and_down = [0.0, 1.0, 2.0, 1.0, 0.0]
+    assert deltas(rule(), up_and_down) == [8, 9, 10, 9, 8]
+    steps = {"overcommit_increment": 3, "overcommit_decrement": 4, "overcommit_min": 5}
+    assert deltas(rule(**steps, overcommit_max=12), up_and_down) == [6, 9, 12, 8, 5]
+    assert deltas(rule(overcommit_min=14, overcommit_max=16), up_and_down) == [14, 15, 16, 15, 14]
+    other = {"overcommit_rule": "algorithm1", "overcommit_start": 8, "overcommit_min": 7}
+    assert deltas(rule(**other), up_and_down) == [8, 7, 7, 8, 10]
+    assert rule(overcommit_rule="throughput", overcommit_min=5).delta == 5
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({"overcommit_min": 9}, "overcommit_min = 9 is above the largest delta, 8"),
+        ({"overcommit_min": 4, "overcommit_start": 3}, "not between the smallest delta, 4"),
+        ({"overcommit_start": 9}, "and the largest, 8"),
+        ({"overcommit_decrement": -1}, "greater than or equal to 0"),
+        (
+            {"overcommit": 24, "max_carries": 1},
+            "overcommit = 24 and schedule.max_carries = 1 contradict .* carried 3 times; lower "
+            "schedule.overcommit to 8",
+        ),
+        ({"overcommit_max": 17, "max_carries": 2}, "lower schedule.overcommit_max to 16"),
+    ],
+)
+def test_settings_of_over_commitment_that_contradict_each_other(
+    schedule: dict[str, Any], message: str
+) -> None:
+    given = {"overcommit": "auto", **schedule}
+    with pytest.raises(ValueError, match=message):
+        Config.model_validate({"rollout": {"batch": 8}, "schedule": given})
+
+
+def test_as_many_beyond_the_batch_as_can_be_trained_on_in_time() -> None:
+    for schedule in (
+        {"overcommit": 64, "max_carries": 8},
+        {"overcommit": 32, "max_carries": 2, "batches_per_handover": 2},
+    ):
+        Config.model_validate({"rollout": {"batch": 8}, "schedule": schedule})
 
 
 # -- over-commitment by prediction ---------------------------------------------------------------
@@ -298,48 +357,39 @@ def simulate(
     """Seconds that a run takes, and the deltas: the true process, event by event.
 
     Independent of what the controller assumes: a heap of rollouts by the decode step at which they
-    end, decode calls of 64 steps at most; a round ends with the first groups to end that make a
-    batch, among them all that were carried too often.
+    end, decode calls of 64 steps at most, and the schedule's own buffer.
     """
     decoding: list[tuple[int, int]] = []  # decode step at which it ends, rollout
-    sizes: list[int] = []
-    open_in: dict[int, int] = {}  # of each group in flight, how many are being decoded
-    carries: dict[int, int] = {}
+    buffer, rollouts, sizes = Buffer(MAX_CARRIES), {}, []
     clock, total_s, chosen = 0, 0.0, []
     for step in range(steps):
         carried = len(decoding)
-        for _ in range((BATCH + controller.delta) // group - len(open_in)):
-            open_in[len(sizes) // group], carries[len(sizes) // group] = group, 0
-            for _ in range(group):
+        while len(buffer) < BATCH + controller.delta:
+            first = len(sizes)
+            for i in range(first, first + group):
+                rollouts[i] = Rollout(i, Prompt(first, (), ""), first)
                 sizes.append(min(LIMIT, max(1, int(length(len(sizes), step)))))
-                heapq.heappush(decoding, (clock + sizes[-1], len(sizes) - 1))
-        due = [g for g in open_in if carries[g] >= MAX_CARRIES][: BATCH // group]
-        early = [g for g in open_in if not open_in[g] and g not in due]
-        batch = [g for g in due if not open_in[g]] + early[: BATCH // group - len(due)]
-        due_open = sum(open_in[g] > 0 for g in due)
+                heapq.heappush(decoding, (clock + sizes[i], i))
+            buffer.add([rollouts[i] for i in range(first, first + group)])
+        buffer.begin_round(BATCH // group)
 
         lengths, calls, call_s, call_rows, call_start = [], [], prefill_s * carried, 0, clock
-        while len(batch) < BATCH // group:
+        while not buffer.complete:
             until = min(decoding[0][0], call_start + CHUNK)
             call_s += (until - clock) * latency(len(decoding))
             call_rows += (until - clock) * len(decoding)
             clock = until
             while decoding and decoding[0][0] == clock:
-                rollout = heapq.heappop(decoding)[1]
-                lengths.append(sizes[rollout])
-                g = rollout // group
-                open_in[g] -= 1
-                due_open -= g in due and not open_in[g]
-                if not open_in[g] and (g in due or len(batch) + due_open < BATCH // group):
-                    batch.append(g)
-            if clock == call_start + CHUNK or len(batch) == BATCH // group:
-                ran = clock - call_start
-                calls.append(DecodeSample(call_rows / ran, ran, call_s))
+                ended = rollouts[heapq.heappop(decoding)[1]]
+                lengths.append(sizes[ended.id])
+                ended.finish = FinishReason.STOP
+                buffer.ended(ended)
+            if clock == call_start + CHUNK or buffer.complete:
+                ran, opening = clock - call_start, not calls
+                calls.append(DecodeSample(call_rows / ran, ran, call_s, opening, opening * carried))
                 call_s, call_rows, call_start = 0.0, 0, clock
         step_s = sum(c.seconds for c in calls) + call_s + OVERHEAD_S
-        for g in batch:
-            del open_in[g], carries[g]
-        carries = {g: n + 1 for g, n in carries.items()}
+        buffer.take()
         total_s += step_s
         controller.observe(feedback(0.0, lengths, calls, step_s, OVERHEAD_S))
         chosen.append(controller.delta)
@@ -415,6 +465,9 @@ def test_deltas_are_whole_groups_within_the_bounds() -> None:
         )
         assert all(delta % 4 == 0 and delta <= bound for delta in chosen)
         assert max(chosen) > 16
+    equal = ThroughputOvercommit(BATCH, HIGH, 4, low=6, group=4)
+    _, chosen = simulate(equal, lambda i, step: 64, lambda rows: 0.001 * rows, group=4, steps=12)
+    assert set(chosen[1:]) == {8}
     never = ThroughputOvercommit(BATCH, HIGH, 0)
     assert set(simulate(never, lengths_of("lognormal"), bandwidth_bound, steps=10)[1]) == {0}
 
@@ -429,7 +482,13 @@ def test_generators_that_share_rows_are_seen_as_one_each() -> None:
             lengths = np.ceil(rng.lognormal(4, 1, BATCH)).astype(int).tolist()
             rows = [(BATCH + controller.delta) / generators * k / 8 for k in range(8, 0, -1)]
             calls = [
-                DecodeSample(r, 64, 64 * saturating(round(r * generators)))
+                DecodeSample(
+                    r,
+                    64,
+                    64 * saturating(round(r * generators)),
+                    r == rows[0],
+                    controller.delta // generators,
+                )
                 for r in rows
                 for _ in range(generators)
             ]

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from itertools import combinations, permutations
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import JudgeError, LifecycleError, StalledError
@@ -379,6 +381,17 @@ def test_a_rollout_is_not_carried_too_often() -> None:
     assert steps[2].batch[0].carries == 2
 
 
+@pytest.mark.parametrize(("batch", "delta", "limit"), [(8, 64, 8), (8, 24, 3), (2, 4, 2)])
+def test_the_limit_on_carries_holds_where_delta_exceeds_the_batch(
+    batch: int, delta: int, limit: int
+) -> None:
+    """All begin together, and more long ones than a batch holds are due at one time."""
+    lengths = [int(20 * np.exp(1.4 * z)) + 1 for z in np.random.default_rng(0).normal(size=997)]
+    steps, _ = take(World(lengths), 40, batch=batch, delta=delta, max_carries=limit, chunk=16)
+    assert max(r.carries for s in steps for r in s.batch) == limit
+    assert all(len(s.batch) == batch for s in steps)
+
+
 def test_groups_stay_together() -> None:
     """Two rollouts a prompt: 0 and 1, 2 and 3, ...; a group has ended when both have."""
     world = World([1, 30, 2, 3, 4, 1, 2, 2])
@@ -477,32 +490,75 @@ def rollout(id_: int, group: int | None = None) -> Rollout:
     return Rollout(id_, Prompt(0, (1,), ""), id_ if group is None else group)
 
 
+def in_time(carries: Sequence[int], groups: int, most: int) -> bool:
+    """Whether groups carried so often can all be taken, so many a round, the oldest first."""
+    left = sorted(carries, reverse=True)
+    while left:
+        if left[0] > most:
+            return False
+        left = [n + 1 for n in left[groups:]]
+    return True
+
+
+def fewest(buffer: Buffer) -> int:
+    """Rollouts that have to end before the round is complete: the best of all orders of groups."""
+    groups = {r.group: [] for r in buffer.open}
+    for r in buffer.open:
+        groups[r.group].append(r.id)
+    best = len(buffer.open)
+    for order in permutations(groups):
+        trial, ended = deepcopy(buffer), 0
+        for r in (r for group in order for r in trial.open if r.group == group):
+            if trial.complete:
+                break
+            r.finish, ended = STOP, ended + 1
+            trial.ended(r)
+        best = min(best, ended)
+    return best
+
+
 @given(st.data())
-def test_the_buffer_asks_for_no_more_and_no_less_than_it_needs(data: st.DataObject) -> None:
-    """``missing`` is 0 exactly when the round is complete, and never promises too little work."""
-    n = data.draw(st.integers(1, 3))
-    groups = data.draw(st.integers(1, 4))
-    buffer = Buffer(max_carries=data.draw(st.integers(1, 3)))
-    next_id = 0
+@settings(deadline=None)
+def test_the_buffer_takes_the_first_to_end_and_carries_none_too_often(data: st.DataObject) -> None:
+    """Against brute force: what is missing, and that only those are passed over that must be."""
+    n = data.draw(st.integers(1, 2))
+    groups, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    size = groups + data.draw(st.integers(0, min(most * groups, 5 - groups)))
+    buffer, next_id = Buffer(most), 0
     for _ in range(data.draw(st.integers(1, 6))):
-        while len(buffer) < (groups + 2) * n:
+        while len(buffer) < size * n:
             buffer.add([rollout(next_id + k, next_id) for k in range(n)])
             next_id += n
         buffer.begin_round(groups)
+        assert buffer.complete or buffer.missing() == fewest(buffer)
         while not buffer.complete:
-            missing, open_ = buffer.missing(), buffer.open
-            assert 1 <= missing <= len(open_)
+            missing = buffer.missing()
             for k in range(missing):
-                if buffer.complete:
-                    raise AssertionError(f"complete after {k} of {missing}")
+                assert not buffer.complete, f"complete after {k} of {missing}"
                 r = data.draw(st.sampled_from(buffer.open))
-                r.finish = STOP
-                buffer.ended(r)
+                r.finish, chosen = STOP, {r.group for r in buffer.chosen}
+                taken = buffer.ended(r)
+                if taken or buffer.complete or any(x.group == r.group for x in buffer.open):
+                    continue
+                others = {x.group: x.carries for x in buffer if x.group not in chosen}
+                carries = others.pop(r.group)
+                assert not any(
+                    in_time([c + 1 for g, c in others.items() if g not in rest], groups, most)
+                    for rest in combinations(others, groups - len(chosen) - 1)
+                ), f"rollout {r.id}, carried {carries} times, was passed over"
         batch, carried = buffer.take()
         assert len(batch) == groups * n
         assert [r.id for r in batch] == sorted(r.id for r in batch)
         assert all(r.finish is None for r in carried)
-        assert max((r.carries for r in buffer), default=0) <= buffer._max_carries + groups
+        assert max((r.carries for r in (*buffer, *batch)), default=0) <= most
+
+
+def test_more_groups_than_can_be_taken_in_time_are_refused() -> None:
+    buffer = Buffer(max_carries=1)
+    for i in range(5):
+        buffer.add([rollout(i)])
+    with pytest.raises(LifecycleError, match="5 groups are in flight and a round takes 2"):
+        buffer.begin_round(2)
 
 
 # -- state ---------------------------------------------------------------------------------------

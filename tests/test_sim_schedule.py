@@ -13,7 +13,7 @@ import pytest
 from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfig
 from stretto.errors import ConfigError, JudgeError, StalledError
 from stretto.observe.run_directory import RolloutRecord
-from stretto.observe.spans import Spans
+from stretto.observe.spans import Span, Spans
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -36,6 +36,7 @@ from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, U
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.replay import recorded_cluster
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
+from stretto.schedules.feedback import DecodeSample
 from stretto.types import Prompt, Rollout
 
 DEADLINE_S = 100.0
@@ -104,6 +105,64 @@ def test_overcommitment_by_hand() -> None:
     assert result.makespan_s == pytest.approx(first + second)
     assert result.ledger["dispatched"] == 5
     assert len(result.ledger["in_flight"]) == 1
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("delta", [0, 8])
+def test_a_round_s_first_calls_are_known_as_such(lag: int, delta: int) -> None:
+    """With lag a hand-over falls into the middle of a round, whose first calls are long over."""
+    cost = GeneratorCost(
+        decode=DecodeCost(step_s=1.0, row_s=0.01), prefill=PrefillCost(token_s=0.001)
+    )
+    cluster = Cluster(
+        generators=tuple(GeneratorRole(devices=(i,), cost=cost) for i in range(3)),
+        learner=LearnerRole(devices=(3,), cost=TrainCost(step_s=20.0)),
+        workload=Workload(
+            batch=24,
+            steps=20,
+            max_new_tokens=200,
+            response_tokens=Lognormal(median=20, p95=150),
+        ),
+        schedule=ScheduleConfig(score_on="rollout", overcommit=delta, lag=lag, chunk_tokens=8),
+    )
+    seen: list[DecodeSample] = []
+
+    async def main() -> list[Span]:
+        spans = Spans(VirtualClock())
+        schedule = make_schedule(cluster, make_roles(cluster, spans), spans)
+        schedule._chunk.observe = lambda feedback: seen.extend(feedback.decode)  # type: ignore
+        async with schedule:
+            for _ in range(cluster.workload.steps):
+                await schedule.step()
+        return spans.records
+
+    calls = [s.attributes for s in run(main()) if s.name == "gen"]
+    prefilled = [(c["steps"], c["prefilled"] > 0) for c in calls]  # only a first call prefills
+    assert prefilled[: len(seen)] == [(s.steps, s.first) for s in seen]
+    assert sum(s.first for s in seen) >= 3 * cluster.workload.steps
+    assert (max(s.carried for s in seen) > 0) == (delta > 0)
+    assert all(s.carried <= delta for s in seen)
+
+
+@pytest.mark.parametrize("delta", [0, 8])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_stragglers_move_whatever_is_in_flight_beyond_the_batch(delta: int, lag: int) -> None:
+    """R_t counts what the round waits for: a fifth of 32, while the generators hold more."""
+    cost = GeneratorCost(decode=DecodeCost(step_s=1.0, row_s=0.01))
+    cluster = Cluster(
+        generators=tuple(GeneratorRole(devices=(i,), cost=cost) for i in range(4)),
+        scorers=(ScorerRole(name="reward", devices=(4,), cost=PrefillCost(token_s=0.001)),),
+        learner=LearnerRole(devices=(5,), cost=TrainCost(step_s=1.0)),
+        workload=Workload(
+            batch=32,
+            steps=6,
+            max_new_tokens=200,
+            response_tokens=Lognormal(median=20, p95=150),
+        ),
+        schedule=ScheduleConfig(overcommit=delta, lag=lag, migrate=0.2, chunk_tokens=4),
+    )
+    moves = [s for s in simulate(cluster).spans if s.name == "migrate"]
+    assert sum(len(s.attributes["rollouts"]) for s in moves) >= 6  # in each step at least one
 
 
 def test_a_recorded_run_predicts_itself_and_another_schedule() -> None:
@@ -251,6 +310,8 @@ def random_cluster(seed: int) -> Cluster:
     )
     seats = [critic.model_copy(update={"devices": (i,), "host": i}) for i in range(engines)]
     judge = ScorerRole(name="task", cost=SampleCost(call_s=0.05, sample_s=0.01))
+    delta, handover = r.choice([0, 0, 1, 4, 9, 16]), r.choice([1, 1, 2])
+    carries = max(r.choice([1, 2, 4]), -(-delta // (4 * handover)))
     return Cluster(
         generators=generators,
         scorers=(
@@ -277,11 +338,11 @@ def random_cluster(seed: int) -> Cluster:
         ),
         schedule=ScheduleConfig(
             score_on=r.choice(["batch", "rollout", "chunk"]),
-            overcommit=r.choice([0, 0, 1, 4, 9]),
+            overcommit=delta,
             lag=r.choice([0, 0, 1, 2]),
-            batches_per_handover=r.choice([1, 1, 2]),
+            batches_per_handover=handover,
             chunk_tokens=r.choice([1, 5, 16, 64]),
-            max_carries=r.choice([1, 2, 4]),
+            max_carries=carries,
             carry=r.choice(["recompute", "reuse"]),
             migrate=r.choice([*[0.5, 1.0] * 6, "auto"]) if engines > 1 else "off",
             deadline_s=DEADLINE_S,
@@ -313,7 +374,8 @@ async def _outcome(cluster: Cluster, faults: Faults, cancel_s: float | None) -> 
         async with schedule:
             for _ in range(cluster.workload.steps):
                 step = await schedule.step()
-                stats.append((dict(step.stats), [r.id for r in step.batch]))
+                seen = [(r.id, r.carries, min(r.versions)) for r in (*step.batch, *step.rejected)]
+                stats.append((dict(step.stats), [r.id for r in step.batch], seen))
     except asyncio.CancelledError:
         if cancel_s is None:  # a deadlock ended the run, and will be raised
             raise
@@ -339,15 +401,20 @@ def outcome(seed: int) -> Outcome:
 
 
 def check(seed: int) -> Outcome:
-    """Run one seed, and see that the books balance and that it ended in time."""
-    o = outcome(seed)
+    """Run one seed: the books balance, it ended in time, and nothing is older than it may be."""
+    o, s = outcome(seed), random_cluster(seed).schedule
+    for step, (_, _, seen) in enumerate(o.stats):
+        version = step // s.batches_per_handover
+        for _, carries, oldest in seen:
+            assert carries <= s.max_carries, seed
+            assert version - oldest <= s.max_carries + int(s.knob("lag")), seed
     rejected = sum(o.ledger["rejected"].values())
     assert o.ledger["dispatched"] == o.in_flight + o.ledger["trained"] + rejected, seed
     if o.error:
         assert o.in_flight == 0, seed  # all that was in flight was rejected, with the cause
     else:
         assert len(o.stats) == 3, seed
-        trained = [id_ for _, ids in o.stats for id_ in ids]
+        trained = [id_ for _, ids, _ in o.stats for id_ in ids]
         assert len(trained) == len(set(trained)) == o.ledger["trained"], seed
     # At any moment someone works, dawdles (up to ten times as long), or is about to be given up on.
     worked_s = sum(end - start for _, name, start, end, _ in o.events if name != "wait")

@@ -69,7 +69,16 @@ class Config(Section):
         ]
         if unused and not self.pipeline.ranks:
             remarks.append(f"without effect while pipeline.ranks is 0: {', '.join(unused)}")
-        return remarks
+        s = self.schedule
+        if self.rollout.engines > 1 and (s.knob("migrate"), s.knob("score_on")) == (
+            "auto",
+            "chunk",
+        ):
+            remarks.append(
+                "schedule.migrate = 'auto' moves nothing while schedule.score_on is 'chunk': scorers "
+                "that stream have a lane of their own, and a freed engine would have nothing to do"
+            )
+        return [*remarks, *s.remarks]
 
     def _is_set(self, name: str) -> bool:
         """Whether a setting, by its dotted name, differs from its default."""
@@ -91,12 +100,7 @@ class Config(Section):
                 "training, as the learner's log-probabilities are of the full distribution; "
                 "set top_k = 0 and top_p = 1"
             )
-        start, high = self.schedule.overcommit_start, self.schedule.overcommit_max or r.batch
-        if start > high:
-            raise ValueError(
-                f"schedule.overcommit_start = {start} is above the largest delta, {high} "
-                "(schedule.overcommit_max, or else rollout.batch); lower it"
-            )
+        self.schedule.check(r.batch)
         if self.schedule.migrate not in ("preset", "off", 0) and r.engines == 1:
             raise ValueError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "

@@ -17,6 +17,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """What each preset sets the four knobs of the schedule to."""
 
+_RULES: dict[str, tuple[str, ...]] = {
+    "overcommit_start": ("equation4", "algorithm1"),
+    "overcommit_window": ("equation4", "algorithm1"),
+    "overcommit_increment": ("equation4",),
+    "overcommit_decrement": ("equation4",),
+}
+"""Settings that some of the rules for delta alone look at."""
+
 
 class ScheduleConfig(Section):
     """When each piece of work runs: four knobs, and how they are turned."""
@@ -36,15 +44,21 @@ class ScheduleConfig(Section):
     chunk_window: Annotated[int, Field(gt=3)] = 50
     """Steps between two trials of chunk sizes."""
     overcommit_rule: Literal["equation4", "algorithm1", "throughput"] = "equation4"
-    """How 'auto' adapts delta. equation4: up by one while rewards rise, else down. algorithm1: by a quarter, the other way round. throughput: what the lengths and latencies seen predict to be fastest."""
+    """How 'auto' adapts delta. equation4: up by overcommit_increment while rewards rise, else down by overcommit_decrement. algorithm1: by a quarter, the other way round. throughput: what the lengths and latencies seen predict to be fastest."""
     overcommit_start: NonNegativeInt = 0
-    """Delta at the start of 'auto'; 0 takes half of overcommit_max."""
+    """Delta at the start of equation4 and algorithm1; 0 takes half of overcommit_max, or overcommit_min where that is more."""
     overcommit_max: NonNegativeInt = 0
     """Largest delta of 'auto'; 0 takes the batch size."""
+    overcommit_min: NonNegativeInt = 0
+    """Smallest delta of 'auto'."""
     overcommit_window: PositiveInt = 10
     """Steps over which equation4 and algorithm1 look at the reward."""
+    overcommit_increment: NonNegativeInt = 1
+    """Responses by which equation4 raises delta."""
+    overcommit_decrement: NonNegativeInt = 1
+    """Responses by which equation4 lowers delta."""
     max_carries: PositiveInt = 8
-    """A response that was carried this often is waited for."""
+    """How often a response may be carried at most; the step waits for what would be carried once more. Bounds delta: at most max_carries times the responses between two hand-overs."""
     carry: Literal["recompute", "reuse"] = "recompute"
     """What happens to the keys and values of a carried response when the weights change: computed anew, or kept as they are."""
     batches_per_handover: PositiveInt = 1
@@ -58,3 +72,60 @@ class ScheduleConfig(Section):
         """The value of one of the four knobs, from the preset where that is left to it."""
         value = getattr(self, name)
         return PRESETS[self.preset][name] if value == "preset" else value
+
+    def largest_overcommit(self, batch: int) -> int:
+        """The largest delta that a run with so many responses a step may come to."""
+        knob = self.knob("overcommit")
+        return self.overcommit_max or batch if knob == "auto" else int(knob)
+
+    def first_overcommit(self, batch: int) -> int:
+        """Delta at the start of 'auto', under the rules that look at rewards."""
+        half = self.largest_overcommit(batch) // 2
+        return self.overcommit_start or max(half, self.overcommit_min)
+
+    def check(self, batch: int) -> None:
+        """See that the bounds of delta fit each other and the batch.
+
+        Raises:
+            ValueError: they do not.
+        """
+        low, high = self.overcommit_min, self.overcommit_max or batch
+        if low > high:
+            raise ValueError(
+                f"schedule.overcommit_min = {low} is above the largest delta, {high} "
+                "(schedule.overcommit_max, or else the batch); lower it"
+            )
+        start = self.overcommit_start or high
+        if not low <= start <= high:
+            raise ValueError(
+                f"schedule.overcommit_start = {start} is not between the smallest delta, {low} "
+                f"(schedule.overcommit_min), and the largest, {high} (schedule.overcommit_max, or "
+                "else the batch); choose one between them, or 0"
+            )
+        delta, round_size = self.largest_overcommit(batch), batch * self.batches_per_handover
+        if delta > self.max_carries * round_size:
+            name = "overcommit_max" if self.knob("overcommit") == "auto" else "overcommit"
+            raise ValueError(
+                f"schedule.{name} = {delta} and schedule.max_carries = {self.max_carries} "
+                f"contradict each other: with {round_size} responses between two hand-overs of "
+                f"weights, the last of {delta} more are carried {-(-delta // round_size)} times; "
+                f"lower schedule.{name} to {self.max_carries * round_size}, or raise "
+                "schedule.max_carries"
+            )
+
+    @property
+    def remarks(self) -> list[str]:
+        """Which settings of over-commitment nothing looks at."""
+        fields, knob, rule = type(self).model_fields, self.knob("overcommit"), self.overcommit_rule
+        changed = [
+            name
+            for name in fields
+            if name.startswith("overcommit_") and getattr(self, name) != fields[name].default
+        ]
+        if knob != "auto":
+            idle, where = changed, f"while schedule.overcommit is {knob}"
+        else:
+            idle = [name for name in changed if rule not in _RULES.get(name, (rule,))]
+            where = f"on overcommit_rule = '{rule}'"
+        names = ", ".join(f"schedule.{name}" for name in idle)
+        return [f"without effect {where}: {names}"] if idle else []

@@ -6,14 +6,10 @@ from dataclasses import dataclass
 
 from stretto.config import Config
 from stretto.schedules.chunking import FixedChunk, TunedChunk
-from stretto.schedules.migration import (
-    AutoMigration,
-    FixedMigration,
-    MigrationLimits,
-    MigrationPolicy,
-)
+from stretto.schedules.migration import FixedMigration, MigrationLimits, MigrationPolicy
 from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
 from stretto.schedules.settings import Controls, Settings
+from stretto.schedules.stragglers import AutoMigration
 from stretto.schedules.throughput import ThroughputOvercommit
 
 
@@ -23,7 +19,8 @@ class Migrating:
 
     Attributes:
         limits: of the engines.
-        score_tokens_per_s: tokens that the devices of one free engine score a second.
+        score_tokens_per_s: tokens that the devices of one free engine score a second; 0 where no
+            scorer sits with the engines.
         prompt_tokens: of a typical prompt.
     """
 
@@ -85,10 +82,7 @@ def controls(config: Config, migrating: Migrating | None) -> Controls:
 
 def largest_overcommit(config: Config) -> int:
     """The largest delta that a run may come to; responses."""
-    knob = config.schedule.knob("overcommit")
-    if knob == "auto":
-        return config.schedule.overcommit_max or config.rollout.batch
-    return int(knob)
+    return config.schedule.largest_overcommit(config.rollout.batch)
 
 
 def most_in_flight(config: Config) -> int:
@@ -102,17 +96,19 @@ def _overcommit(config: Config) -> Overcommit:
     s, knob, high = config.schedule, config.schedule.knob("overcommit"), largest_overcommit(config)
     if knob != "auto":
         return FixedOvercommit(high)
-    start = s.overcommit_start or high // 2
+    start, low = s.first_overcommit(config.rollout.batch), s.overcommit_min
     match s.overcommit_rule:
         case "equation4":
-            return Equation4(start, 0, high, s.overcommit_window)
+            inc, dec = s.overcommit_increment, s.overcommit_decrement
+            return Equation4(start, low, high, s.overcommit_window, inc, dec)
         case "algorithm1":
-            return Algorithm1(start, 0, high, s.overcommit_window)
+            return Algorithm1(start, low, high, s.overcommit_window)
         case "throughput":
             return ThroughputOvercommit(
                 config.rollout.batch * s.batches_per_handover,
                 high,
                 s.max_carries,
+                low=low,
                 group=config.rollout.samples_per_prompt,
                 generators=config.rollout.engines,
                 seed=config.seed,

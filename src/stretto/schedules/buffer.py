@@ -8,11 +8,13 @@ all of them. A pure state machine: it knows neither time nor roles.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
+from heapq import heappop, heappush
 from typing import Any
 
+from stretto.errors import LifecycleError
 from stretto.types import Prompt, Rollout
 
 
@@ -23,20 +25,25 @@ class _Group:
     Attributes:
         open: how many of them have not ended.
         place: in the order in which groups ended; -1 before that.
-        due: the round must not end without it.
     """
 
     rollouts: list[Rollout]
     open: int
     place: int = -1
-    due: bool = False
+
+    @property
+    def carries(self) -> int:
+        """Rounds that went by without it."""
+        return self.rollouts[0].carries
 
 
 class Buffer:
     """Groups in the order in which they were drawn, and those chosen for the present round.
 
-    A round takes ``groups`` groups: those that have been carried ``max_carries`` times (the round
-    waits for them), and then the first to end.
+    A round takes ``groups`` groups: the first to end, as long as none is carried more than
+    ``max_carries`` times. Who has been carried that often is waited for. So is, before that, one
+    of several that could not all be taken in the rounds that they have left: of the groups that may
+    be carried k times more, at most ``k * groups`` may be left over.
 
     State: all of it, through the rollouts.
     """
@@ -46,7 +53,7 @@ class Buffer:
         self._groups: dict[int, _Group] = {}
         self._chosen: list[_Group] = []
         self._wanted = 0
-        self._due = 0  # groups that the round waits for and that are not chosen yet
+        self._due: list[int] = []  # [k]: still to be chosen, of groups with at most k carries left
         self._ended = 0
 
     def __len__(self) -> int:
@@ -83,12 +90,18 @@ class Buffer:
         self._groups[group[0].group] = _Group(list(group), len(group))
 
     def begin_round(self, groups: int) -> Sequence[Rollout]:
-        """Start choosing; returns what is chosen at once: what ended before, but too late."""
+        """Start choosing; returns what is chosen at once: what ended before, but too late.
+
+        Raises:
+            LifecycleError: with so many groups some would be carried too often.
+        """
+        if len(self._groups) > (self._max_carries + 1) * groups:
+            raise LifecycleError(
+                f"{len(self._groups)} groups are in flight and a round takes {groups}: not all can "
+                f"be trained on before they are carried more than {self._max_carries} times"
+            )
         self._wanted, self._chosen = groups, []
-        overdue = [g for g in self._groups.values() if _carries(g) >= self._max_carries]
-        for group in overdue[:groups]:
-            group.due = True
-        self._due = len(overdue[:groups])
+        self._set_due()
         ended = [g for g in self._groups.values() if g.place >= 0]
         ended.sort(key=lambda g: g.place)
         return [r for g in ended for r in self._choose(g)]
@@ -104,10 +117,20 @@ class Buffer:
 
     def missing(self) -> int:
         """How many more rollouts must end, at the least, before the round is complete."""
-        left = self._wanted - len(self._chosen)
-        rest = (g for g in self._groups.values() if g.open and not g.due)
-        due = sum(g.open for g in self._groups.values() if g.due and g.open)
-        return due + sum(nsmallest(left - self._due, (g.open for g in rest)))
+        by_left: dict[int, list[int]] = {}
+        for group in self._groups.values():
+            if group.open:
+                k = min(self._left(group), len(self._due))
+                by_left.setdefault(k, []).append(group.open)
+        needed = [*self._due, self._wanted - len(self._chosen)]
+        cheapest: list[int] = []
+        chosen = rollouts = 0
+        for k, least in enumerate(needed):
+            for open_ in by_left.get(k, ()):
+                heappush(cheapest, open_)
+            while chosen < least:
+                chosen, rollouts = chosen + 1, rollouts + heappop(cheapest)
+        return rollouts
 
     def take(self) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
         """End the round: its rollouts leave, in dispatch order; the others are carried.
@@ -118,18 +141,31 @@ class Buffer:
         batch = self.chosen
         for group in self._chosen:
             del self._groups[group.rollouts[0].group]
-        self._chosen, self._wanted, self._due = [], 0, 0
+        self._chosen, self._wanted, self._due = [], 0, []
         for rollout in self:
             rollout.carries += 1
         return batch, self.open
 
+    def _left(self, group: _Group) -> int:
+        """How often a group may still be carried."""
+        return self._max_carries - group.carries
+
+    def _set_due(self) -> None:
+        """Count what must be chosen, of all groups, so that none is ever carried too often."""
+        left = Counter(map(self._left, self._groups.values()))
+        rounds = min(self._max_carries, -(-len(self._groups) // max(self._wanted, 1)))
+        self._due, within = [], 0
+        for k in range(rounds):
+            within += left[k]
+            self._due.append(within - k * self._wanted)
+
     def _choose(self, group: _Group) -> Sequence[Rollout]:
         """Take an ended group into the round, if there is room beside those that are waited for."""
-        if group.due:
-            self._due -= 1
-        elif len(self._chosen) + self._due >= self._wanted:
+        room = self._wanted - len(self._chosen) - 1
+        due = [n - (k >= self._left(group)) for k, n in enumerate(self._due)]
+        if room < max([0, *due]):
             return ()
-        group.due = False
+        self._due = due
         self._chosen.append(group)
         return group.rollouts
 
@@ -138,7 +174,6 @@ class Buffer:
         return {
             "groups": [[r.state_dict() for r in g.rollouts] for g in self._groups.values()],
             "places": [g.place for g in self._groups.values()],
-            "due": [g.due for g in self._groups.values()],
             "chosen": [g.rollouts[0].group for g in self._chosen],
             "wanted": self._wanted,
             "ended": self._ended,
@@ -149,14 +184,11 @@ class Buffer:
     ) -> None:
         """The inverse of :meth:`state_dict`; prompts are known by their ids."""
         self._groups = {}
-        for saved, place, due in zip(state["groups"], state["places"], state["due"], strict=True):
+        for saved, place in zip(state["groups"], state["places"], strict=True):
             rollouts = [Rollout.from_state(s, prompt_by_id(s["prompt"])) for s in saved]
-            group = _Group(rollouts, sum(r.finish is None for r in rollouts), place, due)
+            group = _Group(rollouts, sum(r.finish is None for r in rollouts), place)
             self._groups[rollouts[0].group] = group
-        self._chosen = [self._groups[id_] for id_ in state["chosen"]]
-        self._wanted, self._ended = state["wanted"], state["ended"]
-        self._due = sum(state["due"])
-
-
-def _carries(group: _Group) -> int:
-    return max(r.carries for r in group.rollouts)
+        self._wanted, self._ended, self._chosen = state["wanted"], state["ended"], []
+        self._set_due()
+        for id_ in state["chosen"]:
+            self._choose(self._groups[id_])

@@ -14,11 +14,16 @@ class DecodeSample:
         rows: rollouts that were being decoded, on average over the call's steps.
         steps: tokens that the longest-lived of them got.
         seconds: how long the call took.
+        first: whether it was its generator's first of a round, which prefills what was admitted.
+        carried: with ``first``, rollouts with tokens of earlier rounds, which it may have to
+            prefill again.
     """
 
     rows: float
     steps: int
     seconds: float
+    first: bool = False
+    carried: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class Feedback:
         decode: the decode calls.
         seconds: the whole round.
         overhead_s: the part of it in which nothing was being decoded.
+        beyond: rollouts that were in flight beyond a round's when the newest round began.
     """
 
     reward: float
@@ -38,3 +44,4 @@ class Feedback:
     decode: Sequence[DecodeSample]
     seconds: float
     overhead_s: float
+    beyond: int = 0

@@ -29,8 +29,8 @@ HUBER = 1.345
 class LatencyModel:
     """Seconds of decode calls, and from them seconds of a decode step.
 
-    A call takes ``steps (a + b rows + c max(0, rows - knee))`` seconds; the first call after rows
-    were admitted takes ``p + q carried`` more, for prefill. Up to the knee a step is bound by
+    A call takes ``steps (a + b rows + c max(0, rows - knee))`` seconds; a generator's first call of
+    a round takes ``p + q carried`` more, for prefill. Up to the knee a step is bound by
     memory bandwidth (``a`` reads the weights, ``b`` a row's cache), beyond it by arithmetic, or by
     a cache that overflows. No coefficient is negative. The curve is a robust least-squares fit, so
     that a pause now and then does no harm, and each term has to earn its place by the Bayesian
@@ -47,17 +47,11 @@ class LatencyModel:
         """Calls remembered."""
         return len(self._calls)
 
-    def observe(self, calls: Sequence[DecodeSample], first: int, carried: float) -> None:
-        """Take in the decode calls of one step; those without a step or a row say nothing.
-
-        Args:
-            calls: in the order in which they ended.
-            first: how many at the front follow an admission, one a generator.
-            carried: rows that a generator held before it, and may have to prefill again.
-        """
-        for i, call in enumerate(calls):
+    def observe(self, calls: Sequence[DecodeSample]) -> None:
+        """Take in decode calls; those without a step or a row say nothing."""
+        for call in calls:
             if call.steps and call.rows > 0:
-                start = [1.0, carried] if i < first else [0.0, 0.0]
+                start = [1.0, float(call.carried)] if call.first else [0.0, 0.0]
                 self._calls.append([call.rows, call.steps, call.seconds, *start])
         del self._calls[:-WINDOW]
         self._fitted = None
@@ -74,7 +68,7 @@ class LatencyModel:
         return seconds
 
     def start_seconds(self, carried: float) -> float:
-        """What the first call after an admission takes besides its decode steps.
+        """What a generator's first call of a round takes besides its decode steps.
 
         Raises:
             StateError: no call has been observed.

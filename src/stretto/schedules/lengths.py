@@ -15,6 +15,8 @@ FloatArray = npt.NDArray[np.float64]
 
 HALF_LIVES = 4
 """Half-lives that a window spans: at its far end a length counts 1/16."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples, modulo 1, are spread evenly."""
 
 
 class LengthModel:
@@ -97,3 +99,35 @@ class LengthModel:
         order = np.argsort(lengths, kind="stable")
         weights = np.repeat(of_step, counts)[order]
         return lengths[order], weights / weights.sum()
+
+
+def under_way(
+    draws: IntArray, wanted: int, carried: int, max_carries: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Groups met at a random moment, so that a simulation need not start afresh.
+
+    A point thrown on all groups laid end to end is the likelier to hit a group the longer it is,
+    and says how far it has come. How often it was carried follows from the steps of a round: the
+    tokens of a batch, over the rows that decode them.
+
+    Args:
+        draws: lengths; shape [replicas, groups drawn, group].
+        wanted: groups in a batch.
+        carried: groups to return for each replica.
+
+    Returns:
+        Tokens so far, and tokens left, shape [replicas, carried, group] each; times carried, shape
+        [replicas, carried].
+    """
+    replicas, _, n = draws.shape
+    groups = draws.reshape(-1, n)
+    lengths = groups.max(axis=1)
+    ends = lengths.cumsum()
+    points = (np.arange(replicas * carried) * GOLDEN % 1.0) * ends[-1]
+    hit = np.searchsorted(ends, points, side="right")
+    reached = points - (ends[hit] - lengths[hit])
+    left = np.maximum(0, np.ceil(groups[hit] - reached[:, None])).astype(np.int64)
+    steps = lengths.mean() * wanted / (carried + wanted / 2)
+    carries = 1 + np.minimum(reached / steps, reached / lengths[hit] * max_carries).astype(np.int64)
+    shape = replicas, carried, n
+    return (groups[hit] - left).reshape(shape), left.reshape(shape), carries.reshape(shape[:2])

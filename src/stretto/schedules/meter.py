@@ -18,7 +18,8 @@ REWARD = "objective/scores"
 class Meter:
     """Measures steps for people, and rounds for controllers.
 
-    State: rewards and lengths of the round so far. Times are of this process alone.
+    State: rewards and lengths of the round so far, and rollouts beyond it. Times are of this
+    process alone.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -28,6 +29,7 @@ class Meter:
         self._generating_since_s: float | None = None
         self._rewards: list[float] = []
         self._lengths: list[int] = []
+        self._beyond = 0
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -38,6 +40,10 @@ class Meter:
         finally:
             self._generated_s += self._clock.now() - self._generating_since_s
             self._generating_since_s = None
+
+    def began(self, beyond: int) -> None:
+        """A round has begun, with so many rollouts in flight beyond its own."""
+        self._beyond = beyond
 
     def ended(self, rollout: Rollout) -> None:
         """A response has ended."""
@@ -56,7 +62,8 @@ class Meter:
             self._generating_since_s = now_s
         seconds, self._round_start_s = now_s - self._round_start_s, now_s
         overhead_s = max(seconds - generated_s, 0.0)
-        feedback = Feedback(fmean(self._rewards), self._lengths, decode, seconds, overhead_s)
+        reward = fmean(self._rewards)
+        feedback = Feedback(reward, self._lengths, decode, seconds, overhead_s, self._beyond)
         self._rewards, self._lengths = [], []
         return feedback
 
@@ -73,8 +80,13 @@ class Meter:
 
     def state_dict(self) -> dict[str, Any]:
         """See the class."""
-        return {"rewards": list(self._rewards), "lengths": list(self._lengths)}
+        return {
+            "rewards": list(self._rewards),
+            "lengths": list(self._lengths),
+            "beyond": self._beyond,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self._rewards, self._lengths = list(state["rewards"]), list(state["lengths"])
+        self._beyond = state["beyond"]

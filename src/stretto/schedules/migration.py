@@ -1,4 +1,4 @@
-"""When stragglers move together, and where to: RLHFuse's inter-stage fusion.
+"""Where stragglers move together: RLHFuse's inter-stage fusion. When that pays: ``stragglers.py``.
 
 Once few responses are still being decoded, they are gathered on few of the generators. The devices
 of the others are free, and score what has finished.
@@ -8,28 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from stretto.errors import ConfigError
 from stretto.schedules.feedback import Feedback
-from stretto.schedules.latency import LatencyModel, drain_times
-from stretto.schedules.lengths import LengthModel
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-
-SHARES = tuple(percent / 100 for percent in range(5, 100, 5))
-"""Thresholds that are simulated, as shares of the batch."""
-SIMULATED = 1024
-"""Responses in a simulation, over all its replicas."""
-EARLY_STEPS = (1, 2, 4, 8)
-"""Steps after which R_t is chosen anew, while little is known."""
-WORTH = 0.98
-"""Migration is chosen if it is predicted to take less than this share of the time without."""
 
 Remaining = Sequence[Sequence[tuple[int, int]]]
 """For each generator, what it is decoding: rollout id, and prompt and response tokens so far."""
@@ -149,7 +131,7 @@ class MigrationPolicy(Protocol):
     """Decides when stragglers move, and where to."""
 
     def threshold(self) -> int:
-        """R_t: stragglers move once no more than so many rollouts are being decoded; 0 is never."""
+        """R_t: stragglers move once the round waits for no more than so many; 0 is never."""
         ...
 
     def plan(self, remaining: Remaining) -> Plan:
@@ -203,181 +185,3 @@ class FixedMigration:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to take."""
-
-
-class AutoMigration:
-    """Chooses R_t by simulation, and anew as lengths drift (RLHFuse, inter-stage fusion).
-
-    Generation and scoring of a batch are simulated for R_t at 5 %, 10 %, .. 95 % of it and without
-    migration: lengths from the recent ones, seconds of a decode step from the recent calls, moves
-    from :func:`plan`. A generator whose rollouts have all ended or moved away scores what has
-    finished. R_t is 0 until there is something to simulate from, and when migration does not save
-    at least 2 %.
-
-    State: R_t, steps seen, lengths, decode calls.
-
-    Args:
-        limits: of the generators.
-        batch: rollouts decoded in a step.
-        score_tokens_per_s: tokens, prompts included, that the devices of one free generator score
-            a second, by all scorers that run on them.
-        prompt_tokens: of a typical prompt.
-        every: steps from one decision to the next.
-        seed: of the simulation.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
-
-    def __init__(
-        self,
-        limits: MigrationLimits,
-        batch: int,
-        score_tokens_per_s: float,
-        *,
-        prompt_tokens: int = 0,
-        every: int = 20,
-        seed: int = 0,
-    ) -> None:
-        if min(batch, every) < 1 or score_tokens_per_s <= 0 or prompt_tokens < 0:
-            raise ConfigError(
-                "batch and every are at least 1, score_tokens_per_s above 0 and prompt_tokens at "
-                f"least 0; got {batch}, {every}, {score_tokens_per_s} and {prompt_tokens}"
-            )
-        self._limits, self._batch = limits, batch
-        self._score_tokens_per_s, self._prompt_tokens = score_tokens_per_s, prompt_tokens
-        self._every, self._seed = every, seed
-        self._lengths, self._latency = LengthModel(max(1024, 4 * batch)), LatencyModel()
-        self._threshold, self._steps = 0, 0
-
-    def threshold(self) -> int:
-        """R_t in rollouts."""
-        return self._threshold
-
-    def plan(self, remaining: Remaining) -> Plan:
-        """See :func:`plan`."""
-        return plan(remaining, self._limits)
-
-    def observe(self, feedback: Feedback) -> None:
-        """Take in lengths and decode calls, and decide anew if it is time."""
-        self._lengths.observe(feedback.lengths)
-        self._latency.observe(feedback.decode, self._limits.engines, 0.0)
-        self._steps += 1
-        due = self._steps in EARLY_STEPS or self._steps % self._every == 0
-        if due and len(self._lengths) and len(self._latency):
-            self._threshold = self._best()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See the class."""
-        return {
-            "threshold": self._threshold,
-            "steps": self._steps,
-            "lengths": self._lengths.state_dict(),
-            "latency": self._latency.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self._threshold, self._steps = state["threshold"], state["steps"]
-        self._lengths.load_state_dict(state["lengths"])
-        self._latency.load_state_dict(state["latency"])
-
-    def _best(self) -> int:
-        rng = np.random.default_rng([self._seed, self._steps])
-        thresholds = [0, *(round(share * self._batch) for share in SHARES)]
-        step_seconds = self._latency.step_seconds(np.arange(1, self._batch + 1))
-        seconds = np.zeros(len(thresholds))
-        for _ in range(max(2, SIMULATED // self._batch)):
-            lengths = self._lengths.sample(rng.random(self._batch))
-            run = _Run(lengths, step_seconds, self._limits, self._prompt_tokens)
-            for i, threshold in enumerate(thresholds):
-                seconds[i] += _scored_s(*run.ends(threshold), self._score_tokens_per_s)
-        best = int(seconds.argmin())
-        return thresholds[best] if seconds[best] < WORTH * seconds[0] else 0
-
-
-class _Run:
-    """Generation of one batch, with migration at any threshold.
-
-    Args:
-        lengths: of the responses; shape [batch].
-        step_seconds: of a decode step of 1, 2, .. rows.
-    """
-
-    def __init__(
-        self,
-        lengths: IntArray,
-        step_seconds: FloatArray,
-        limits: MigrationLimits,
-        prompt_tokens: int,
-    ) -> None:
-        self._step_seconds, self._limits, self._prompt = step_seconds, limits, prompt_tokens
-        self._shares = [np.sort(lengths[i :: limits.engines]) for i in range(limits.engines)]
-        self._ends = [drain_times(step_seconds, share) for share in self._shares]
-
-    def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """When each response ends, its tokens with the prompt, and when each generator is free.
-
-        Seconds from the start of generation; shapes [batch], [batch], [generators].
-        """
-        ends = [share.copy() for share in self._ends]
-        free: FloatArray = np.array([share.max(initial=0.0) for share in ends])
-        in_order = np.sort(np.concatenate(ends))
-        if threshold:
-            moment_s = float(in_order[-1 - threshold]) if threshold < len(in_order) else 0.0
-            self._migrate(moment_s, ends, free)
-        tokens = np.concatenate(self._shares).astype(np.float64) + self._prompt
-        return np.concatenate(ends), tokens, free
-
-    def _migrate(self, moment_s: float, ends: list[FloatArray], free: FloatArray) -> None:
-        """Write down what changes when stragglers move at ``moment_s``."""
-        so_far = [
-            float(np.interp(moment_s, [0.0, *ends_s], [0.0, *share]))
-            for ends_s, share in zip(self._ends, self._shares, strict=True)
-        ]
-        places = [[(i, k) for k in np.flatnonzero(e > moment_s)] for i, e in enumerate(ends)]
-        decoding = [place for of_one in places for place in of_one]
-        number = {place: id_ for id_, place in enumerate(decoding)}
-        chosen = plan(
-            [[(number[p], self._prompt + int(so_far[p[0]])) for p in of_one] for of_one in places],
-            self._limits,
-        )
-        holder = [i for i, _ in decoding]
-        ready = np.full(len(ends), moment_s)
-        for move in chosen.moves:
-            holder[move.rollout_id] = move.destination
-            moving_s = self._limits.moving_s(self._prompt + so_far[move.source])
-            ready[move.destination] += moving_s
-            ready[move.source] += moving_s * move.with_cache
-        for target in set(holder):
-            held = [place for place, i in zip(decoding, holder, strict=True) if i == target]
-            left = np.array([self._shares[i][k] - so_far[i] for i, k in held])
-            order = np.argsort(left, kind="stable")
-            times = ready[target] + drain_times(self._step_seconds, left[order])
-            for place, time_s in zip(order, times, strict=True):
-                i, k = held[place]
-                ends[i][k] = time_s
-            free[target] = times[-1]
-        for source in chosen.freed:
-            free[source] = min(free[source], ready[source])
-
-
-def _scored_s(ends: FloatArray, tokens: FloatArray, free: FloatArray, tokens_per_s: float) -> float:
-    """When everything is scored: seconds from the start of generation.
-
-    Responses are scored one at a time on each free generator, in the order in which they ended.
-
-    Args:
-        ends: when each response is there to be scored; shape [batch].
-        tokens: of each, with its prompt.
-        free: when each generator becomes free; shape [generators].
-    """
-    order = np.argsort(ends, kind="stable")
-    servers, done = sorted(free.tolist()), 0.0
-    for end, work in zip(
-        ends[order].tolist(), (tokens[order] / tokens_per_s).tolist(), strict=True
-    ):
-        scored = max(servers[0], end) + work
-        heapreplace(servers, scored)
-        done = max(done, scored)
-    return done

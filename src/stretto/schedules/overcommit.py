@@ -154,11 +154,12 @@ class Equation4(_RewardRule):
 class Algorithm1(_RewardRule):
     """Delta shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
 
-    Every ``2 window`` steps: ``d`` is the mean reward of the last ``window`` steps less that of the
+    Once ``2 window`` rewards are there, ``d`` is the mean of the last ``window`` less that of the
     ``window`` before, and ``delta = clip(delta - sign(d) max(1, floor(delta / 4)), low, high)``.
-    In sign this contradicts the paper's equation 4 and its text (:class:`Equation4`).
+    The last ``window`` are kept, so delta changes every ``window`` steps from then on. In sign this
+    contradicts the paper's equation 4 and its text (:class:`Equation4`).
 
-    State: delta, and the rewards since its last change.
+    State: delta, and the rewards of the last ``2 window - 1`` steps at most.
 
     Args:
         start, low, high: delta at the start, and its bounds; responses.
@@ -176,4 +177,4 @@ class Algorithm1(_RewardRule):
         before, last = sum(self._rewards[: self._window]), sum(self._rewards[self._window :])
         change = max(1, self._delta // 4)
         self._move_by(-change if last > before else change if last < before else 0)
-        self._rewards.clear()
+        self._rewards = self._rewards[self._window :]

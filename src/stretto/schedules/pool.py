@@ -45,6 +45,7 @@ class Pool:
         self._moves: dict[int, list[Move]] = {}
         self._migrated = False
         self._samples: list[DecodeSample] = []
+        self._carried: list[int | None] = [None] * len(generators)  # before a round's first call
         names = [f"generator {i}" for i in range(len(generators))]
         self._names = names if len(generators) > 1 else ["generator"]
         self._idle_since_s = [clock.now()] * len(generators)
@@ -64,7 +65,7 @@ class Pool:
         return samples
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Give rollouts to the generators with the fewest."""
+        """Begin a round: give its rollouts to the generators with the fewest."""
         shares: list[list[Rollout]] = [[] for _ in self._generators]
         loads = [len(held) for held in self._held]
         for rollout in rollouts:
@@ -72,8 +73,9 @@ class Pool:
             loads[i] += 1
             shares[i].append(rollout)
         for i, share in enumerate(shares):
+            self._held[i].update((r.id, r) for r in share)
+            self._carried[i] = sum(len(r) > 0 for r in self._held[i].values())
             if share:
-                self._held[i].update((r.id, r) for r in share)
                 await self._answer(i, self._generators[i].admit(share), [r.id for r in share])
 
     async def load(self, weights: Weights) -> None:
@@ -122,8 +124,8 @@ class Pool:
         while wanted := missing():
             if held:
                 take(await self._decode(i, chunk_tokens(), wanted))
-                if missing():  # else other generators may have stopped already
-                    self._gather()
+                if left := missing():  # else other generators may have stopped already
+                    self._gather(left)
                 await self._move(i)
             elif self._inbound[i]:
                 self._arrivals[i].clear()
@@ -143,19 +145,24 @@ class Pool:
             )
         steps = max(len(c.tokens) for c in chunks)
         if steps:
-            rows = sum(len(c.tokens) for c in chunks) / steps
-            self._samples.append(DecodeSample(rows, steps, self._clock.now() - start_s))
+            rows, seconds = sum(len(c.tokens) for c in chunks) / steps, self._clock.now() - start_s
+            first, carried = self._carried[i] is not None, self._carried[i] or 0
+            self._samples.append(DecodeSample(rows, steps, seconds, first, carried))
+        self._carried[i] = None
         for chunk in chunks:
             if chunk.finish:
                 del held[chunk.rollout_id]
         return chunks
 
-    def _gather(self) -> None:
-        """Plan to move stragglers together, once in a round, when few enough remain."""
+    def _gather(self, missing: int) -> None:
+        """Plan to move stragglers together, once in a round, when few enough are missing.
+
+        What is in flight beyond the round moves with them: nobody knows yet which of all that are
+        being decoded will end first.
+        """
         if self._migration is None or self._migrated:
             return
-        remaining = sum(map(len, self._held))
-        if not 0 < remaining <= self._migration.threshold():
+        if missing > self._migration.threshold():
             return
         self._migrated = True
         plan = self._migration.plan(

@@ -155,6 +155,7 @@ class Schedule:
         for rollout in self._buffer.begin_round(self._round_size // n):
             self._scoring.chosen(rollout)
         self._rounds, self._round_open = self._rounds + 1, True
+        self._meter.began(len(self._buffer) - self._round_size)
         self._filled = {
             "schedule/overcommit": float(delta),
             "schedule/chunk_tokens": float(self._chunk_tokens()),

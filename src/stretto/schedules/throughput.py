@@ -11,7 +11,7 @@ import numpy.typing as npt
 from stretto.errors import ConfigError
 from stretto.schedules.feedback import Feedback
 from stretto.schedules.latency import LatencyModel, drain_seconds
-from stretto.schedules.lengths import LengthModel
+from stretto.schedules.lengths import LengthModel, under_way
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -26,8 +26,6 @@ SLACK = 1.02
 """Deltas whose predicted times are within this factor of the best are equally fast."""
 EARLY_STEPS = 8
 """First steps of a run, after each of which delta is decided anew."""
-GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, modulo 1, are spread evenly."""
 OVERHEADS = 32
 """Steps that the typical overhead is taken from."""
 
@@ -36,7 +34,8 @@ class ThroughputOvercommit:
     """Chooses delta so that the most samples a second are predicted.
 
     The prediction simulates the buffer: ``batch + delta`` responses in flight, those carried
-    ``max_carries`` times and then the first to end make the batch, the others are carried. It takes
+    ``max_carries`` times and then the first to end make the batch, the others are carried. (With
+    delta above the batch the buffer waits for some a little earlier than that.) It takes
     lengths from the recent ones (:class:`LengthModel`), seconds of a decode step from the recent
     calls (:class:`LatencyModel`), and adds what a step costs besides: the time in which nothing is
     decoded, and what its first decode call takes beyond its decode steps, which is prefill, and
@@ -44,15 +43,16 @@ class ThroughputOvercommit:
     more off-policy, so of deltas about equally fast the smallest is taken. From one decision to
     the next delta grows to its double or by half a batch at most, so that the latency curve is not
     trusted far beyond what was measured. Delta never exceeds ``max_carries`` batches: with more in
-    flight, rollouts would be carried more often than that on average.
+    flight, some rollouts would have to be carried more often than that.
 
-    State: delta, and that of the step before; steps seen, lengths, decode calls, overheads. The
-    simulation's random numbers depend on the seed and the step alone.
+    State: delta, steps seen, lengths, decode calls, overheads. The simulation's random numbers
+    depend on the seed and the step alone.
 
     Args:
         batch: responses that a step trains on.
         high: the largest delta.
         max_carries: how often a rollout may be carried; the step then waits for it.
+        low: the smallest delta.
         group: responses to one prompt, which are carried or trained on together.
         generators: that share the responses in flight evenly.
         every: steps from one decision to the next.
@@ -68,15 +68,17 @@ class ThroughputOvercommit:
         high: int,
         max_carries: int,
         *,
+        low: int = 0,
         group: int = 1,
         generators: int = 1,
         every: int = 2,
         seed: int = 0,
     ) -> None:
-        if min(batch, group, generators, every) < 1 or min(high, max_carries) < 0:
+        if min(batch, group, generators, every) < 1 or max_carries < 0 or not 0 <= low <= high:
             raise ConfigError(
-                "batch, group, generators and every are at least 1, high and max_carries at least "
-                f"0; got {batch}, {group}, {generators}, {every}, {high} and {max_carries}"
+                "batch, group, generators and every are at least 1, max_carries at least 0, and "
+                f"0 <= low <= high; got {batch}, {group}, {generators}, {every}, {max_carries}, "
+                f"low = {low} and high = {high}"
             )
         if batch % group:
             raise ConfigError(
@@ -84,9 +86,10 @@ class ThroughputOvercommit:
             )
         self._batch, self._max_carries = batch, max_carries
         self._high = min(high, max_carries * batch) // group * group
+        self._low = min(-(-low // group) * group, self._high)
         self._group, self._generators = group, generators
         self._every, self._seed = every, seed
-        self._delta, self._carried, self._steps = 0, 0, 0
+        self._delta, self._steps = self._low, 0
         self._lengths = LengthModel(max(1024, 32 * batch))
         self._latency = LatencyModel()
         self._overheads: list[float] = []
@@ -99,8 +102,7 @@ class ThroughputOvercommit:
     def observe(self, feedback: Feedback) -> None:
         """Take in the step's figures, and decide anew if it is time."""
         self._lengths.observe(feedback.lengths)
-        self._latency.observe(feedback.decode, self._generators, self._carried / self._generators)
-        self._carried = self._delta
+        self._latency.observe(feedback.decode)
         self._overheads = [*self._overheads, feedback.overhead_s][-OVERHEADS:]
         self._steps += 1
         due = self._steps < EARLY_STEPS or self._steps % self._every == 0
@@ -112,7 +114,6 @@ class ThroughputOvercommit:
         return {
             "delta": self._delta,
             "steps": self._steps,
-            "carried": self._carried,
             "lengths": self._lengths.state_dict(),
             "latency": self._latency.state_dict(),
             "overheads": list(self._overheads),
@@ -120,8 +121,7 @@ class ThroughputOvercommit:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._delta, self._carried = state["delta"], state["carried"]
-        self._steps = state["steps"]
+        self._delta, self._steps = state["delta"], state["steps"]
         self._lengths.load_state_dict(state["lengths"])
         self._latency.load_state_dict(state["latency"])
         self._overheads = list(state["overheads"])
@@ -129,7 +129,8 @@ class ThroughputOvercommit:
     def _best(self) -> int:
         """The smallest of the deltas that are predicted to be about equally fast."""
         tried = {round(share * self._batch / self._group) * self._group for share in SHARES}
-        deltas = sorted({d for d in tried if d <= self._high} | {self._high})
+        bounds = {self._low, self._high}
+        deltas = sorted({d for d in tried if self._low <= d <= self._high} | bounds)
         rows = np.arange(1, self._batch + deltas[-1] + 1) / self._generators
         step_seconds = self._latency.step_seconds(np.maximum(1.0, rows))
         replicas = max(1, SIMULATED // self._batch)
@@ -153,7 +154,7 @@ class ThroughputOvercommit:
         replicas, n = len(lengths), self._group
         wanted, slots = self._batch // n, (self._batch + delta) // n
         draws = lengths[:, : lengths.shape[1] // n * n].reshape(replicas, -1, n)
-        left, carries = _under_way(draws, wanted, slots - wanted, self._max_carries)
+        _, left, carries = under_way(draws, wanted, slots - wanted, self._max_carries)
         places = np.arange(replicas)[:, None] * slots  # of each replica's first group
         fresh, drawn = np.zeros((replicas, wanted), np.int64), 0
         seconds = 0.0
@@ -173,33 +174,3 @@ class ThroughputOvercommit:
             carries = carries.ravel()[kept] + 1
         starting = self._latency.start_seconds(delta / self._generators)
         return seconds / MEASURED_STEPS + starting + median(self._overheads)
-
-
-def _under_way(
-    draws: IntArray, wanted: int, carried: int, max_carries: int
-) -> tuple[IntArray, IntArray]:
-    """Groups met at a random moment, so that a simulation need not start afresh.
-
-    A point thrown on all groups laid end to end is the likelier to hit a group the longer it is,
-    and says how far it has come. How often it was carried follows from the steps of a round: the
-    tokens of a batch, over the rows that decode them.
-
-    Args:
-        draws: lengths; shape [replicas, groups drawn, group].
-        wanted: groups in a batch.
-        carried: groups to return for each replica.
-
-    Returns:
-        Tokens left, shape [replicas, carried, group]; times carried, shape [replicas, carried].
-    """
-    replicas, _, n = draws.shape
-    groups = draws.reshape(-1, n)
-    lengths = groups.max(axis=1)
-    ends = lengths.cumsum()
-    points = (np.arange(replicas * carried) * GOLDEN % 1.0) * ends[-1]
-    hit = np.searchsorted(ends, points, side="right")
-    reached = points - (ends[hit] - lengths[hit])
-    left = np.maximum(0, np.ceil(groups[hit] - reached[:, None])).astype(np.int64)
-    steps = lengths.mean() * wanted / (carried + wanted / 2)
-    carries = 1 + np.minimum(reached / steps, reached / lengths[hit] * max_carries).astype(np.int64)
-    return left.reshape(replicas, carried, n), carries.reshape(replicas, carried)

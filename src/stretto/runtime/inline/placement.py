@@ -122,7 +122,7 @@ class Placement:
                 prefill_tokens_per_s=prefill,
                 transfer_tokens_per_s=COPY_GAIN * prefill,
             ),
-            score_tokens_per_s=prefill / 2,  # reference and critic
+            score_tokens_per_s=prefill / 2 if self._hosts else 0.0,  # reference and critic
             prompt_tokens=config.task.max_prompt_tokens // 2,
         )
 

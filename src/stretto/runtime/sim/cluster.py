@@ -181,6 +181,7 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self.schedule.check(self.workload.batch)
         if self.schedule.migrate not in ("preset", "off", 0) and len(self.generators) == 1:
             raise ValueError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between generators, "
