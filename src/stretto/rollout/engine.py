@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
 from stretto.models.forward import backbone, unwrapped
+from stretto.models.positions import longest_sequence
 from stretto.models.weights import load_weights
 from stretto.rollout.packed import PackedLinears
 from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
@@ -88,7 +89,7 @@ class TorchEngine:
         """Tokens put into the cache without sampling, in all."""
         self.context_tokens = 0
         """Cache positions read by decode steps, in all; padding up to the longest row counted."""
-        self._longest = _positions(self._pass.config_of_model)
+        self._longest = longest_sequence(self._pass.config_of_model)
 
     def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Queue rollouts; each goes on after the tokens it already has.
@@ -357,14 +358,3 @@ class TorchEngine:
         logprobs, row.logprobs = tuple(row.logprobs), []
         tokens = tuple(row.tokens[len(row.prompt) + start :])
         return Chunk(row.id, start, tokens, logprobs, self.version, finish)
-
-
-def _positions(config: Any) -> int:
-    """How many tokens a sequence of this model may have."""
-    limit = getattr(config, "max_position_embeddings", None)
-    longest = int(limit) if limit else 1 << 62
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        # Beyond these positions the frequencies follow the longest sequence in the batch.
-        longest = int(rope.get("original_max_position_embeddings") or longest)
-    return longest
