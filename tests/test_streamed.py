@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from helpers import VOCABULARY, critic_of, left_padded_logprobs, llama, naive_values
 from stretto.config import ModelConfig
 from stretto.errors import EngineError, ModelError
-from stretto.models.cached import CachedPass
+from stretto.models.cached import CachedPass, slots_within
 from stretto.models.lora import add_lora
-from stretto.models.slots import SlotCache, slots_within
+from stretto.models.slots import SlotCache
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.scoring.base import ModelScorer
@@ -408,12 +408,9 @@ def test_the_memory_of_slots_is_what_they_take(name: str, dtype: torch.dtype) ->
     slots.reserve(70)
     CachedPass(model, slots).prefill([0], [0], [[5, 6, 7]])
     taken = sum(x.nbytes for x in (*slots._keys, *slots._values))
-    if name == "deepseek":  # what its cache holds is smaller in some releases of transformers
-        assert slots_within(model.config, dtype, 70, taken) <= 3
-        return
-    assert slots_within(model.config, dtype, 70, taken) == 3
-    assert slots_within(model.config, dtype, 70, taken - 1) == 2
-    assert slots_within(model.config, dtype, 70, taken // 3 - 1) == 0
+    assert slots_within(model, 70, taken) == 3
+    assert slots_within(model, 70, taken - 1) == 2
+    assert slots_within(model, 70, taken // 3 - 1) == 0
 
 
 # -- hand-overs, and rollouts that are carried past them -----------------------------------------

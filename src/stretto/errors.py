@@ -112,6 +112,11 @@ class LifecycleError(StrettoError):
     """A rollout was moved along an edge that its life does not have."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what another library says, to be quoted within a line."""
+    return str(error).strip().partition("\n")[0]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A sentence that helps with an unknown name: the closest known one, or all of them."""
     known = sorted(known)

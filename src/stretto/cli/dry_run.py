@@ -79,7 +79,8 @@ def _pipelines(config: Config) -> Iterator[str]:
     p = config.pipeline
     if not p.ranks:
         return
-    layers = getattr(read_architecture(config.model), "num_hidden_layers", None)
+    architecture = read_architecture(config.model).get_text_config(decoder=True)
+    layers = getattr(architecture, "num_hidden_layers", None)
     # A critic that is not made from the actor may have another number of them.
     of: dict[Literal["actor", "critic"], int | None] = {
         "actor": layers,

@@ -125,7 +125,8 @@ def end_tokens_of(
         config = GenerationConfig.from_pretrained(str(path))
     except OSError:  # it has none: transformers then takes the model's config for it
         try:
-            config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            whole = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            config = whole.get_text_config(decoder=True)
         except (OSError, ValueError) as error:
             raise ModelError(
                 f"cannot read the config of '{path}': {error}. Give a folder with config.json, or "

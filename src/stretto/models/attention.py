@@ -61,7 +61,8 @@ def _attention(
         and 1 < length == key.shape[2] <= LONGEST.get(query.dtype, 0)
         and query.shape[3] == key.shape[3] == value.shape[3]
         and getattr(module, "is_causal", False)
-        and not any(kwargs.get(k) for k in ("dropout", "softcap", "position_bias", "is_causal"))
+        and not kwargs.get("dropout")
+        and all(kwargs.get(k) is None for k in ("softcap", "position_bias", "is_causal"))
     )
     if not plain:
         return sdpa_attention_forward(
@@ -69,7 +70,7 @@ def _attention(
         )
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     out: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # as torch's own, which models call view() on
 
 
 @lru_cache(maxsize=32)

@@ -5,15 +5,17 @@ Shapes: n rows, q tokens a row, K key positions read, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import EngineError
+from stretto.errors import EngineError, first_line
 from stretto.models.forward import backbone
-from stretto.models.masks import LayerMasks, Masks
+from stretto.models.masks import WINDOW, LayerMasks, Masks
+from stretto.models.positions import positions as positions_of
 from stretto.models.slots import SlotCache
 
 
@@ -26,10 +28,11 @@ class CachedPass:
 
     def __init__(self, model: nn.Module, cache: SlotCache) -> None:
         self.cache = cache
-        self.device = next(model.parameters()).device
+        parameter = next(model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
         self.backbone = backbone(model)
         self.config_of_model: Any = self.backbone.config
-        self._masks = LayerMasks(self.config_of_model, next(model.parameters()).dtype)
+        self._masks = LayerMasks(self.config_of_model, self.dtype)
 
     def prefill(
         self, slots: Sequence[int], starts: Sequence[int], rows: Sequence[Sequence[int]]
@@ -67,6 +70,9 @@ class CachedPass:
         return hidden
 
 
+ADVICE = "Choose a decoder-only model with plain full or sliding-window attention"
+
+
 def check_cache(
     own: CachedPass,
     newest: Callable[[Tensor, Tensor, int], Tensor],
@@ -74,8 +80,11 @@ def check_cache(
 ) -> None:
     """Prefill, continued prefill and a last token over rows of two lengths must be the plain pass.
 
+    All layers take part, and so every kind of layer. Beyond sliding windows is looked with windows
+    of a few tokens. What else begins late in a sequence is not seen.
+
     Args:
-        own: over a cache of its own, with 2 slots and 8 positions.
+        own: over a cache of its own, with 2 slots and :data:`CHECKED` positions.
         newest: what the newest tokens give, out of ids [2], positions [2] and key positions read.
         head: the same of the hidden states [2, H] of a plain pass.
 
@@ -83,28 +92,128 @@ def check_cache(
         EngineError: they are not: the model keeps state besides keys and values, or takes no masks.
     """
     model: Any = own.backbone
-    name = type(model).__name__
-    advice = "Choose a decoder-only model with plain full or sliding-window attention"
-    table: Tensor = model.get_input_embeddings().weight
-    rows = [[(3 * i + k) % len(table) for i in range(n)] for k, n in ((0, 7), (1, 3))]
-    try:
+    with _explained(model):
+        vocabulary = len(model.get_input_embeddings().weight)
+        rows = [[(3 * i + k) % vocabulary for i in range(n)] for k, n in ((0, 7), (1, 3))]
         own.prefill([0, 1], [0, 0], [rows[0][:3], rows[1][:1]])
         own.prefill([1, 0], [1, 3], [rows[1][1:2], rows[0][3:6]])
         ids = torch.tensor([row[-1] for row in rows], device=own.device)
         at = torch.tensor([len(row) - 1 for row in rows], device=own.device)
         cached = newest(ids, at, 7)
-        each = [torch.tensor([row], device=own.device) for row in rows]
-        plain = torch.cat(
-            [head(model(input_ids=row, use_cache=False).last_hidden_state[:, -1]) for row in each]
-        )
-    except Exception as error:
-        raise EngineError(
-            f"{name} does not run over a key-value cache in slots: {error}. {advice}"
-        ) from error
+        plain = torch.cat([head(_plain(own, row)[-1:]) for row in rows])
     worst = (cached - plain).abs().max().item()
-    scale = 1e-3 if table.dtype == torch.float32 else 0.1
+    scale = 1e-3 if own.dtype == torch.float32 else 0.1
     if not worst <= scale * plain.abs().max().item() + 1e-4:
         raise EngineError(
-            f"{name} computes something else over a key-value cache in slots than without one "
-            f"(its outputs differ by {worst:.3g}). {advice}"
+            f"{type(model).__name__} computes something else over a key-value cache in slots than "
+            f"without one (its outputs differ by {worst:.3g}). {ADVICE}"
         )
+    _check_windows(own, vocabulary)
+
+
+CHECKED = 24
+"""Tokens of the longest sequence that a model is checked on."""
+
+_NARROW = 4
+"""Tokens that layers with a window see while that is checked."""
+
+
+def _check_windows(own: CachedPass, vocabulary: int) -> None:
+    """Hidden states beyond narrowed windows must be the plain pass's.
+
+    A model that was never trained with such windows may answer to them with hidden states in which
+    rounding is large at some positions. So what counts is the median position, and how much of the
+    difference that the windows make is missed.
+    """
+    configs = [m.config for m in own.backbone.modules() if hasattr(m, "config")]
+    if not any(getattr(config, WINDOW, None) for config in configs):
+        return
+    length = min(CHECKED, positions_of(own.backbone, generating=True) or CHECKED)
+    seeded = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in (length, length - 5)]
+    first = [6, 2]
+    with _explained(own.backbone):
+        wide = [_plain(own, row) for row in rows]
+        with _windows_of(_NARROW, configs):
+            own.prefill([0, 1], [0, 0], [row[:n] for row, n in zip(rows, first, strict=True)])
+            hidden = own.prefill(
+                [1, 0], first[::-1], [rows[1][first[1] :], rows[0][first[0] :]]
+            ).flip(0)
+            plain = [_plain(own, row) for row in rows]
+
+    def beyond(states: Sequence[Tensor]) -> Tensor:
+        return torch.cat([h[n:] for h, n in zip(states, first, strict=True)]).float()
+
+    got = torch.cat([h[: len(r) - n] for h, r, n in zip(hidden, rows, first, strict=True)]).float()
+    right, other = beyond(plain), beyond(wide)
+    off, effect, size = (
+        x.norm(dim=-1).median().item() for x in (got - right, other - right, right)
+    )
+    share, floor = (0.02, 1e-4) if own.dtype == torch.float32 else (0.25, 0.1)
+    if not off <= max(share * effect, floor * size):
+        raise EngineError(
+            f"{type(own.backbone).__name__} sees other tokens through its sliding window over a "
+            f"key-value cache in slots than without one (its hidden states differ by "
+            f"{off / size:.0%}). {ADVICE}"
+        )
+
+
+@contextmanager
+def _windows_of(width: int, configs: Sequence[Any]) -> Iterator[None]:
+    """Change the width of the sliding windows of a model at rest.
+
+    transformers reads it from the config in each pass. So what a window of thousands of tokens
+    leaves out can be seen on a few.
+    """
+    own = [(c, w) for c in {id(c): c for c in configs}.values() if (w := getattr(c, WINDOW, None))]
+    try:
+        for config, _ in own:
+            setattr(config, WINDOW, width)
+        yield
+    finally:
+        for config, before in own:
+            setattr(config, WINDOW, before)
+
+
+def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
+    """Hidden states [q, H] of one row by a plain pass."""
+    ids = torch.tensor([row], device=own.device)
+    hidden: Tensor = own.backbone(input_ids=ids, use_cache=False).last_hidden_state
+    return hidden[0]
+
+
+@contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turns what a model raises that cannot be driven over slots into an error with a remedy."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"{type(model).__name__} does not run over a key-value cache in slots, with positions "
+            f"and a mask for each row: {first_line(error)}. {ADVICE}"
+        ) from error
+
+
+@torch.no_grad()
+def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
+    """How many slots of a model's cache fit into so much memory; 0 when not even one does.
+
+    What a token takes is measured, on one token: layers may differ in it, share it, or keep it in a
+    latent form. A slot takes what :meth:`SlotCache.reserve` allocates for ``positions``.
+
+    Args:
+        model: a causal model.
+        positions: tokens of the longest sequence.
+        budget_bytes: memory for the cache.
+
+    Raises:
+        EngineError: the model does not run over a cache in slots.
+        ModelError: its decoder cannot be found.
+    """
+    own = CachedPass(model, SlotCache(1))
+    own.cache.reserve(1)
+    with _explained(own.backbone):
+        own.prefill([0], [0], [[0]])
+    return int(budget_bytes // own.cache.slot_bytes(positions))

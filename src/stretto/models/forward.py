@@ -22,18 +22,41 @@ from stretto.types import Rollout
 def unwrapped(model: nn.Module) -> Any:
     """The transformers model inside a PEFT wrapper (its adapters stay active), or itself."""
     wrapper: Any = model
-    return wrapper.get_base_model() if hasattr(model, "peft_config") else model
+    return wrapper.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of a model's text decoder, which a model that also takes images keeps apart."""
+    config = unwrapped(model).config
+    return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
 
 
 def backbone(model: nn.Module) -> nn.Module:
-    """The model without its head: token ids -> last hidden state (final norm applied)."""
+    """The text decoder without the head: token ids -> last hidden state (final norm applied).
+
+    Raises:
+        ModelError: the model does not say which of its parts that is.
+    """
     lm = unwrapped(model)
     if lm.base_model is lm:
         raise ModelError(
             f"{type(lm).__name__} does not say which of its parts is the decoder without the head; "
             "choose a plain causal language model"
         )
-    return cast(nn.Module, lm.base_model)
+    inner = text_config(lm) is not lm.config
+    return cast(nn.Module, lm.get_decoder() if inner else lm.base_model)
+
+
+def freeze_unread(model: nn.Module) -> None:
+    """Freeze what text does not pass through, such as a vision tower: no gradient ever gets there,
+    and an optimizer would keep its state for nothing.
+    """
+    if text_config(model) is unwrapped(model).config:
+        return
+    read = {id(p) for p in backbone(model).parameters()}
+    for parameter in unwrapped(model).base_model.parameters():
+        if id(parameter) not in read:
+            parameter.requires_grad_(False)
 
 
 def output_head(model: nn.Module) -> OutputHead:
@@ -43,7 +66,7 @@ def output_head(model: nn.Module) -> OutputHead:
         ModelError: hidden states times the head are not the model's own logits.
     """
     lm = unwrapped(model)
-    linear, config = lm.get_output_embeddings(), lm.config
+    linear, config = lm.get_output_embeddings(), text_config(lm)
     if linear is None or linear.weight.ndim != 2:
         raise ModelError(f"{type(lm).__name__} has no linear output head; use a causal LM")
     if hasattr(linear, "base_layer"):
@@ -65,7 +88,7 @@ def output_head(model: nn.Module) -> OutputHead:
 @torch.no_grad()
 def _check_head(lm: Any, head: OutputHead) -> None:
     ids = torch.arange(8, device=head.weight.device).remainder(head.weight.shape[0])[None]
-    ours = head.logits(lm.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    ours = head.logits(backbone(lm)(input_ids=ids, use_cache=False).last_hidden_state)
     theirs = lm(input_ids=ids, use_cache=False).logits.float()
     worst = (ours - theirs).abs().max().item()
     if not worst <= 0.02 * theirs.abs().max().item() + 1e-4:

@@ -14,9 +14,9 @@ import torch
 
 from stretto import files
 from stretto.config import ModelConfig
-from stretto.errors import ConfigError, ModelError
+from stretto.errors import ConfigError, ModelError, first_line
 from stretto.models.attention import use_short_attention
-from stretto.models.forward import unwrapped
+from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.weights import require_finite
 
 if TYPE_CHECKING:
@@ -174,6 +174,7 @@ def _load(
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
     require_finite(model, f"'{path}'")
+    freeze_unread(model)
     loaded: PreTrainedModel = model.to(device).eval()
     use_short_attention(loaded)
     return loaded
@@ -196,19 +197,31 @@ def _zero_dropout(config: PreTrainedConfig) -> None:
 @torch.no_grad()
 def _check_decoder(model: PreTrainedModel, path: Path | str) -> None:
     """Runs two sequences that differ in their last token: the logits before it must not differ."""
-    ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
-    outputs = model(input_ids=ids, use_cache=True)
-    cache = getattr(outputs, "past_key_values", None)
-    logits = outputs.logits.float()
-    difference = (logits[0, :2] - logits[1, :2]).abs().max()
-    tolerance = max(1e-4, 4 * torch.finfo(model.dtype).eps) * logits.abs().max()
-    if cache is None or cache.get_seq_length() != 3 or difference > tolerance:
+    fault = _fault(model)
+    if fault:
         raise ModelError(
             "only decoder-only models with a key-value cache can be trained; "
-            f"'{path}' is a {type(model).__name__}, which "
-            + ("looks ahead" if difference > tolerance else "keeps no such cache")
-            + ". Give a causal language model, such as a Llama, Qwen or GPT-NeoX"
+            f"'{path}' is a {type(model).__name__}, which {fault}. Give a causal language model, "
+            "such as a Llama, Qwen or GPT-NeoX"
         )
+
+
+def _fault(model: PreTrainedModel) -> str:
+    """What keeps a model from being trained; empty without a fault."""
+    ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
+    try:
+        outputs = model(input_ids=ids, use_cache=True)
+    except Exception as error:
+        return f"cannot read two rows of three tokens with a cache: {first_line(error)}"
+    logits = outputs.logits.float()
+    difference = (logits[0, :2] - logits[1, :2]).abs().max()
+    if difference > max(1e-4, 4 * torch.finfo(model.dtype).eps) * logits.abs().max():
+        return "looks ahead"
+    cache = getattr(outputs, "past_key_values", None)
+    try:
+        return "" if cache is not None and cache.get_seq_length() == 3 else "keeps no such cache"
+    except (ValueError, IndexError):  # of a cache without any layer of keys and values
+        return "keeps no such cache"
 
 
 @contextmanager
@@ -217,7 +230,7 @@ def _explained(path: Path | str, what: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         if isinstance(path, Path):
             remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
         else:

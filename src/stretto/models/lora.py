@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
 from stretto.config import ModelConfig
+from stretto.errors import ConfigError, first_line, nearest
 
 
 def add_lora(
@@ -16,11 +18,22 @@ def add_lora(
     """Wrap a model in adapters of ``config.lora_rank`` (Hu et al. 2021); the rest is frozen.
 
     Adapters are float32 whatever the model's type. A fresh adapter changes nothing: its B matrix
-    is zero.
+    is zero. The model's own modules are replaced; :func:`merge_lora` puts them back.
+
+    Raises:
+        ConfigError: a target is no layer of the model or one that takes no adapter, or the adapters
+            could not be merged; the model is left as it was.
     """
     from peft import LoraConfig, get_peft_model
 
     targets = config.lora_targets
+    if hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"model.lora_rank = {config.lora_rank}, and the model has adapters of its own already; "
+            "set model.lora_rank = 0 to train those, or merge them first (merge_and_unload)"
+        )
+    if targets != ("all-linear",):
+        _check_targets(model, targets)
     lora = LoraConfig(
         task_type=kind,
         r=config.lora_rank,
@@ -28,7 +41,71 @@ def add_lora(
         lora_dropout=0.0,
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
-        wrapped: nn.Module = get_peft_model(model, lora)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name
+            wrapped: nn.Module = get_peft_model(model, lora)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.lora_targets = {', '.join(targets)}: peft puts no adapters on "
+            f"{type(model).__name__}: {first_line(error)}. Name other layers"
+        ) from error
     return wrapped
+
+
+def trained_names(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters that are trained."""
+    return frozenset(name for name, p in model.named_parameters() if p.requires_grad)
+
+
+def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
+    """Make the model inside whole again: adapters merged into its weights, its own modules back.
+
+    Args:
+        wrapped: what :func:`add_lora` made of the model.
+        trained: what :func:`trained_names` said of the model before that.
+    """
+    adapted: Any = wrapped
+    model: nn.Module = adapted.merge_and_unload()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+
+
+def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
+    """Every target is there, takes an adapter, and holds its weight alone."""
+    modules = dict(model.named_modules())
+    chosen: dict[str, nn.Module] = {}
+    for target in targets:
+        found = {n: m for n, m in modules.items() if n == target or n.endswith(f".{target}")}
+        if not found:
+            known = {n.rpartition(".")[2] for n, m in modules.items() if _takes_adapter(m)}
+            raise ConfigError(
+                f"model.lora_targets = '{target}' is no layer of {type(model).__name__}. "
+                f"{nearest(target, known)}"
+            )
+        for name, module in found.items():
+            if not _takes_adapter(module):
+                raise ConfigError(
+                    f"model.lora_targets = '{target}': {name} is a {type(module).__name__}; "
+                    "adapters go on linear layers and embeddings"
+                )
+        chosen |= found
+    _check_tied(modules, chosen)
+
+
+def _takes_adapter(module: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, nn.Linear | nn.Embedding | Conv1D)
+
+
+def _check_tied(modules: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module]) -> None:
+    """An adapter is of one layer; merged into a weight of two, it would change the other one too."""
+    weights = {id(module.weight): name for name, module in chosen.items()}
+    for name, module in modules.items():
+        of = weights.get(id(getattr(module, "weight", None)))
+        if of is not None and of != name:
+            raise ConfigError(
+                f"model.lora_targets: {of} and {name} are one weight (tied), so that an adapter on "
+                f"the one could not be merged without changing the other; leave them out"
+            )

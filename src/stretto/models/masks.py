@@ -16,11 +16,23 @@ from stretto.errors import EngineError
 Masks = Tensor | Mapping[str, Tensor]
 
 
+WINDOW = "sliding_window"
+"""What configs call the number of last tokens that a layer with a window sees."""
+
+
 class LayerMasks:
-    """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer."""
+    """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer.
+
+    Args:
+        config: of the text decoder. Its window is read anew for each mask, as transformers does.
+        dtype: that the model computes in.
+
+    Raises:
+        EngineError: a layer keeps other state than keys and values, or its window is one of its own.
+    """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+        self._config, self._dtype = config, dtype
         self._additive = config._attn_implementation == "eager"
         kinds = set(getattr(config, "layer_types", None) or ())
         kinds |= {f"{k} (GPT-Neo)" for k in getattr(config, "attention_layers", ()) if k == "local"}
@@ -29,19 +41,29 @@ class LayerMasks:
                 f"layers of type {', '.join(sorted(unknown))} keep no plain key-value cache; "
                 "slots are for full and sliding-window attention only. Choose another model"
             )
-        self._window = int(getattr(config, "sliding_window", None) or 0)
+        try:
+            getattr(config, WINDOW, None)
+        except RuntimeError as error:  # of a config whose layers differ in it
+            raise EngineError(
+                "layers have windows of different sizes; slots are for full attention and windows "
+                "of one size. Choose another model"
+            ) from error
         self._mixed = "sliding_attention" in kinds
-        if kinds and not self._mixed:
-            self._window = 0
+        self._windowed = self._mixed or not kinds
+
+    @property
+    def window(self) -> int:
+        """How many tokens a layer with a window sees; 0 where no layer has one."""
+        return int(getattr(self._config, WINDOW, None) or 0) if self._windowed else 0
 
     def __call__(self, positions: Tensor, read: int) -> Masks:
         """Masks for queries at ``positions`` [n, q] over key positions below ``read``."""
         keys = torch.arange(read, device=positions.device)
         at = positions[:, None, :, None]
-        full = keys <= at
-        if not self._window or read <= self._window:
+        full, window = keys <= at, self.window
+        if not window or read <= window:
             return self._form(full)
-        near = self._form(full & (keys > at - self._window))
+        near = self._form(full & (keys > at - window))
         full = self._form(full)
         return {"full_attention": full, "sliding_attention": near} if self._mixed else near
 

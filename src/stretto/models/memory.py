@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.config import Config, ModelConfig
-from stretto.errors import ConfigError, ModelError
+from stretto.errors import ConfigError, ModelError, first_line
 from stretto.models.architectures import known
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def read_architecture(config: ModelConfig) -> PreTrainedConfig:
             str(source), trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise ModelError(
             f"cannot read the architecture of '{config.name}': {reason}. "
             "Check the name and the network, or give a number of parameters such as 7B"

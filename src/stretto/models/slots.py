@@ -89,6 +89,15 @@ class SlotCache(Cache):
             for layer in store:
                 layer[target, :, :length] = layer[source, :, :length]
 
+    def slot_bytes(self, positions: int) -> int:
+        """What :meth:`reserve` allocates for one slot of so many positions, in bytes.
+
+        Layers are known once a first pass has been made.
+        """
+        held = -(-positions // GRAIN) * GRAIN + 1
+        token = sum(x.shape[1] * x.shape[3] * x.itemsize for x in (*self._keys, *self._values))
+        return held * token
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Part of transformers' interface; positions are always given, so nothing depends on it."""
         return 0
@@ -100,28 +109,3 @@ class SlotCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Position of the first query of a pass that starts at position 0."""
         return 0
-
-
-def slots_within(config: Any, dtype: torch.dtype, positions: int, budget_bytes: int) -> int:
-    """How many slots of a model's cache fit into so much memory; 0 when not even one does.
-
-    A token takes 2 * layers * key-value heads * head size elements; a slot takes what
-    :meth:`SlotCache.reserve` allocates for ``positions``. Latent attention is counted as if its
-    keys and values were kept expanded, which is the most that it can take.
-
-    Args:
-        config: the model's.
-        dtype: the type it computes in.
-        positions: tokens of the longest sequence.
-        budget_bytes: memory for the cache.
-    """
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    sizes = 2 * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-    if getattr(text, "kv_lora_rank", None):
-        kv_heads = heads
-        sizes = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
-    token_bytes = text.num_hidden_layers * kv_heads * sizes * dtype.itemsize
-    slot_positions = -(-positions // GRAIN) * GRAIN + 1
-    return int(budget_bytes // (slot_positions * token_bytes))

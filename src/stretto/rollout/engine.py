@@ -359,4 +359,3 @@ class TorchEngine:
         logprobs, row.logprobs = tuple(row.logprobs), []
         tokens = tuple(row.tokens[len(row.prompt) + start :])
         return Chunk(row.id, start, tokens, logprobs, self.version, finish)
-

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
-from stretto.models.cached import CachedPass, check_cache
+from stretto.models.cached import CHECKED, CachedPass, check_cache
 from stretto.models.forward import output_head, unwrapped
 from stretto.models.slots import SlotCache
 from stretto.rollout.sampling import sample, uniform
@@ -127,5 +127,5 @@ def check_cached_pass(model: nn.Module, config: RolloutConfig) -> None:
         EngineError: they are not.
     """
     own = ModelPass(model, SlotCache(2), config)
-    own.cache.reserve(8)
+    own.cache.reserve(CHECKED)
     check_cache(own, own.next_logits, own._head.logits)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.config import RewardModelConfig, RowsConfig, SftConfig, SupervisedConfig
 from stretto.errors import TaskError
-from stretto.models.forward import unwrapped
+from stretto.models.forward import text_config, unwrapped
 from stretto.models.heads import reward_model_from, set_padding
 from stretto.models.load import (
     end_token_ids,
@@ -147,7 +147,8 @@ def train_reward_model(
     train, held = _split(pairs, lambda p: p.prompt, config, progress)
     model = reward_model_from(base, config.seed)
     if ends:  # a classifier is saved without a generation config, which may alone have named them
-        unwrapped(model).config.eos_token_id = sorted(ends)
+        for part in (unwrapped(model).config, text_config(model)):
+            part.eos_token_id = sorted(ends)
     if not set_padding(model, tokenizer, ends):
         progress.note(
             "the tokenizer has no special token that could pad beside the end of a response; "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import EngineError, ModelError
+from stretto.errors import EngineError, ModelError, first_line
 from stretto.models.weights import load_weights
 from stretto.scoring.pending import Pending
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
@@ -158,7 +158,7 @@ class ModelScorer:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
         # Outside the handler: the error's traceback holds on to what the pass had allocated.
         self._streams = None
         self._say(f"'{self.name}' scores rollouts whole from now on, at their end: {reason}")

@@ -22,6 +22,7 @@ from stretto.models.forward import (
     pad_right,
     response_hidden,
     response_tokens,
+    text_config,
     unwrapped,
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
@@ -123,7 +124,7 @@ def reads_last_token(model: nn.Module) -> bool:
         scalar_head(model)
     except ModelError:
         return False
-    config: Any = model.config
+    config = text_config(model)
     tokens = [t for t in range(64) if t != config.pad_token_id and t < config.vocab_size]
     rows = [tokens[start::4] for start in range(4)]  # several, as one could agree by chance
     device = next(model.parameters()).device
@@ -319,8 +320,8 @@ def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozens
     """The tokens that end a response for a classifier, which has no generation config: those that
     its config names, and the tokenizer's own. Empty where the tokenizer has none.
     """
-    config: Any = unwrapped(model).config
-    named, own = getattr(config, "eos_token_id", None), cast(int | None, tokenizer.eos_token_id)
+    named = getattr(text_config(model), "eos_token_id", None)
+    own = cast(int | None, tokenizer.eos_token_id)
     if own is None:
         return frozenset()
     ids = named if isinstance(named, list) else [named]

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError
-from stretto.models.cached import CachedPass, check_cache
+from stretto.models.cached import CHECKED, CachedPass, check_cache
 from stretto.models.forward import by_token_budget
+from stretto.models.positions import following_frequencies
 from stretto.models.slots import SlotCache
 from stretto.scoring.retokenise import StablePrefix
 
@@ -182,12 +183,11 @@ def _check(model: nn.Module) -> None:
         EngineError, ModelError: see :class:`Streams`.
     """
     own = CachedPass(model, SlotCache(2))
-    own.cache.reserve(8)
-    rope = getattr(own.config_of_model, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("longrope", "dynamic"):
+    own.cache.reserve(CHECKED)
+    if kind := following_frequencies(own.config_of_model):
         raise EngineError(
-            f"the model's position frequencies ({rope['rope_type']}) follow the length of the "
-            "whole sequence, which is not known before its end. Choose another model"
+            f"the model's position frequencies ({kind}) follow the length of the whole sequence, "
+            "which is not known before its end. Choose another model"
         )
     check_cache(own, lambda ids, at, _: _newest(own, ids, at), lambda hidden: hidden)
 

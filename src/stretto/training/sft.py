@@ -17,6 +17,7 @@ from stretto.models.forward import (
     by_token_budget,
     output_head,
     pad_right,
+    text_config,
     token_budget,
     unwrapped,
 )
@@ -174,7 +175,7 @@ def _check_packing(model: nn.Module) -> None:
     Raises:
         ModelError: it has not.
     """
-    config = unwrapped(model).config.get_text_config()
+    config = text_config(model)
     first, second = (
         Example(tuple((start + 97 * i) % config.vocab_size for i in range(9)), (False,) * 9)
         for start in (config.vocab_size // 7, config.vocab_size // 3)

@@ -86,14 +86,18 @@ def _add_into(total: Tensor, part: Tensor) -> None:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Training mode for the time of a forward and backward pass.
+    """Gradient checkpointing, where asked for, for the time of a forward and backward pass.
 
-    It switches gradient checkpointing on, where asked for, and nothing else: dropout is zero
-    everywhere. Outside of it the same module generates, with a cache.
+    Only the modules that recompute are in training mode. All others stay in evaluation mode, so
+    that nothing random (dropout, noise on the inputs of a router, sampled experts) makes the policy
+    that is trained another than the one that sampled. Outside of it the same module generates, with
+    a cache.
     """
+    recomputing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     try:
         try:
-            model.train()
+            for module in recomputing:
+                module.training = True
             yield
         finally:
             model.eval()
@@ -247,7 +251,7 @@ class TrainedModel:
         return next(self.model.parameters()).device
 
     def training(self) -> AbstractContextManager[None]:
-        """Training mode of the model; see :func:`training_mode`."""
+        """For forward and backward passes; see :func:`training_mode`."""
         return training_mode(self.model)
 
     def gradients(self) -> Mapping[str, Tensor]:

@@ -56,6 +56,12 @@ def settings(peft_config: Any, policy: Any) -> dict[str, Any]:
     }
 
 
+def without_own(policy: Any, peft_config: Any) -> Any:
+    """The policy that gets new adapters: as in TRL's trainer, with those merged that it has."""
+    merges = peft_config is not None and hasattr(policy, "merge_and_unload")
+    return policy.merge_and_unload() if merges else policy
+
+
 def _targets(given: Any, policy: Any) -> tuple[str, ...]:
     if given is None:
         from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as BY_TYPE

@@ -45,7 +45,8 @@ class PPOTrainer:
         optimizers: not taken; see :class:`PPOConfig`.
         callbacks: objects of transformers' ``TrainerCallback``; told of the beginning, of each
             step and its figures, and of the end.
-        peft_config: a ``LoraConfig``; policy and critic then get adapters.
+        peft_config: a ``LoraConfig``; policy and critic then get adapters, which are merged into
+            them when training ends. Adapters that the policy has before are merged first.
 
     Attributes:
         model, policy_model: the policy.
@@ -89,7 +90,7 @@ class PPOTrainer:
         arguments.check(self.args)
         checks.refuse_objects(data_collator, optimizers)
         self.processing_class: PreTrainedTokenizerBase = given["processing_class"]
-        self.model = self.policy_model = given["model"]
+        self.model = self.policy_model = adapters.without_own(given["model"], peft_config)
         self.ref_model, self.value_model = given["ref_model"], value_model
         self.reward_model = given["reward_model"]
         self.callbacks = list(callbacks or ())

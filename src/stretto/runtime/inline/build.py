@@ -18,7 +18,6 @@ from stretto.config import Config
 from stretto.errors import TaskError
 from stretto.models.forward import unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
-from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
 from stretto.pipelines.executor.layout import Name
@@ -40,6 +39,7 @@ from stretto.runtime.inline.models import (
     make_reference,
     model_scorers,
     reward_models,
+    with_adapters,
 )
 from stretto.runtime.inline.placement import Placement
 from stretto.runtime.inline.roles import PlainScorer
@@ -125,7 +125,10 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         )
         say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
     critic = make_critic(config, base, tokenizer, rewards[0], given, say)
-    actor = add_lora(base, config.model, "CAUSAL_LM") if config.model.lora_rank else base
+    if critic is not None:
+        brought = given.critic is not None
+        critic = with_adapters(critic, config, "SEQ_CLS", stack, brought=brought)
+    actor = with_adapters(base, config, "CAUSAL_LM", stack, brought=given.actor is not None)
     reference = make_reference(config, base, actor, given)
     check_positions(config, "the critic", critic)
     check_positions(config, "the reference", reference)

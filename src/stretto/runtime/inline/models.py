@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.models.attention import use_short_attention
-from stretto.models.forward import token_budget, unwrapped
+from stretto.models.forward import freeze_unread, token_budget, unwrapped
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import (
     load_causal_lm,
@@ -23,7 +24,7 @@ from stretto.models.load import (
     pick_device,
     pick_dtype,
 )
-from stretto.models.lora import add_lora
+from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
 from stretto.runtime.controls import model_seats
@@ -106,6 +107,7 @@ def made_ready(
                 setattr(module, name, 0.0)
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
+    freeze_unread(model)
     use_short_attention(unwrapped(model))
     return model
 
@@ -185,7 +187,34 @@ def make_critic(
         own = load_tokenizer(path, m.trust_remote_code)
         _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
         critic = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
-    return add_lora(critic, m, "SEQ_CLS") if m.lora_rank else critic
+    return critic
+
+
+def with_adapters(
+    model: nn.Module,
+    config: Config,
+    kind: Literal["CAUSAL_LM", "SEQ_CLS"],
+    stack: ExitStack,
+    *,
+    brought: bool,
+) -> nn.Module:
+    """A model that is trained, in LoRA adapters where the settings ask for them.
+
+    Args:
+        model: to train.
+        config: of the run.
+        kind: of the model.
+        stack: at its end, however that comes, a model that the caller brought is whole again: a
+            plain model with the adapters merged in.
+        brought: whether it is the caller's.
+    """
+    if not config.model.lora_rank:
+        return model
+    trained = trained_names(model)
+    wrapped = add_lora(model, config.model, kind)
+    if brought:
+        stack.callback(merge_lora, wrapped, trained)
+    return wrapped
 
 
 def make_reference(

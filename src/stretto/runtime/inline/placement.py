@@ -19,10 +19,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.config import Config
+from stretto.errors import EngineError, ModelError
+from stretto.models.cached import slots_within
 from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.models.forward import backbone, unwrapped
 from stretto.models.load import end_token_ids
-from stretto.models.slots import slots_within
 from stretto.pipelines.executor.ranks import Ranks
 from stretto.protocols import Tracer
 from stretto.rollout.engine import TorchEngine
@@ -275,7 +276,10 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
     )
     positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     budget = int(MEMORY_SHARE * free_bytes)
-    fit = slots_within(unwrapped(model).config, parameter.dtype, positions, budget)
+    try:
+        fit = slots_within(model, positions, budget)
+    except (EngineError, ModelError):  # the scorer will say so
+        return most_in_flight(config)
     if not fit:
         say(
             f"no response of up to {positions} tokens fits into a scorer's share of free memory "
