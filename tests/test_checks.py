@@ -19,10 +19,11 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+import stretto
 from helpers import llama
 from stretto import recipes
 from stretto.config import Config
-from stretto.errors import ConfigError, ModelError, TaskError
+from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
 from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
@@ -181,6 +182,27 @@ def test_a_text_that_does_not_fit_is_a_failure_and_no_other_row_is_harmed(
     alone = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 100)
     (again,) = scores_of(alone, [made[2]])
     assert last.scalar == pytest.approx(again.scalar, rel=1e-5)
+
+
+def test_a_run_drops_such_a_row_or_ends_with_a_line(tiny_folder: Path, tmp_path: Path) -> None:
+    """Of two prompts, one leaves room for the responses."""
+    model = short(reward_model(vocabulary=260), 14)
+    folder = saved(tmp_path / "reward", model, other_tokenizer())
+    settings: dict[str, Any] = {
+        "steps": 1,
+        "warmup_examples": 0,
+        "rollout": {"batch": 4, "max_new_tokens": 4},
+        "reward": {"sources": (f"model:{folder}",), "weights": (), "missing_eos": "off"},
+        "dataset": [{"prompt": "short"}, {"prompt": "a longer prompt"}],
+        "model": str(tiny_folder),
+        "observe__progress": "off",
+        "out": str(tmp_path / "runs"),
+    }
+    line = r"14 positions, and reads rollout \d with its prompt as \d+ tokens. Lower rollout.max_new"
+    with pytest.raises(JudgeError, match=line):
+        stretto.train("tiny", **settings)
+    result = stretto.train("tiny", **settings, reward__on_failure="drop")
+    assert result.stats["rejected"] == 2
 
 
 # -- ends, types, numbers ------------------------------------------------------------------------

@@ -323,7 +323,7 @@ def test_an_encoder_is_no_critic() -> None:
 def assemble(stack: ExitStack, tiny_folder: Path, **sections: Any) -> Parts:
     """The parts of a run of the tiny model."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 2, "threads": 1}
-    sections["model"] = {"name": str(tiny_folder)}
+    sections |= {"model": {"name": str(tiny_folder)}, "task": {"max_prompt_tokens": 64}}
     for name, values in sections.items():
         data[name] = data[name] | values
     return build(Config.model_validate(data), stack, lambda _: None)

@@ -100,6 +100,7 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
     layout = Layout(tokenizer, ends, config.data)
     examples, reasons = attempt(rows, lambda row: example_of(row, layout), config.data)
     _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
+    _say_spelled(layout, progress)
     examples = _fitting(examples, lambda e: len(e.tokens), config.data, progress)
     train, held = _split(examples, lambda e: e.prompt, config, progress)
     if config.model.lora_rank:
@@ -143,6 +144,7 @@ def train_reward_model(
     layout = Layout(tokenizer, ends, config.data)
     pairs, reasons = attempt(rows, lambda pair: tokens_of(pair, layout), config.data)
     _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
+    _say_spelled(layout, progress)
     pairs = _fitting(pairs, lambda p: p.longest, config.data, progress)
     train, held = _split(pairs, lambda p: p.prompt, config, progress)
     model = reward_model_from(base, config.seed)
@@ -257,6 +259,14 @@ def _say_dropped(reasons: Sequence[str], rows: int, progress: Progress) -> None:
         progress.note(
             f"{len(reasons)} of {rows} rows cannot be used and are left out; "
             f"the first: {reasons[0]}"
+        )
+
+
+def _say_spelled(layout: Layout, progress: Progress) -> None:
+    if layout.found:
+        progress.note(
+            f"rows spell control tokens ({', '.join(sorted(layout.found))}), which are read as "
+            "text; conversations are lists of messages, and every response gets its end by itself"
         )
 
 

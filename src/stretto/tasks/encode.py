@@ -72,16 +72,17 @@ class Encoder:
         Raises:
             TaskError: the text is no valid Unicode.
         """
-        utf8(text, "a text")
-        if not self._spelling.search(text) and not _NONCHARACTER.search(text):
+        if not text.isascii():
+            utf8(text, "a text")
+            text = _NONCHARACTER.sub("\ufffd", text)
+        if not self._spelling.search(text):
             return text
-        text = _NONCHARACTER.sub("\ufffd", text)
         self.found.update(self._spelling.findall(text))
         return self._spelling.sub(lambda m: self._names[m[0]], text)
 
     def plain(self, escaped: str) -> str:
         """An escaped text as people read it; the inverse of :meth:`escape`."""
-        if not _NONCHARACTER.search(escaped):
+        if not _is_escaped(escaped):
             return escaped
         return self._either.sub(lambda m: self._spelled(m[0]), escaped)
 
@@ -140,30 +141,32 @@ class Encoder:
             escaped: by :meth:`escape`, or out of :meth:`chat`; whole or in part.
             special: add the special tokens that the tokenizer puts around any text.
         """
-        if not _NONCHARACTER.search(escaped):
+        if not _is_escaped(escaped):
             ids = list(self.tokenizer(escaped, add_special_tokens=special)["input_ids"])
-            if self._written(ids, special) <= len(self._spelling.findall(escaped)):
+            if self._are_written(ids, escaped, special):
                 return ids
-            # The text spells a control token only once it is normalised ('＜/s＞').
         if not self.tokenizer.is_fast:
             return self._by_parts(escaped, special)
         return list(self._twin.encode(self._exchanged(escaped), add_special_tokens=special).ids)
 
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
         """The same with the place of each token in the text; of fast tokenizers only."""
-        if not _NONCHARACTER.search(escaped):
+        if not _is_escaped(escaped):
             encoded = self.tokenizer(
                 escaped, add_special_tokens=special, return_offsets_mapping=True
             )
             ids, spans = list(encoded["input_ids"]), list(encoded["offset_mapping"])
-            if self._written(ids, special) <= len(self._spelling.findall(escaped)):
+            if self._are_written(ids, escaped, special):
                 return ids, spans
         made = self._twin.encode(self._exchanged(escaped), add_special_tokens=special)
         return list(made.ids), list(made.offsets)
 
-    def _written(self, ids: Iterable[int], special: bool) -> int:
-        """Control tokens among ids, but for those around the text."""
-        return sum(map(self._ids.__contains__, ids)) - (self._around if special else 0)
+    def _are_written(self, ids: Iterable[int], escaped: str, special: bool) -> bool:
+        """Whether the control tokens among ids are no more than a template wrote. They are where a
+        text spells one only once it is normalised ('＜/s＞').
+        """
+        found = sum(map(self._ids.__contains__, ids)) - (self._around if special else 0)
+        return found <= 0 or found <= len(self._spelling.findall(escaped))
 
     @cached_property
     def _around(self) -> int:
@@ -198,6 +201,10 @@ class Encoder:
                 ids.append(self._control[found[0]])
                 at = found.end()
         return list(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
+
+
+def _is_escaped(text: str) -> bool:
+    return not text.isascii() and bool(_NONCHARACTER.search(text))
 
 
 def utf8(text: str, where: str) -> bytes:
