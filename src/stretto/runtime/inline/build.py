@@ -16,6 +16,7 @@ from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.errors import TaskError
 from stretto.models.load import load_tokenizer, set_checkpointing
+from stretto.models.lora import check_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
 from stretto.pipelines.executor.layout import Name
@@ -96,6 +97,7 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     judges = open_judges(config, task, tokenizer, stack, given)
     rewards = reward_models(config, tokenizer, given, say)
     base = make_actor(config, given, say)
+    check_lora(base, config.model)
     _check_stages(config, base, rewards[0])
     if config.warmup_examples:
         loss = warm_up(base, _examples(config, task, prompts), config)
