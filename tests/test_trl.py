@@ -622,6 +622,37 @@ def test_lora_is_what_the_settings_call_it(folders: dict[str, Path], tmp_path: P
         make_trainer(folders, tmp_path, peft_config=LoraConfig(target_modules=".*q_proj"))
 
 
+def test_the_script_with_use_peft_goes_to_its_end(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """TRL's examples/scripts/ppo/ppo.py: train, save, complete; the policy may have adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["v_proj"])
+    policy: Any = AutoModelForCausalLM.from_pretrained(folders["policy"])
+    names = list(weights(policy))
+    with_own = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"]))
+    trainer = make_trainer(
+        folders,
+        tmp_path,
+        {"total_episodes": BATCH},
+        model=with_own,
+        ref_model=None,
+        peft_config=lora,
+        eval_dataset=[{"input_ids": list(b"one")}],
+    )
+    value_names = list(weights(trainer.value_model))
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    assert len(trainer.generate_completions()) == 1
+    capsys.readouterr()
+    trained = weights(trainer.policy_model)
+    assert list(trained) == names
+    assert list(weights(trainer.value_model)) == value_names
+    saved = weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"))
+    assert all(torch.equal(trained[name], saved[name]) for name in names)
+
+
 def test_completions_are_greedy_and_scored(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,14 +26,8 @@ def add_lora(
     """
     from peft import LoraConfig, get_peft_model
 
+    check_lora(model, config)
     targets = config.lora_targets
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            f"model.lora_rank = {config.lora_rank}, and the model has adapters of its own already; "
-            "set model.lora_rank = 0 to train those, or merge them first (merge_and_unload)"
-        )
-    if targets != ("all-linear",):
-        _check_targets(model, targets)
     lora = LoraConfig(
         task_type=kind,
         r=config.lora_rank,
@@ -51,6 +45,21 @@ def add_lora(
             f"{type(model).__name__}: {first_line(error)}. Name other layers"
         ) from error
     return wrapped
+
+
+def check_lora(model: nn.Module, config: ModelConfig) -> None:
+    """See that a model can be wrapped in the adapters that the settings ask for, if they do.
+
+    Raises:
+        ConfigError: see :func:`add_lora`.
+    """
+    if config.lora_rank and hasattr(model, "peft_config"):
+        raise ConfigError(
+            f"model.lora_rank = {config.lora_rank}, and the model has adapters of its own already; "
+            "set model.lora_rank = 0 to train those, or merge them first (merge_and_unload)"
+        )
+    if config.lora_rank and config.lora_targets != ("all-linear",):
+        _check_targets(model, config.lora_targets)
 
 
 def trained_names(model: nn.Module) -> frozenset[str]:

@@ -18,6 +18,7 @@ from stretto.config import Config
 from stretto.errors import TaskError
 from stretto.models.forward import unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
+from stretto.models.lora import check_lora
 from stretto.models.resolve import resolve
 from stretto.observe.spans import Spans
 from stretto.pipelines.executor.layout import Name
@@ -115,6 +116,7 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
             f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "
             "text; conversations are given as lists of messages"
         )
+    check_lora(base, config.model)
     _check_stages(config, base, rewards[0])
     if config.warmup_examples:
         examples = _examples(config, task, prompts)
