@@ -401,6 +401,24 @@ def test_evaluations_are_kept_with_their_run(tmp_path: Path) -> None:
         load([run.path])
 
 
+def test_the_latest_pass_at_1_stands_with_its_error_and_overlap() -> None:
+    figures = {"pass@1": 0.75, "pass@1_standard_error": 0.0625, "overlap": None}
+    figures |= {"mean_score": 0.875, "mean_score_standard_error": 0.03125}
+    later = {**figures, "pass@1": 0.5, "overlap": 0.25}
+    runs = [
+        made("a", evaluations=[{"figures": f} for f in (figures, later)] + [evaluated(0.5)]),
+        made("b", evaluations=[{"figures": figures}]),
+        made("c", evaluations=[evaluated(0.5), {"figures": {"accuracy": 0.5}}]),  # an old record
+    ]
+    found = [run["verified"] for run in payload(runs)["runs"]]
+    scores = {"mean_score": [0.875, 0.03125]}
+    assert found == [
+        {"pass_at_1": [0.5, 0.0625], **scores, "overlap": 0.25},
+        {"pass_at_1": [0.75, 0.0625], **scores, "overlap": None},
+        None,
+    ]
+
+
 def test_win_rates_stand_with_the_kl_of_the_same_samples() -> None:
     judged = {"judge": {"judge": "llm", "rate": 0.75, "standard_error": 0.2}}
     runs = [
@@ -593,8 +611,10 @@ def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
+    verified = {"pass@1": 0.5, "pass@1_standard_error": 0.0625, "overlap": 0.25}
+    verified |= {"mean_score": 0.75, "mean_score_standard_error": 0.125}
     runs = [
-        dialled(name, n, [0.1, 0.5], evaluated(0.6 - n / 100, n), name=f"{name}-{n}")
+        dialled(name, n, [0.1, 0.5], evaluated(0.6 - n / 100, n, **verified), name=f"{name}-{n}")
         for name in ("ppo", "online-dpo")
         for n in (1, 2, 4, 8)
     ]
@@ -603,4 +623,6 @@ def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
     assert page.count('class="work"') == len(runs) * (2 + 4)
     for text in ("Win-rate against KL", "KL to sft [nats a response]", ">online-dpo-8<", "8 runs:"):
         assert text in page
+    for cell in ("50.0 % ± 6.3 %", "0.75 ± 0.125", "25.0 %"):
+        assert page.count(f"<td>{cell}</td>") == len(runs)
     assert ">against time<" not in page

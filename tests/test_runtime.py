@@ -585,10 +585,8 @@ def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_p
         verdicts.append(task.verify(prompt.data["_index"], text))
         lengths.append(len(answer))
         ended += int(answer[-1]) == tokenizer.eos_token_id
-    p, right = fmean(v == 1 for v in verdicts), [v for v in verdicts if v == 1]
-    assert 0 < len(right) < 30
-    assert result.pass_at_1 == p < fmean(verdicts)
-    assert result.pass_at_1_standard_error == pytest.approx((p * (1 - p) / 30) ** 0.5)
+    assert len(set(verdicts)) > 1  # some better than others
+    assert result.pass_at_1 == fmean(v == 1 for v in verdicts)
     assert result.mean_score == pytest.approx(fmean(verdicts), rel=1e-5)
     assert result.mean_score_standard_error == pytest.approx(pstdev(verdicts) / 30**0.5, rel=1e-5)
     assert result.mean_tokens == fmean(lengths)

@@ -80,6 +80,24 @@ def win_rates(figures: Mapping[str, Any]) -> list[tuple[str, float, float]]:
     return found
 
 
+def verified(run: Run) -> Point | None:
+    """The latest pass@1 and mean score of a run, ``None`` where neither was measured.
+
+    Returns:
+        ``pass_at_1`` and ``mean_score``, each with its standard error, and ``overlap``: the share
+        of the prompts that training asks too, ``None`` where that is not known.
+    """
+    for record in reversed(run.evaluations):
+        figures = record["figures"]
+        if "pass@1" in figures:
+            values = {
+                name: [figures[key], figures[f"{key}_standard_error"]]
+                for name, key in (("pass_at_1", "pass@1"), ("mean_score", "mean_score"))
+            }
+            return {**values, "overlap": figures["overlap"]}
+    return None
+
+
 def off_policy(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Reward, win-rates, KL and perplexity by off-policyness; nothing for runs of a single N.
 

@@ -112,6 +112,7 @@ def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
                 "steps": len(run.metrics),
                 "rate": run.mean_over_time(CURVES["samples_per_s"]),
                 "shares": [[s.role, s.busy_s, dict(s.idle_s)] for s in shares(run)],
+                "verified": outcomes.verified(run),
                 "lengths": _lengths(run, edges),
                 "roles": list(run.roles),
                 "timeline": timeline,

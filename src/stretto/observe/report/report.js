@@ -46,6 +46,8 @@ function summary() {
     const idle = (s) => Object.values(s[2]).reduce((a, b) => a + b, 0);
     return generators.length ? sum((s) => s[1]) / sum((s) => s[1] + idle(s)) : undefined;
   };
+  const withError = (value, text) => value && `${text(value[0])} ± ${text(value[1])}`;
+  const overlap = (of) => (of ? (of.overlap === null ? "not known" : percent(of.overlap)) : undefined);
   const columns = [
     ["run", (run, i) => key(runColour(i), run.name)],
     ["steps", (run) => run.steps || undefined],
@@ -53,6 +55,9 @@ function summary() {
     ["samples/s", (run, i) => rate[i] && number(rate[i])],
     ["against the first", (run, i) => (i && rate[0] && rate[i] ? number(rate[i] / rate[0]) + " x" : undefined)],
     ["reward, last tenth", (run) => of(run, "reward") && number(mean(of(run, "reward").slice(-Math.ceil(of(run, "reward").length / 10))))],
+    ["pass@1", (run) => withError(run.verified?.pass_at_1, percent)],
+    ["mean score", (run) => withError(run.verified?.mean_score, number)],
+    ["of its prompts asked in training", (run) => overlap(run.verified)],
     ["staleness", (run) => of(run, "staleness") && number(mean(of(run, "staleness")))],
     ["generators busy", (run) => busy(run) !== undefined ? percent(busy(run)) : undefined],
   ].map(([title, value]) => [title, D.runs.map(value)]).filter(([, cells]) => cells.some((c) => c !== undefined && c !== 0));
