@@ -35,7 +35,7 @@ from stretto.types import FinishReason, Prompt, Rollout
 from test_scorers import byte_rollout, reward_model, scores_of
 
 ROOM: dict[str, Any] = {
-    "task": {"max_prompt_tokens": 20},
+    "task": {"max_prompt_tokens": 60},
     "rollout": {"batch": 4, "max_new_tokens": 4},
     "reward": {"sources": ("one",)},
 }
@@ -49,7 +49,7 @@ def one(completions: list[str]) -> list[float]:
 def assemble(
     folder: Path, given: Given = NOTHING, say: Callable[[str], None] = id, **sections: Any
 ) -> Parts:
-    """The parts of a run of the tiny model whose prompts have up to 20 tokens and responses 4."""
+    """The parts of a run of the tiny model whose prompts have up to 60 tokens and responses 4."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 1, "threads": 1}
     for name, values in {**ROOM, "model": {"name": str(folder)}, **sections}.items():
         data[name] = data[name] | ROOM.get(name, {}) | values
@@ -105,8 +105,8 @@ def test_positions_are_what_a_model_can_read() -> None:
 def test_a_model_with_too_few_positions_is_refused(
     what: str, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """24 are needed; one less would be found out by the first long prompt, or never."""
-    for enough, count in ((True, 24), (False, 23)):
+    """64 are needed; one less would be found out by the first long prompt, or never."""
+    for enough, count in ((True, 64), (False, 63)):
         given, sections = brought(tiny_folder), {}
         small = short(reward_model(), count)
         folder = saved(tmp_path / str(count), small, byte_tokenizer())
@@ -123,7 +123,7 @@ def test_a_model_with_too_few_positions_is_refused(
         if enough:
             assemble(tiny_folder, given, **sections)
         else:
-            with pytest.raises(ConfigError, match=f"{what}.* positions for 23 tokens.* have 24 .t"):
+            with pytest.raises(ConfigError, match=f"{what}.* positions for 63 tokens.* have 64 .t"):
                 assemble(tiny_folder, given, **sections)
 
 

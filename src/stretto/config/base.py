@@ -15,7 +15,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 LARGEST_SEED = 2**63 - 1
-"""TOML's largest integer. torch takes seeds to twice that, which leaves room for seeds made of it."""
+"""TOML's largest integer, which torch and numpy take as well."""
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 
 

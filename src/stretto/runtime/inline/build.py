@@ -29,7 +29,7 @@ from stretto.runtime.inline.checks import (
     check_ends,
     check_positions,
     check_rewards,
-    first_prompts,
+    look_at_prompts,
 )
 from stretto.runtime.inline.models import (
     NOTHING,
@@ -110,12 +110,7 @@ def build(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
     check_ends(config, ends)
     check_positions(config, "the actor", base, generating=True)
-    check_rewards(config, rewards[0], first_prompts(prompts, len(task), config))
-    if prompts.found:
-        say(
-            f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "
-            "text; conversations are given as lists of messages"
-        )
+    check_rewards(config, rewards[0], look_at_prompts(prompts, say))
     check_lora(base, config.model)
     _check_stages(config, base, rewards[0])
     if config.warmup_examples:

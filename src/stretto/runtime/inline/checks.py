@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import nn
 
@@ -78,12 +77,20 @@ def check_rewards(
     for reward in rewards:
         if reward.same_tokenizer:
             check_positions(config, f"reward model '{reward.name}'", reward.model)
-        elif prompts:
+        else:
             reward.require_room(prompts)
 
 
-def first_prompts(prompts: PromptSource, rows: int, config: Config) -> list[Prompt]:
-    """The first prompts of a run that are not too long, if there are any among the first rows."""
-    drawn: Iterable[Prompt] = (prompts.prompt_by_id(i) for i in range(min(rows, 4 * FIRST)))
-    longest = config.task.max_prompt_tokens
-    return list(islice((p for p in drawn if len(p.tokens) <= longest), FIRST))
+def look_at_prompts(prompts: PromptSource, say: Callable[[str], None]) -> list[Prompt]:
+    """The first prompts of a run; says where they spell control tokens.
+
+    Raises:
+        TaskError: one cannot be rendered, or none is short enough.
+    """
+    first = prompts.first(FIRST)
+    if prompts.found:
+        say(
+            f"prompts spell control tokens ({', '.join(sorted(prompts.found))}), which are read as "
+            "text; conversations are given as lists of messages"
+        )
+    return first
