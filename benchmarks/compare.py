@@ -20,54 +20,60 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from _shared import MISSING, parse
+
 HERE = Path(__file__).parent
 
 
-def run(command: list[str], **environment: str) -> dict[str, Any]:
-    """A program's result: the JSON object that it prints."""
+Results = dict[str, list[dict[str, Any]]]
+"""By program, one of each run; without those whose packages are not installed."""
+
+
+def run(results: Results, name: str, command: list[str], **environment: str) -> None:
+    """Add a program's result: the JSON object that it prints."""
     print("running", " ".join(command), file=sys.stderr)
     done = subprocess.run(
-        command,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        check=True,
+        command, check=False, env={**os.environ, **environment}, capture_output=True, text=True
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    if done.returncode == MISSING:
+        print(done.stderr.splitlines()[-1], file=sys.stderr)
+        return
+    if done.returncode:
+        raise SystemExit(f"{name} ended with status {done.returncode}:\n{done.stderr}")
+    results[name].append(json.loads(done.stdout.splitlines()[-1]))
 
 
-def ppo(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def ppo(args: argparse.Namespace) -> Results:
     """PPO steps, in turn."""
-    data = ["--model", args.model, "--data", str(args.data), "--steps", str(args.steps)]
-    results = defaultdict(list)
+    small = ["--model", str(args.model), "--data", str(args.data), "--steps", str(args.steps)]
+    options = ["--smoke"] if args.smoke else small
+    trl = sys.executable if args.smoke else str(args.peers / "trl/bin/python")
+    results: Results = defaultdict(list)
     for _ in range(args.rounds):
-        results["Stretto"].append(run([sys.executable, str(HERE / "ppo_step.py"), *data]))
-        trl = str(args.peers / "trl/bin/python")
-        results["TRL 1.12 PPOTrainer"].append(run([trl, str(HERE / "peers/trl_ppo.py"), *data]))
+        run(results, "Stretto", [sys.executable, str(HERE / "ppo_step.py"), *options])
+        run(results, "TRL 1.12 PPOTrainer", [trl, str(HERE / "peers/trl_ppo.py"), *options])
     return results
 
 
-def decode(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+def decode(args: argparse.Namespace) -> Results:
     """Decoding, in turn."""
-    model = ["--model", args.model]
-    vllm = [str(args.peers / "vllm/bin/python"), str(HERE / "peers/vllm_decode.py"), *model]
-    results = defaultdict(list)
+    options = ["--smoke"] if args.smoke else ["--model", str(args.model)]
+    python = sys.executable if args.smoke else str(args.peers / "vllm/bin/python")
+    vllm = [python, str(HERE / "peers/vllm_decode.py"), *options]
+    one_core = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    results: Results = defaultdict(list)
     for _ in range(args.rounds):
-        results["Stretto (with log-probs)"].append(
-            run([sys.executable, str(HERE / "decode.py"), *model])
-        )
-        results["vLLM, all cores"].append(run(vllm))
-        results["vLLM, all cores, with log-probs"].append(run([*vllm, "--logprobs"]))
-        results["vLLM, as it comes (one core kept free)"].append(
-            run(vllm, VLLM_CPU_NUM_OF_RESERVED_CPU="1")
-        )
+        own = [sys.executable, str(HERE / "decode.py"), *options]
+        run(results, "Stretto (with log-probs)", own)
+        run(results, "vLLM, all cores", vllm)
+        run(results, "vLLM, all cores, with log-probs", [*vllm, "--logprobs"])
+        run(results, "vLLM, as it comes (one core kept free)", vllm, **one_core)
     peer = HERE / "peers/transformers_decode.py"
-    results["transformers generate"].append(run([sys.executable, str(peer), *model]))
+    run(results, "transformers generate", [sys.executable, str(peer), *options])
     return results
 
 
-def table(results: dict[str, list[dict[str, Any]]], figure: str, unit: str) -> list[str]:
+def table(results: Results, figure: str, unit: str) -> list[str]:
     """One row a program: median of its runs, spread, Stretto over it, peak memory."""
     ours = statistics.median(r[figure] for r in next(iter(results.values())))
     lines = [f"| | {unit} | runs | Stretto is | peak memory |", "|---|---|---|---|---|"]
@@ -80,7 +86,7 @@ def table(results: dict[str, list[dict[str, Any]]], figure: str, unit: str) -> l
     return lines
 
 
-def phases(results: dict[str, list[dict[str, Any]]]) -> list[str]:
+def phases(results: Results) -> list[str]:
     """Where the time of a step goes, in seconds."""
     lines = ["| | seconds of a step |", "|---|---|"]
     for name, runs in results.items():
@@ -105,9 +111,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parse(parser, {"model": "", "data": "", "rounds": 1})
     steps, tokens = ppo(args), decode(args)
-    versions = {**tokens["vLLM, all cores"][0]["versions"], "trl": "1.12"}
+    versions: dict[str, str] = {}
+    for result in (runs[0] for runs in (*tokens.values(), *steps.values())):
+        versions = result["versions"] | versions
     text = "\n".join(
         [
             f"Machine: {machine()}. Peers: "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import resource
 import statistics
 import time
@@ -23,10 +22,13 @@ keep_freed_memory()  # before torch is imported, as the command line does
 
 import torch
 
+from _shared import parse, random_prompts
 from stretto.config import RolloutConfig
 from stretto.models.load import load_causal_lm
 from stretto.rollout.engine import TorchEngine
 from stretto.types import Prompt, Rollout
+
+SMOKE = {"prompts": 2, "prompt_tokens": 4, "new_tokens": 4, "runs": 1}
 
 
 def main() -> None:
@@ -38,14 +40,11 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write the JSON as well")
-    args = parser.parse_args()
+    args = parse(parser, SMOKE, model="model")
 
-    rng = random.Random(args.seed)
-    prompts = [
-        Prompt(i, tuple(rng.randrange(100, 40000) for _ in range(args.prompt_tokens)), "")
-        for i in range(args.prompts)
-    ]
     model = load_causal_lm(args.model, torch.bfloat16, torch.device("cpu"))
+    ids = random_prompts(args.prompts, args.prompt_tokens, args.seed, model.config.vocab_size)
+    prompts = [Prompt(i, tuple(tokens), "") for i, tokens in enumerate(ids)]
     config = RolloutConfig(batch=args.prompts, max_new_tokens=args.new_tokens)
     engine = TorchEngine(model, config, end_tokens=frozenset(), seed=args.seed)
 

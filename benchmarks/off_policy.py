@@ -11,6 +11,7 @@ experiment that was stopped goes on where it was.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from stretto.process import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 
+from _shared import parse
 from stretto import recipes
 from stretto.config import Config
 from stretto.observe import RunDirectory
@@ -86,8 +88,12 @@ VARIANTS = (
 """The curves; what the corrections make of PPO at N = 16, there also with smaller steps."""
 
 
-def settings(variant: Variant, seed: int) -> Config:
-    """The recipe, the algorithm's changes, the variant's, and N; in this order."""
+SMOKE: dict[str, Any] = {"steps": 16, "warmup_examples": 0, "rollout": {"batch": 4}}
+"""Changes of the settings under ``--smoke``."""
+
+
+def settings(variant: Variant, seed: int, changed: Mapping[str, Any]) -> Config:
+    """The recipe, the algorithm's changes, the variant's, N, and other changes; in this order."""
     data = recipes.load("tiny").model_dump()
     of_algorithm = tomllib.loads(SETTINGS.read_text())[variant.algorithm]
     corrections = {"old_policy": variant.old_policy, "correction": variant.correction}
@@ -95,6 +101,7 @@ def settings(variant: Variant, seed: int) -> Config:
         of_algorithm,
         {"algorithm": corrections, "schedule": {"batches_per_handover": variant.n}},
         {"seed": seed, "steps": STEPS, "observe": {"progress": "off"}},
+        changed,
     ):
         for key, value in changes.items():
             data[key] = data[key] | value if isinstance(value, Mapping) else value
@@ -186,7 +193,7 @@ def picture(curves: Mapping[Variant, Sequence[Curve]]) -> str:
         y = _TOP + (place // 2) * (_PANEL_H + _GAP_Y)
         body += _axes(algorithm, x, y)
         for i, n in enumerate(DIAL):
-            (runs,) = (c for v, c in curves.items() if (v.title, v.n) == (algorithm, n))
+            runs = curves.get(Variant(algorithm, n), ())
             body.append(_line(runs, f"var(--run-{i})", x, y))
     width = _LEFT + 2 * _PANEL_W + _GAP_X + 20
     height = _TOP + 2 * _PANEL_H + _GAP_Y + 50
@@ -260,14 +267,20 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/off-policy"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--svg", type=Path, help="where to draw the curves")
-    args = parser.parse_args()
+    args = parse(parser, {"seeds": [0]})
+    variants, changed = VARIANTS, dict[str, Any]()
+    if args.smoke:
+        scratch = tempfile.TemporaryDirectory()
+        args.out = Path(scratch.name)
+        args.svg = args.out / "curves.svg"
+        variants, changed = (Variant("ppo", 1), Variant("ppo", 16, *CORRECTED[-1])), SMOKE
     args.out.mkdir(parents=True, exist_ok=True)
 
-    curves: dict[Variant, list[Curve]] = {v: [] for v in VARIANTS}
+    curves: dict[Variant, list[Curve]] = {v: [] for v in variants}
     for seed, variant in product(args.seeds, curves):
         if variant.lr and seed != args.seeds[0]:
             continue  # a side question: one seed
-        config = settings(variant, seed)
+        config = settings(variant, seed, changed)
         curves[variant].append(Curve.of(metrics(config, args.out, variant.name(seed))))
         print(f"{variant.name(seed)}: {curves[variant][-1].smoothed[-1]:.3f}", flush=True)
     print()

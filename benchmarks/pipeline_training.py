@@ -26,11 +26,13 @@ keep_freed_memory()  # before torch is imported, as the command line does
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from _shared import parse
 from stretto.algorithms.experience import Part
 from stretto.config import Config
 from stretto.models.heads import critic_from_actor
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.executor.executor import Timings
+from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.training import pipelined
 from stretto.training.partition import PaddedBatch
@@ -41,6 +43,16 @@ PROFILED = 4
 """Runs of which the fastest gives the latencies."""
 PROMPT = 64
 """Tokens of a prompt; the rest of a sequence is response."""
+SMOKE: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 64,
+    "vocabulary": 64,
+    "micro_batches": [2],
+    "rows": 1,
+    "tokens": PROMPT + 8,
+    "repeats": 1,
+    "seconds": 0.5,
+}
 
 
 def options() -> argparse.Namespace:
@@ -54,7 +66,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=2, help="responses of a micro-batch")
     parser.add_argument("--tokens", type=int, default=256, help="of a prompt and its response")
     parser.add_argument("--repeats", type=int, default=7)
-    return parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=10.0, help="to search for a schedule")
+    return parse(parser, SMOKE)
 
 
 def make_models(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -68,7 +81,8 @@ def make_models(args: argparse.Namespace) -> tuple[Any, Any]:
         max_position_embeddings=args.tokens,
         tie_word_embeddings=True,
     )
-    actor = LlamaForCausalLM(config).eval()
+    actor: Any = LlamaForCausalLM(config)
+    actor.eval()
     return actor, critic_from_actor(actor)
 
 
@@ -103,11 +117,15 @@ class Bench:
     """The ranks, and what has been measured on them."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        settings = {"ranks": args.ranks, "critic_stages": args.critic_stages, "seconds": 10.0}
+        settings = {
+            "ranks": args.ranks,
+            "critic_stages": args.critic_stages,
+            "seconds": args.seconds,
+        }
         self.config = Config.model_validate({"pipeline": settings})
         self.layout = pipelined.layout_of(self.config.pipeline)
         course = Course(1e-5, 1, 0)
-        courses = {"actor": course, "critic": course}
+        courses: dict[Name, Course] = {"actor": course, "critic": course}
         staged = pipelined.start(*make_models(args), self.config, courses, threads=args.ranks)
         self.ranks = staged.ranks
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from _shared import parse
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import Solution, solve
@@ -29,14 +30,13 @@ from stretto.pipelines.table3 import ROWS
 
 ENOUGH = 1e9
 """Memory that is always enough: the search stops at the bound."""
-RANDOM_PROBLEMS = 50
 PROVABLE_TASKS = 1600
 
 
-def timed(solving: Callable[[], Solution]) -> tuple[Solution, float]:
+def timed(problem: Problem, **options: Any) -> tuple[Solution, float]:
     """A solution, and the processor seconds that it took."""
     start_s = time.process_time()
-    solution = solving()
+    solution = solve(problem, **options)
     return solution, time.process_time() - start_s
 
 
@@ -64,9 +64,12 @@ def table(args: argparse.Namespace) -> None:
         elif args.what == "prove":
             method = "cp-sat"
         solution, processor_s = timed(
-            lambda p=problem, e=enough, m=method: solve(
-                p, seconds=args.seconds, seed=args.seed, threads=args.threads, method=m, memory=e
-            )
+            problem,
+            seconds=args.seconds,
+            seed=args.seed,
+            threads=args.threads,
+            method=method,
+            memory=enough,
         )
         total_s += solution.seconds
         serial = serial_1f1b(problem)
@@ -89,7 +92,7 @@ def random_problem(seed: int) -> Problem:
     unit = math.lcm(*pair)
     devices = unit * int(chance.integers(-(-4 // unit), 32 // unit + 1))
     batches = unit * int(chance.integers(max(1, devices // 2 // unit), 3 * devices // unit + 1))
-    sides = []
+    sides: list[Side] = []
     for pipelines in pair:
         stages = devices // pipelines
         forward = chance.integers(2, 11) * np.ones(stages, int)
@@ -107,13 +110,15 @@ def random_problem(seed: int) -> Problem:
                 communication=int(chance.integers(0, 4)),
             )
         )
-    return Problem(*sides)
+    actor, critic = sides
+    return Problem(actor, critic)
 
 
 def random_problems(args: argparse.Namespace) -> None:
     """Share at the bound, gaps and times."""
-    gaps, seconds, worst = [], [], ""
-    for seed in range(RANDOM_PROBLEMS):
+    gaps: list[float] = []
+    seconds, worst = [], ""
+    for seed in range(args.problems):
         problem = random_problem(seed)
         solution = solve(
             problem, seconds=args.seconds, seed=args.seed, threads=args.threads, memory=ENOUGH
@@ -147,7 +152,7 @@ def large(args: argparse.Namespace) -> None:
         )
         problem = Problem(actor, critic)
         solution, processor_s = timed(
-            lambda p=problem: solve(p, seconds=args.seconds, threads=args.threads, memory=ENOUGH)
+            problem, seconds=args.seconds, threads=args.threads, memory=ENOUGH
         )
         serial = serial_1f1b(problem)
         print(
@@ -170,8 +175,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="to search, each problem")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    ways.get(args.what, table)(args)
+    parser.add_argument("--problems", type=int, default=50, help="random ones")
+    args = parse(parser, {"what": "", "seconds": 0.1, "threads": 1, "problems": 2})
+    for what in [*tables, *ways] if args.smoke else [args.what]:
+        args.what = what
+        ways.get(what, table)(args)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,13 @@ keep_freed_memory()  # before torch is imported, as the command line does
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from _shared import parse
 from stretto.config import Config
-from stretto.runtime.inline import build as building
-from stretto.runtime.inline.roles import drive
+from stretto.runtime.inline.build import build
+from stretto.runtime.inline.lanes import drive
+from stretto.runtime.inline.models import Given
+
+SMOKE = {"steps": 2, "prompts_per_step": 2, "response_tokens": 4}
 
 
 def save_reward_model(model: str, folder: Path, seed: int) -> None:
@@ -46,7 +50,8 @@ def settings(args: argparse.Namespace, reward_model: Path) -> Config:
     return Config.model_validate(
         {
             "seed": args.seed,
-            "model": {"name": args.model, "dtype": args.dtype},
+            "steps": args.steps,
+            "model": {"name": str(args.model), "dtype": args.dtype},
             "task": {"kind": "gsm8k", "name": str(args.data)},
             "reward": {"sources": [f"model:{reward_model}"], "missing_eos": "off"},
             "rollout": {
@@ -57,6 +62,28 @@ def settings(args: argparse.Namespace, reward_model: Path) -> Config:
             "training": {"microbatch_tokens": args.microbatch_tokens},
         }
     )
+
+
+def timed(config: Config) -> tuple[list[float], list[dict[str, float]]]:
+    """Seconds of each step, and of its parts by name."""
+    step_s: list[float] = []
+    phases: list[dict[str, float]] = []
+
+    async def steps() -> None:
+        async with parts.schedule as schedule:
+            for _ in range(config.steps):
+                start = time.perf_counter()
+                step = await schedule.step()
+                step_s.append(time.perf_counter() - start)
+                phases.append(parts.spans.totals())
+                parts.spans.reset()
+                assert all(len(r) == config.rollout.max_new_tokens for r in step.batch)
+
+    with ExitStack() as stack:
+        never_ends = Given(end_tokens=frozenset())  # as the peer: exactly that many tokens
+        parts = build(config, stack, lambda text: print(text, file=sys.stderr), never_ends)
+        drive(steps())
+    return step_s, phases
 
 
 def main() -> None:
@@ -71,27 +98,17 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write the JSON as well")
-    args = parser.parse_args()
-
-    building.end_token_ids = lambda *_: frozenset()  # as the peer: exactly 64 tokens
-    step_s: list[float] = []
-    phases: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        save_reward_model(args.model, Path(scratch), args.seed)
-        config = settings(args, Path(scratch))
-        parts = building.build(config, stack, lambda text: print(text, file=sys.stderr))
-        for _ in range(args.steps):
-            start = time.perf_counter()
-            step = drive(parts.schedule.step())
-            step_s.append(time.perf_counter() - start)
-            totals = parts.spans.totals()  # a reward model's name is its folder's: leave that out
-            phases.append({name.partition(":")[0]: s for name, s in totals.items()})
-            parts.spans.reset()
-            assert all(len(r) == args.response_tokens for r in step.batch)
+    args = parse(parser, SMOKE, model="model", data="data")
+    with tempfile.TemporaryDirectory() as scratch:
+        reward_model = Path(scratch) / "reward-model"
+        save_reward_model(args.model, reward_model, args.seed)
+        step_s, phases = timed(settings(args, reward_model))
     rest = step_s[1:] or step_s
     result: dict[str, Any] = {
         "name": f"stretto {version('stretto')}",
-        "settings": {k: v for k, v in vars(args).items() if k not in ("model", "data", "out")},
+        "settings": {
+            k: v for k, v in vars(args).items() if k not in ("model", "data", "out", "smoke")
+        },
         "step_s": step_s,
         "samples_per_s": args.prompts_per_step / statistics.median(rest),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -12,6 +12,7 @@ import argparse
 import gc
 import time
 
+from _shared import parse
 from stretto.config import ScheduleConfig
 from stretto.observe.spans import Spans
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--steps", type=int, default=3)
-    args = parser.parse_args()
+    args = parse(parser, {"rollouts": 8, "tokens": 16, "chunk": 4, "steps": 1})
     print("| score_on | chunks | microseconds a chunk | of which roles |")
     print("|---|---|---|---|")
     for score_on in ("batch", "rollout", "chunk"):

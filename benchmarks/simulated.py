@@ -7,11 +7,13 @@ python benchmarks/simulated.py --replay RUN ...     # runs of 'stretto train', a
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from _shared import parse
 from stretto import recipes
 from stretto.config import ScheduleConfig
 from stretto.observe import RunDirectory
@@ -38,11 +40,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replay", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--steps", type=int, default=60)
-    args = parser.parse_args()
+    args = parse(parser, {"steps": 1})
     if args.replay:
         replay(args.replay)
     else:
         ablation(args.steps)
+    if args.smoke:
+        with tempfile.TemporaryDirectory() as scratch:
+            replay([recorded(Path(scratch))])
 
 
 def ablation(steps: int) -> None:
@@ -83,6 +88,19 @@ def described(name: str, eager: bool, epochs: int, steps: int) -> Cluster:
             "workload": cluster.workload.model_copy(update={"steps": steps}),
         }
     )
+
+
+def recorded(out: Path) -> Path:
+    """The folder of a short run, for ``--smoke``."""
+    from stretto.api import train
+
+    small: dict[str, Any] = {
+        "steps": SKIPPED + 2,
+        "warmup_examples": 0,
+        "rollout__batch": 4,
+        "out": str(out),
+    }
+    return train("tiny", observe__progress="off", **small).model.parent
 
 
 def replay(runs: Sequence[Path]) -> None:

@@ -13,23 +13,23 @@ environment:
 import argparse
 import json
 import os
-import random
 import resource
 import statistics
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _shared import parse, random_prompts
 
-def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Seeded token ids in [100, 40000): no special tokens, the same for every peer."""
-    rng = random.Random(seed)
-    return [[rng.randrange(100, 40000) for _ in range(length)] for _ in range(count)]
+SMOKE = {"prompts": 2, "prompt_tokens": 4, "new_tokens": 4, "runs": 1}
 
 
 def parse_args() -> argparse.Namespace:
@@ -41,14 +41,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write the JSON as well")
-    return parser.parse_args()
+    return parse(parser, SMOKE, model="model")
 
 
 def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).eval()
-    prompts = torch.tensor(random_prompts(args.prompts, args.prompt_tokens, args.seed))
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    model.eval()
+    size = model.config.vocab_size
+    prompts = torch.tensor(random_prompts(args.prompts, args.prompt_tokens, args.seed, size))
 
     def tokens_per_s() -> float:
         start = time.perf_counter()
@@ -64,10 +66,10 @@ def main() -> None:
                 max_new_tokens=args.new_tokens,
             )
         elapsed = time.perf_counter() - start
-        new = out.shape[1] - args.prompt_tokens
+        new: int = out.shape[1] - args.prompt_tokens
         if new != args.new_tokens:
             raise RuntimeError(f"{new} new tokens a prompt, not {args.new_tokens}")
-        return args.prompts * new / elapsed
+        return float(args.prompts * new / elapsed)
 
     tokens_per_s()
     runs = [tokens_per_s() for _ in range(args.runs)]

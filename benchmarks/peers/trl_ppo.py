@@ -37,15 +37,23 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-import torch
-from datasets import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    TrainerCallback,
-)
-from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _shared import leave_out, parse
+
+try:
+    import torch
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+    )
+    from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+except ImportError as error:
+    leave_out(error, "benchmarks/peers/setup.sh FOLDER trl makes the environment for this")
+
+SMOKE = {"steps": 2, "prompts_per_step": 2, "micro_batch": 1, "response_tokens": 4}
 
 
 class StepTimer(TrainerCallback):
@@ -102,7 +110,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write the JSON as well")
-    args = parser.parse_args()
+    args = parse(parser, SMOKE, model="model", data="data")
     if args.prompts_per_step % args.micro_batch:
         parser.error("--prompts-per-step must be a multiple of --micro-batch")
     if args.steps < 2:
@@ -182,7 +190,9 @@ def main() -> None:
         "samples_per_s": args.prompts_per_step / statistics.median(timer.step_s[1:]),
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "phase_s": {key: statistics.median(phase[key] for phase in later) for key in later[0]},
-        "settings": {k: v for k, v in vars(args).items() if k not in ("model", "data", "out")},
+        "settings": {
+            k: v for k, v in vars(args).items() if k not in ("model", "data", "out", "smoke")
+        },
         "threads": torch.get_num_threads(),
         "versions": {
             name: version(name) for name in ("torch", "transformers", "accelerate", "trl")

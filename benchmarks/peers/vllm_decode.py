@@ -15,8 +15,8 @@ that setup.sh makes:
 import argparse
 import json
 import os
-import random
 import statistics
+import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
@@ -29,14 +29,16 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB, far more than the b
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "auto")
 os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")  # every core decodes
 
-import psutil
-from vllm import LLM, SamplingParams
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from _shared import leave_out, parse, random_prompts
 
+try:
+    import psutil
+    from vllm import LLM, SamplingParams
+except ImportError as error:
+    leave_out(error, "benchmarks/peers/setup.sh FOLDER vllm makes the environment for this")
 
-def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """Seeded token ids in [100, 40000): no special tokens, the same for every peer."""
-    rng = random.Random(seed)
-    return [[rng.randrange(100, 40000) for _ in range(length)] for _ in range(count)]
+SMOKE = {"prompts": 2, "prompt_tokens": 4, "new_tokens": 4, "runs": 1}
 
 
 def peak_rss_bytes() -> int:
@@ -60,22 +62,23 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--logprobs", action="store_true", help="return the tokens' logprobs too")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where to write the JSON as well")
-    return parser.parse_args()
+    return parse(parser, SMOKE, model="model")
 
 
 def main() -> None:
     args = parse_args()
     llm = LLM(
-        model=args.model,
+        model=str(args.model),
         dtype="bfloat16",
         max_model_len=args.prompt_tokens + args.new_tokens,
         max_num_seqs=args.prompts,
         enable_prefix_caching=False,
         seed=args.seed,
     )
+    size = llm.llm_engine.model_config.get_vocab_size()
     prompts = [
         {"prompt_token_ids": ids}
-        for ids in random_prompts(args.prompts, args.prompt_tokens, args.seed)
+        for ids in random_prompts(args.prompts, args.prompt_tokens, args.seed, size)
     ]
     sampling = SamplingParams(
         temperature=1.0,

@@ -3,11 +3,15 @@
 What the commands do is there as functions (:mod:`stretto.api`), and for scripts that were written
 for TRL's PPO trainer there are ``PPOConfig`` and ``PPOTrainer`` (:mod:`stretto.trl`).
 
-Importing this package loads nothing heavy; nor do ``stretto.config`` and ``stretto.recipes``.
+Importing this package loads nothing heavy; nor do ``stretto.config`` and ``stretto.recipes``. It
+sets how OpenMP's threads wait (:mod:`stretto.process`), which is read when torch is imported:
+import ``stretto`` before ``torch``.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from stretto.process import sleep_when_waiting
 
 if TYPE_CHECKING:
     from stretto.api import (
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from stretto.trl import PPOConfig, PPOTrainer
 
 __version__ = "0.1.0"
+
+sleep_when_waiting()
 
 _EXPORTS = {
     "stretto.api": (

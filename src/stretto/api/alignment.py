@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter
 
 from stretto.api import training
-from stretto.api.settings import changed
+from stretto.api.settings import changed, settled
 from stretto.api.stages import NOTHING, Stages, check_opens, check_settings, replaced, stages_of
 from stretto.config import Config, RewardConfig
 from stretto.errors import ConfigError, StateError
@@ -106,6 +106,8 @@ def align(
         StrettoError: a setting, a model, the data, a judge, the numbers or the disk are at fault;
             or another process is at work in the folder.
     """
+    from stretto.runtime.inline.infer import say
+
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
     folder = Path(folder)
     if (folder / RECORD).exists():
@@ -115,6 +117,13 @@ def align(
         )
     check_settings(stages, pairs, samples)
     check_opens(stages, reference_column)
+    lines = dict[str, None]()  # the same of all three, as a rule
+    tell = lines.setdefault
+    stages = Stages(
+        settled(stages.sft, tell), settled(stages.reward, tell), settled(stages.train, tell)
+    )
+    for line in lines:
+        say(line)
     asked = {"pairs": pairs, "samples": samples, "reference_column": reference_column}
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)

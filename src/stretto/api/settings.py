@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from stretto import recipes
-from stretto.config import Config, Section, TaskConfig
+from stretto.config import Config, RewardModelConfig, Section, SftConfig, TaskConfig
 from stretto.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
+R = TypeVar("R", Config, SftConfig, RewardModelConfig)
 
 Settings: TypeAlias = Config | str | Path
 
@@ -109,6 +110,28 @@ def _get(data: dict[str, Any], key: str) -> Any:
 def config_of(settings: Settings) -> Config:
     """Settings as an object."""
     return settings if isinstance(settings, Config) else recipes.load(settings)
+
+
+def settled(config: R, say: Callable[[str], object]) -> R:
+    """Settings of a run with what depends on the machine decided: the type that ``model.dtype =
+    "auto"`` takes. Kept with the run, it is the same when the run is resumed or repeated.
+
+    Args:
+        config: of the run.
+        say: told in a line what was decided, and why.
+
+    Raises:
+        ConfigError: CUDA is asked for and missing.
+    """
+    if config.model.dtype != "auto":
+        return config
+    from stretto.models.load import fastest_dtype, pick_device
+
+    dtype, because = fastest_dtype(pick_device(config.model.device), config.threads)
+    name = str(dtype).removeprefix("torch.")
+    say(f"model.dtype = auto takes {name}: {because}")
+    model = config.model.model_copy(update={"dtype": name})
+    return config.model_copy(update={"model": model})
 
 
 def of_dataset(task: TaskConfig, name: str) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from stretto import recipes
 from stretto.api.settings import (
+    R,
     Settings,
     changed,
     check_resumable,
     config_of,
     of_dataset,
+    settled,
 )
 from stretto.config import Config, RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, StateError, StrettoError, TaskError
@@ -153,11 +155,15 @@ def execute(
         from stretto.models.memory import format_plan, plan_for
         from stretto.runtime import inline
 
-        plan = "" if given and given.actor is not None else format_plan(plan_for(config))
-        display.start(config, plan)
+        # A model that the caller brings has a type of its own.
+        named = given is None or given.actor is None
+        final, decided = _settled(config, run_dir) if named else (config, [])
+        display.start(final, format_plan(plan_for(final)) if named else "")
         display.note(f"{'resuming' if resuming else 'run directory'}: {run_dir.path}")
+        for line in decided:
+            display.note(line)
         brought = {"given": given} if given else {}
-        return inline.train(config, run_dir=run_dir, resume=resuming, progress=display, **brought)
+        return inline.train(final, run_dir=run_dir, resume=resuming, progress=display, **brought)
 
     return _to_the_end(work, run_dir, display, keep=resuming)
 
@@ -231,11 +237,23 @@ def _supervised(
     display = progress or make_progress(config.observe.progress)
 
     def run() -> T:
-        display.start(config, "")
+        final, decided = _settled(config, run_dir)
+        display.start(final, "")
         display.note(f"run directory: {run_dir.path}")
-        return work(config, run_dir=run_dir, progress=display)
+        for line in decided:
+            display.note(line)
+        return work(final, run_dir=run_dir, progress=display)
 
     return _to_the_end(run, run_dir, display)
+
+
+def _settled(config: R, run_dir: RunDirectory) -> tuple[R, list[str]]:
+    """The settings with what the machine decides, kept in the run's folder, and lines about it."""
+    lines: list[str] = []
+    final = settled(config, lines.append)
+    if lines:
+        run_dir.save_config(final)
+    return final, lines
 
 
 def _to_the_end(

@@ -20,6 +20,7 @@ from pathlib import Path
 import tyro
 
 from stretto import recipes, signals
+from stretto.api.settings import settled
 from stretto.cli import compare_sim
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -94,6 +95,7 @@ def _trained(arguments: Sequence[str]) -> int:
     for job in jobs:  # what is wrong with any of them is said before the first one starts
         config_of(config, job, "")
 
+    config = settled(config, print)  # once, as runs that decide for themselves may differ
     folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):

@@ -128,7 +128,7 @@ def _asks_for(requirement: Requirement, extra: str) -> bool:
 def _accelerator() -> Iterator[Finding]:
     import torch
 
-    from stretto.models.load import pick_dtype
+    from stretto.models.load import fastest_dtype
 
     devices = ["cpu"]
     if torch.cuda.is_available():
@@ -141,9 +141,8 @@ def _accelerator() -> Iterator[Finding]:
         why = f"no device found (torch is built for CUDA {built})" if built else "torch is CPU-only"
         yield Finding("note", "cuda", f"{why}; models run on the CPU, without CUDA graphs")
     for device in devices:
-        dtype = pick_dtype("auto", torch.device(device))
-        native = "native" if dtype == torch.bfloat16 else "not native"
-        text = f"bfloat16 is {native}; model.dtype = auto takes {str(dtype).removeprefix('torch.')}"
+        dtype, because = fastest_dtype(torch.device(device))
+        text = f"model.dtype = auto takes {str(dtype).removeprefix('torch.')}: {because}"
         yield Finding("ok", f"{device} dtype", text)
 
 

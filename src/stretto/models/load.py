@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import platform
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from stretto import files
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
+from stretto.models import rates
 from stretto.models.attention import use_short_attention
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.weights import require_finite
@@ -41,27 +41,27 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
-    """The type to compute in; ``auto`` is bfloat16 where the hardware has it, float32 elsewhere."""
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    if device.type == "cuda":
-        native = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        native = _cpu_has_bfloat16()
-    return torch.bfloat16 if native else torch.float32
+    """The type to compute in; ``auto`` is what :func:`fastest_dtype` finds."""
+    if name == "auto":
+        return fastest_dtype(device)[0]
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def _cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself.
+def fastest_dtype(device: torch.device, threads: int = 0) -> tuple[torch.dtype, str]:
+    """The type that a device computes fastest in, and how that is known.
 
-    On x86, oneDNN already says yes to AVX512 alone, where bfloat16 is emulated and slower than
-    float32, so the instruction sets are asked for by name. On ARM it reads the very instruction.
+    Args:
+        device: a CPU is measured (:mod:`stretto.models.rates`), if it has bfloat16 at all.
+        threads: of torch, on a CPU; 0 takes the present number.
     """
-    if platform.machine().lower() in ("aarch64", "arm64"):
-        has_onednn = torch.backends.mkldnn.is_available()
-        return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return torch.bfloat16, "the GPU computes in it"
+        return torch.float32, "the GPU has no bfloat16"
+    if not rates.cpu_has_bfloat16():
+        return torch.float32, "the CPU has no instructions for bfloat16"
+    measured = rates.cpu_rates(threads or torch.get_num_threads())
+    return measured.choice, str(measured)
 
 
 # -- loading -------------------------------------------------------------------------------------
