@@ -347,7 +347,17 @@ def test_the_default_model_is_counted_by_its_shape() -> None:
         ({"algorithm": {"name": "grpo", "kl_estimator": "k1", "kl_coef": 0}}, []),
         (
             {"algorithm": {"name": "copg", "old_policy": "proximal"}},
-            ["algorithm.old_policy = 'proximal' costs a forward pass"],
+            ["algorithm.old_policy = 'proximal' changes no gradient of 'copg'"],
+        ),
+        (
+            {
+                "algorithm": {"name": "rloo", "old_policy": "proximal"},
+                "training": {"epochs": 2},
+            },
+            [
+                "algorithm.old_policy = 'proximal' changes no gradient of 'rloo' without a "
+                "correction and costs a forward pass"
+            ],
         ),
         (
             {"schedule": {"overcommit": 4, "overcommit_min": 2, "overcommit_window": 5}},

@@ -31,9 +31,11 @@ from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint, load_weights
 from stretto.rollout.engine import TorchEngine
+from stretto.training import agreement
 from stretto.training import collate as collating
 from stretto.training.collate import collate, describe
 from stretto.training.learner import PolicyLearner
+from stretto.training.losses import MicroBatch
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
 from stretto.types import FinishReason, Prompt, Rollout, Score, Weights, total_reward
@@ -556,7 +558,8 @@ def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
         critic = critic_of(actor)
         plain_actor, plain_critic = models()
         batch = make_rollouts(plain_actor, plain_critic, SHAPES)
-        given = settings(training={"microbatch_tokens": budget})
+        algorithm = {"old_policy": "behaviour"}  # in either type
+        given = settings(algorithm=algorithm, training={"microbatch_tokens": budget})
         learner = make_learner(actor, critic, given)
         grads: list[Tensor] = []
 
@@ -734,22 +737,150 @@ def test_only_the_first_update_after_a_hand_over_is_checked() -> None:
     learner.train(rollouts)  # of version 0, and now the version is 1
     learner.publish()
     lying = engine_rollouts(actor, critic, temperature=1.0, version=2)
-    with pytest.raises(LearnerError, match="every ratio should be 1"):
+    with pytest.raises(LearnerError, match="engine and learner disagree"):
         learner.train(lying)
 
 
-def test_one_stale_token_among_the_batch_makes_it_off_policy() -> None:
+def with_older(honest: list[Rollout], other: list[Rollout]) -> list[Rollout]:
+    """A batch in which responses 3 and 5 begin with tokens of older versions."""
+    batch = [*honest[:3], other[3], honest[4], other[5], *honest[6:]]
+    batch[3].versions[0], batch[5].versions[:2] = 1, [0, 1]
+    return batch
+
+
+def test_responses_with_a_stale_token_are_not_checked_and_all_others_are() -> None:
     actor, critic = models()
     learner = make_learner(actor, critic, {"rollout": {"batch": 8, "temperature": 0.7}})
     learner.publish()
     learner.publish()
-    rollouts = engine_rollouts(actor, critic, temperature=1.0, version=2)
-    rollouts[3].versions[0], rollouts[5].versions[:2] = 1, [0, 1]
+    told, lying = (engine_rollouts(actor, critic, temperature=t, version=2) for t in (0.7, 1.0))
+    before = fingerprint(actor.named_parameters())
+    with pytest.raises(LearnerError, match="engine and learner disagree"):
+        learner.train(with_older(copy.deepcopy(lying), copy.deepcopy(told)))
+    assert fingerprint(actor.named_parameters()) == before
+    rollouts = with_older(told, lying)
     stats = learner.train(rollouts)
+    assert stats["sampling/logp_difference_max"] < 1e-5 < stats["val/ratio_max"] - 1
     tokens = sum(map(len, rollouts))
     assert stats["staleness/mean"] == pytest.approx((1 + 2) / 8)
     assert stats["staleness/max"] == 2
     assert stats["staleness/off_policy_tokens"] == pytest.approx(3 / tokens)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lr", "before"), [(torch.float32, 3e-6, 1e-3), (torch.bfloat16, 1e-3, 0.2)]
+)
+def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
+    dtype: torch.dtype, lr: float, before: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It claims the version that it did not get; ``before`` would let it pass."""
+    monkeypatch.setattr(agreement, "CALIBRATION_TOKENS", 60)
+    for tolerance in (before, 0.0):
+        actor, critic = models(dtype)
+        given = {"rollout": {"batch": 8}, "training": {"lr": lr, "ratio_tolerance": tolerance}}
+        learner = make_learner(actor, critic, given)
+        for version in range(2):
+            stale = copy.deepcopy(actor)
+            learner.train(engine_rollouts(actor, critic, temperature=1.0, version=version))
+            learner.publish()
+        state = copy.deepcopy(learner.state_dict())  # what was measured is part of it
+        for trained in (learner._actor, learner._critic):
+            trained.close()  # type: ignore[union-attr]
+        other = make_learner(actor, critic, given)
+        other.load_state_dict(state)
+        late = engine_rollouts(stale, critic, temperature=1.0, version=2)
+        if tolerance:
+            other.train(late)
+        else:
+            with pytest.raises(LearnerError, match="engine and learner disagree"):
+                other.train(late)
+
+
+# -- the policy that ratios are taken to ---------------------------------------------------------
+
+
+def watched_parts(learner: PolicyLearner) -> list[MicroBatch]:
+    """What the learner's passes will be given."""
+    seen: list[MicroBatch] = []
+    run = learner._passes.run
+
+    def watch(parts: Any, kl_coef: float, *, trains_actor: bool) -> Any:
+        seen.extend(parts)
+        return run(parts, kl_coef, trains_actor=trains_actor)
+
+    learner._passes.run = watch  # type: ignore[method-assign]
+    return seen
+
+
+def test_in_bfloat16_a_step_of_one_update_takes_the_ratio_to_itself() -> None:
+    """No rounding between engine and learner is in it; how much there was is reported."""
+
+    def step(**sections: Any) -> dict[str, float]:
+        actor, critic = models(torch.bfloat16)
+        rollouts = engine_rollouts(actor, critic, temperature=1.0)
+        return make_learner(actor, critic, {"rollout": {"batch": 8}, **sections}).train(rollouts)
+
+    stats = step()
+    assert stats["val/ratio_min"] == stats["val/ratio_max"] == 1.0
+    assert stats["policy/approxkl_avg"] == stats["policy/clipfrac_avg"] == 0.0
+    rms = stats["sampling/logp_difference_rms"]
+    assert 1e-3 < rms < stats["sampling/logp_difference_max"] < 0.1
+    engines = step(algorithm={"old_policy": "behaviour"})
+    assert engines["policy/approxkl_avg"] == pytest.approx(rms**2 / 2)
+    assert engines["val/ratio_max"] > 1.001
+    two = step(training={"minibatches": 2, "lr": 1e-12})
+    assert two["val/ratio_max"] == pytest.approx(engines["val/ratio_max"])
+
+
+def test_responses_of_older_weights_keep_the_policy_that_sampled_them() -> None:
+    """By version, token by token, and by whether the actor has moved on from its version."""
+    actor, critic = models(torch.bfloat16)
+    learner = make_learner(actor, critic, {"rollout": {"batch": 8}, "training": ANY_RATIO})
+    learner.publish()
+    learner.publish()
+    seen = watched_parts(learner)
+    rollouts = engine_rollouts(actor, critic, temperature=1.0, version=2)
+    learner.train(with_older(rollouts, rollouts))
+    learner.train(rollouts)  # batches_per_handover: of this version, but not of these weights
+    own = [{r.id: bool(own) for r, own in zip(p.rollouts, p.part.own, strict=True)} for p in seen]
+    assert own == [{i: i not in (3, 5) for i in range(8)}, dict.fromkeys(range(8), False)]
+    for p in seen:
+        for row, r in enumerate(p.rollouts):
+            behaviour = p.part.behaviour_logprobs
+            assert behaviour is not None
+            assert behaviour[row, : len(r)].tolist() == pytest.approx(r.logprobs)
+
+
+def test_in_float32_nothing_but_the_engines_log_probs_is_the_default() -> None:
+    ends = []
+    for algorithm in ({}, {"old_policy": "behaviour"}):
+        actor, critic = models()
+        learner = make_learner(actor, critic, {"rollout": {"batch": 8}, "algorithm": algorithm})
+        stats = learner.train(engine_rollouts(actor, critic, temperature=1.0))
+        ends.append((stats, fingerprint(actor.named_parameters())))
+    assert ends[0] == ends[1]
+    assert ends[0][0]["val/ratio_max"] != 1.0
+
+
+@pytest.mark.parametrize(("minibatches", "passes"), [(1, 1), (2, 3)])
+def test_the_proximal_policy_costs_a_pass_only_where_a_step_is_several_updates(
+    minibatches: int, passes: int
+) -> None:
+    actor, critic = models()
+    given = settings(algorithm={"old_policy": "proximal"}, training={"minibatches": minibatches})
+    learner = make_learner(actor, critic, given)
+    batch = make_rollouts(actor, critic, SHAPES)
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    actor.get_input_embeddings().register_forward_hook(count)
+    stats = learner.train(batch)
+    assert calls == passes
+    if minibatches == 1:
+        assert stats["val/ratio_min"] == stats["val/ratio_max"] == 1.0
 
 
 def test_older_data_is_learned_from_by_the_ratio_to_the_policy_that_sampled_it() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from helpers import critic_of, left_padded_logprobs, llama, make_learner, make_rollouts
+from stretto.algorithms.correction import settled
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import TRAITS, AlgorithmConfig
 from stretto.errors import LearnerError
@@ -76,7 +77,7 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]
     proximal = logprobs.detach().float() if a.old_policy == "proximal" else None
     e = learner._prepare(collate(batch, {"task": 1.0}), proximal)
     rows = [row for unit in e.units for row in unit]
-    names = ("advantages", "old_logprobs", "ref_logprobs")
+    names = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
     part = part_of(
         e.mask[rows],
         a.averaging,
@@ -84,7 +85,8 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]
         **{n: None if (t := getattr(e, n)) is None else t[rows].to(logprobs) for n in names},
     )
     # The beta of the losses' tests is their own.
-    term = ALGORITHMS[a.name].policy_loss(logprobs[rows], part, a)
+    seen, _ = settled(part, logprobs[rows].detach(), a)
+    term = ALGORITHMS[a.name].policy_loss(logprobs[rows], seen, a)
     if a.kl_place == "loss" and a.kl_coef:
         extra = loss_of(a, logprobs[rows], part).loss - term.loss
         loss = term.loss + extra * a.kl_coef / 0.3

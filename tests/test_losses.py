@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto.algorithms.correction import importance_weights
+from stretto.algorithms.correction import importance_weights, settled
 from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
 from stretto.algorithms.groups import (
     best_and_worst,
@@ -22,7 +22,7 @@ from stretto.algorithms.groups import (
     group_stats,
     leave_one_out,
 )
-from stretto.algorithms.policy import drift, kl_penalty
+from stretto.algorithms.policy import SQUARES, TOKENS, disagreement, drift, kl_penalty
 from stretto.algorithms.reductions import Tally
 from stretto.algorithms.registry import ALGORITHMS, prepare
 from stretto.config import TRAITS, AlgorithmConfig, RewardConfig
@@ -36,6 +36,14 @@ GROUPS = (9, 4, 9, 9, 4, 7, 7)
 BETA, LONGEST = 0.3, 16
 REWARD = RewardConfig(missing_eos="subtract", missing_eos_penalty=-1.0)
 STD_EPS = 1e-6
+PER_TOKEN = (
+    "advantages",
+    "old_logprobs",
+    "behaviour_logprobs",
+    "ref_logprobs",
+    "returns",
+    "old_values",
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "gamma": 0.9, "lam": 0.8},
@@ -99,17 +107,17 @@ def prepared(
 def whole(e: Experience, a: AlgorithmConfig) -> tuple[list[int], Part]:
     """All that is trained on, as one mini-batch: rows of the batch, and their part."""
     rows = [row for unit in e.units for row in unit]
-    names = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
-    tensors = {n: None if (t := getattr(e, n)) is None else t[rows].double() for n in names}
+    tensors = {n: None if (t := getattr(e, n)) is None else t[rows].double() for n in PER_TOKEN}
     return rows, part_of(e.mask[rows], a.averaging, LONGEST, **tensors)
 
 
 def loss_of(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> LossTerm:
     """As the learner adds it up, but for the entropy."""
+    part, tally = settled(part, logprobs.detach(), a)
     term = ALGORITHMS[a.name].policy_loss(logprobs, part, a)
     if a.kl_place == "loss" and a.kl_coef:
         term += kl_penalty(logprobs, part, BETA, a.estimator)
-    return term
+    return LossTerm(term.loss, term.tally + tally)
 
 
 def shifted(e: Experience, seed: int = 40, by: float = 0.3) -> Tensor:
@@ -492,6 +500,7 @@ def fixed_part(seed: int = 50) -> Part:
 
 def gradient(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> Tensor:
     x = logprobs.detach().clone().requires_grad_()
+    part, _ = settled(part, logprobs, a)
     return torch.autograd.grad(ALGORITHMS[a.name].policy_loss(x, part, a).loss, x)[0]
 
 
@@ -651,9 +660,6 @@ def test_the_order_of_the_batch_does_not_matter(variant: str) -> None:
         assert figures == pytest.approx(expected[2], rel=1e-5)
 
 
-PER_TOKEN = ("advantages", "old_logprobs", "ref_logprobs", "returns", "old_values")
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_what_stands_outside_the_mask_is_never_seen(variant: str, garbage: float) -> None:
@@ -760,10 +766,10 @@ def test_decoupled_ppo_equals_plain_loops(kind: str, level: str) -> None:
 
     now = proximal + 0.3 * randn(91, *data.mask.shape, dtype=torch.float64)
     lists = [now[b, :n].tolist() for b, n in enumerate(LENGTHS)]
-    loss, found, _ = with_gradient(a, now, [(rows, part)])
+    loss, found, figures = with_gradient(a, now, [(rows, part)])
     assert loss == pytest.approx(loops(lists), rel=1e-5)
     if kind != "off":
-        assert e.stats["correction/weight_mean"] == pytest.approx(mean(all_weights), rel=1e-5)
+        assert figures["correction/weight_mean"] == pytest.approx(mean(all_weights), rel=1e-5)
     for b, n in enumerate(LENGTHS):
         for t in range(n):
             sides = []
@@ -797,10 +803,86 @@ def test_weights_of_responses_scale_the_losses_of_responses(variant: str) -> Non
 
 
 def test_on_policy_data_has_weights_of_one() -> None:
-    changes = {"old_policy": "proximal", "correction": "mask", "correction_cap": 1.0}
+    a = settings_of("ppo", old_policy="proximal", correction="mask", correction_cap=1.0)
     data = scored()
-    plain_ppo = prepared(settings_of("ppo"), data)
-    corrected = prepared(settings_of("ppo", **changes), data, data.logprobs.clone())
-    assert torch.equal(corrected.advantages, plain_ppo.advantages)
-    assert torch.equal(corrected.old_logprobs, plain_ppo.old_logprobs)
-    assert corrected.stats["correction/weight_mean"] == 1.0
+    _, part = whole(prepared(a, data, data.logprobs.clone()), a)
+    found, tally = settled(part, part.old_logprobs, a)
+    assert torch.equal(found.advantages, part.advantages)
+    assert torch.equal(found.old_logprobs, part.behaviour_logprobs)
+    assert tally.floats() == {"correction/weight_mean": pytest.approx(1.0)}
+
+
+# -- the policy under training as its own old policy ---------------------------------------------
+
+
+@pytest.mark.parametrize("name", ONE_GRADIENT)
+def test_to_itself_a_policy_has_ratio_1_and_the_plain_policy_gradient(name: str) -> None:
+    """Whatever the engine said, however far off; bit for bit what its own log-probs would give."""
+    a = AlgorithmConfig.model_validate({"name": name, **ONE_GRADIENT[name]})
+    part = fixed_part()
+    now = part.old_logprobs + 3 * randn(60, *part.mask.shape, dtype=torch.float64)
+    part = replace(part, own=torch.ones(len(LENGTHS), dtype=torch.bool))
+    found = gradient(a, now, part)
+    expected = torch.where(part.mask, -part.advantages / len(LENGTHS), 0.0)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=0)  # 1 / 7 in float32
+    assert torch.equal(found, gradient(a, now, replace(part, own=None, old_logprobs=now)))
+    seen, _ = settled(part, now, a)
+    figures = drift(now, seen).floats()
+    assert figures["val/ratio_min"] == figures["val/ratio_max"] == 1.0
+    assert figures["policy/approxkl_avg"] == 0.0
+
+
+def test_rows_of_older_weights_keep_the_policy_that_sampled_them() -> None:
+    """By hand: PPO over four tokens, weights 1 / 4, advantages 2 and -1, clip 0.2.
+
+    ========  ===  =================  ===========
+    response  own  ratios             d L / d log pi
+    ========  ===  =================  ===========
+    0         yes  1, 1               -2 / 4 each
+    1         no   1.1, 0.5           1.1 / 4, 0 (clipped: 0.8 x -1 is the smaller)
+    ========  ===  =================  ===========
+    """
+    mask = mask_of((2, 2))
+    now = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64)
+    off = torch.tensor([[1.5, 0.5], [1.1, 0.5]], dtype=torch.float64)
+    part = part_of(
+        mask,
+        advantages=torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64),
+        old_logprobs=now - off.log(),
+        own=torch.tensor([True, False]),
+    )
+    found = gradient(AlgorithmConfig(), now, part)
+    expected = torch.tensor([[-0.5, -0.5], [1.1 / 4, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_importance_weights_of_the_policy_itself(level: str) -> None:
+    """By hand: w = pi / pi_engine, cut off at 1.5, times the plain gradient, -A / 4."""
+    now = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], dtype=torch.float64)
+    off = torch.tensor([[1.6, 0.5], [1.2, 1.1]], dtype=torch.float64)
+    part = part_of(
+        mask_of((2, 2)),
+        advantages=torch.tensor([[2.0, 2.0], [-1.0, -1.0]], dtype=torch.float64),
+        old_logprobs=now - off.log(),
+        own=torch.tensor([True, True]),
+    )
+    settings = {"old_policy": "proximal", "correction": "truncate", "correction_level": level}
+    a = AlgorithmConfig.model_validate({**settings, "correction_cap": 1.5})
+    weights = {"token": [[1.5, 0.5], [1.2, 1.1]], "sequence": [[0.8, 0.8], [1.32, 1.32]]}[level]
+    w = torch.tensor(weights, dtype=torch.float64)
+    torch.testing.assert_close(gradient(a, now, part), -w * part.advantages / 4)
+    _, tally = settled(part, now, a)
+    assert tally.floats()["correction/weight_mean"] == pytest.approx(w.mean().item())
+
+
+def test_the_disagreement_is_of_fresh_responses_alone() -> None:
+    """Differences 0.3, -0.4 of one response; the others are of older weights, or empty."""
+    mask = mask_of((2, 1, 0))
+    behaviour = -torch.ones(3, 2)
+    now = behaviour + torch.tensor([[0.3, -0.4], [5.0, 0.0], [0.0, 0.0]])
+    part = part_of(mask, behaviour_logprobs=behaviour, fresh=torch.tensor([True, False, True]))
+    found = disagreement(now, part).floats()
+    assert found == pytest.approx({SQUARES: 0.25, TOKENS: 2, "sampling/logp_difference_max": 0.4})
+    for fresh in (None, torch.tensor([False, False, True])):
+        assert disagreement(now, replace(part, fresh=fresh)).floats() == {}

@@ -191,6 +191,10 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"old_policy": "proximal", "correction": "truncate"},
         "training": {"minibatches": 1, "epochs": 2},
     },
+    "the policy before the step is the one under training": {
+        "algorithm": {"old_policy": "proximal", "correction": "truncate"},
+        "training": {"microbatch_tokens": 40},
+    },
     "LoRA": {"training": {"microbatch_tokens": 60}},
     "frozen in part": {"training": {"lr_schedule": "linear", "minibatches": 2}},
 }

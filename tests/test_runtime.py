@@ -126,6 +126,8 @@ METRICS = [
     "val/ratio",
     "val/ratio_max",
     "val/ratio_min",
+    "sampling/logp_difference_max",
+    "sampling/logp_difference_rms",
     "response/ended",
     "response/length_max",
     "response/length_mean",

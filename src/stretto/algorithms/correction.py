@@ -14,10 +14,47 @@ these takes them without knowing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from stretto.algorithms.experience import Part
+from stretto.algorithms.reductions import Tally, weighted_sums
+from stretto.config import AlgorithmConfig
+
+
+def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Part, Tally]:
+    """What a loss takes: the old policy's log-probs, and importance weights on the advantages.
+
+    Args:
+        part: b rows, T columns.
+        logprobs: [b, T], of the policy under training, detached: those of the old policy in the
+            rows whose old policy it is.
+        settings: of the correction.
+
+    Returns:
+        the part, and ``correction/weight_mean`` where there is a correction.
+    """
+    old, behaviour = part.old_logprobs, part.behaviour_logprobs
+    if behaviour is None:
+        behaviour = old
+    if part.own is not None:
+        old = torch.where(part.own[:, None], logprobs, old)
+    if settings.correction == "off":
+        return replace(part, old_logprobs=old), Tally()
+    weights = importance_weights(
+        old,
+        behaviour,
+        part.mask,
+        settings.correction,
+        settings.correction_level,
+        settings.correction_cap,
+    )
+    figures = {"correction/weight_mean": weights[part.mask]}
+    tally = Tally(weighted_sums(part.means[part.mask], figures))
+    return replace(part, old_logprobs=old, advantages=part.advantages * weights), tally
 
 
 def importance_weights(

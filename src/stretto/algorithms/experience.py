@@ -65,8 +65,10 @@ class Experience:
 
     Attributes:
         mask: [B, T] bool.
-        advantages: [B, T], importance weights included.
-        old_logprobs: [B, T], of the policy that ratios are taken to.
+        advantages: [B, T].
+        old_logprobs: [B, T], of the policy that ratios are taken to, where it is not the policy
+            under training itself.
+        behaviour_logprobs: [B, T], of the policy that sampled, as the engine stored them.
         ref_logprobs, returns, old_values: [B, T], each ``None`` where there is none.
         units: as in :class:`Targets`, every row accounted for.
         stats: figures of the batch, by metric name.
@@ -75,6 +77,7 @@ class Experience:
     mask: Tensor
     advantages: Tensor
     old_logprobs: Tensor
+    behaviour_logprobs: Tensor
     ref_logprobs: Tensor | None
     returns: Tensor | None
     old_values: Tensor | None
@@ -95,6 +98,11 @@ class Part:
         response_weights: [b], 1 / responses: of each in a loss of whole responses.
         advantages, old_logprobs: [b, T].
         ref_logprobs, returns, old_values: [b, T], each ``None`` where there is none.
+        behaviour_logprobs: [b, T]; ``None``: those are the old ones.
+        fresh: [b] bool, true for responses sampled by the very weights that are being trained, of
+            which engine and learner should say the same; ``None`` for none.
+        own: [b] bool, true where the old policy is the one under training, as it is now: the old
+            log-probs are then its own, not ``old_logprobs``; ``None`` for none.
     """
 
     mask: Tensor
@@ -106,6 +114,9 @@ class Part:
     ref_logprobs: Tensor | None = None
     returns: Tensor | None = None
     old_values: Tensor | None = None
+    behaviour_logprobs: Tensor | None = None
+    fresh: Tensor | None = None
+    own: Tensor | None = None
 
     def to(self, device: torch.device) -> Part:
         """The same on another device."""

@@ -15,6 +15,9 @@ from stretto.algorithms.reductions import Tally, weighted_sums
 from stretto.config.algorithm import Estimator
 from stretto.errors import LearnerError
 
+SQUARES, TOKENS = "sampling/squares", "sampling/tokens"
+"""What :func:`disagreement` sums."""
+
 LOG_RATIO_LIMIT = 20.0
 """Log ratios count up to here: far beyond any clipping, and far from overflow."""
 
@@ -98,4 +101,25 @@ def drift(logprobs: Tensor, part: Part) -> Tally:
         sums=weighted_sums(part.means[mask], figures),
         minima={"val/ratio_min": ratio.amin()} if any_tokens else {},
         maxima={"val/ratio_max": ratio.amax()} if any_tokens else {},
+    )
+
+
+def disagreement(logprobs: Tensor, part: Part) -> Tally:
+    """How far the engine's log-probs are from the learner's where both have the same weights.
+
+    Over the fresh responses of the part: the sum of squared differences and the number of tokens,
+    under :data:`SQUARES` and :data:`TOKENS`, and ``sampling/logp_difference_max``.
+    """
+    if part.fresh is None or part.behaviour_logprobs is None:
+        return Tally()
+    chosen = part.mask & part.fresh[:, None]
+    difference = (logprobs.detach()[chosen] - part.behaviour_logprobs[chosen]).double()
+    if not difference.numel():
+        return Tally()
+    return Tally(
+        sums={
+            SQUARES: difference.square().sum(),
+            TOKENS: difference.new_tensor(difference.numel()),
+        },
+        maxima={"sampling/logp_difference_max": difference.abs().amax()},
     )

@@ -17,10 +17,8 @@ from stretto.algorithms import (
     proximal_rloo,
     rloo,
 )
-from stretto.algorithms.correction import importance_weights
 from stretto.algorithms.experience import Experience, LossTerm, Part, Scored, Targets, check
 from stretto.algorithms.groups import require_several
-from stretto.algorithms.reductions import masked_mean
 from stretto.algorithms.rewards import Rewards, make_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.config.algorithm import AlgorithmName
@@ -69,8 +67,8 @@ def prepare(
         settings: of the algorithm.
         reward: the rule for missing ends.
         kl_coef: the present beta, which may differ from the setting's starting value.
-        proximal: [B, T], log-probs of the policy before the step where ratios are taken to that;
-            ``None``: they are taken to the behaviour policy.
+        proximal: [B, T], log-probs of the policy before the step, where ratios are taken to that
+            and it will not be the one under training; ``None``: those of the behaviour policy.
 
     Raises:
         LearnerError: nothing can be learned from the batch: no tokens, numbers that are not finite,
@@ -81,18 +79,6 @@ def prepare(
         require_several(data.groups, settings.name)
     rewards = make_rewards(data, reward, settings, kl_coef)
     targets = ALGORITHMS[settings.name].targets(data, rewards, settings)
-    advantages, stats = targets.advantages, {**rewards.stats, **targets.stats}
-    if proximal is not None and settings.correction != "off":
-        weights = importance_weights(
-            proximal,
-            data.logprobs,
-            data.mask,
-            settings.correction,
-            settings.correction_level,
-            settings.correction_cap,
-        )
-        advantages = advantages * weights
-        stats["correction/weight_mean"] = masked_mean(weights, data.mask).item()
     singles = [(row,) for row in range(len(data.mask))]
 
     def clean(x: Tensor | None) -> Tensor | None:
@@ -100,11 +86,12 @@ def prepare(
 
     return Experience(
         mask=data.mask,
-        advantages=advantages,
+        advantages=targets.advantages,
         old_logprobs=torch.where(data.mask, data.logprobs if proximal is None else proximal, 0.0),
+        behaviour_logprobs=torch.where(data.mask, data.logprobs, 0.0),
         ref_logprobs=clean(data.ref_logprobs),
         returns=targets.returns,
         old_values=clean(data.values),
         units=singles if targets.units is None else targets.units,
-        stats=stats,
+        stats={**rewards.stats, **targets.stats},
     )

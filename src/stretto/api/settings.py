@@ -15,7 +15,7 @@ R = TypeVar("R", Config, SftConfig, RewardModelConfig)
 
 Settings: TypeAlias = Config | str | Path
 
-RESUMABLE = ("steps", "threads", "observe", "pipeline")
+RESUMABLE = ("steps", "threads", "observe", "pipeline", "training.ratio_tolerance")
 """Settings that a resumed run may change; any other would make it a different run."""
 
 ROWS = ("task.name", "task.split")
@@ -87,7 +87,8 @@ def check_resumable(before: Config, after: Config) -> None:
     """
     old, new = before.model_dump(), after.model_dump()
     for key in recipes.setting_names():
-        if key.partition(".")[0] not in RESUMABLE and _get(old, key) != _get(new, key):
+        may_change = key in RESUMABLE or key.partition(".")[0] in RESUMABLE
+        if not may_change and _get(old, key) != _get(new, key):
             raise ConfigError(
                 f"{key} = {_get(new, key)!r}: the run to resume has {_get(old, key)!r}, and only "
                 f"{', '.join(RESUMABLE)} may change. Start a new run for other settings"

@@ -102,8 +102,8 @@ class AlgorithmConfig(Section):
         "auto"
     )
     """Average over all tokens; over each response, then over responses; sum over a response; or divide that sum by rollout.max_new_tokens (Dr. GRPO). auto: token_mean for ppo and best-of-n, sequence_mean for grpo, else sequence_sum."""
-    old_policy: Literal["behaviour", "proximal"] = "behaviour"
-    """The policy that ratios are taken to: the one that sampled, token by token, or the learner's own before the step (decoupled PPO, a forward pass more)."""
+    old_policy: Literal["auto", "behaviour", "proximal"] = "auto"
+    """The policy that ratios are taken to. behaviour: the one that sampled, token by token, with the engine's log-probs. proximal: the learner's own before the step (decoupled PPO; a forward pass more where a step is several updates). auto: behaviour, but in bfloat16 and where a step is one update, responses of the learner's present weights take the learner's own log-probs, which are free and make their ratio 1."""
     correction: Literal["off", "truncate", "mask"] = "off"
     """Importance weights, proximal over behaviour policy, on the advantages: cut off at correction_cap, or 0 outside 1 / cap to cap. Needs old_policy = proximal."""
     correction_level: Literal["token", "sequence"] = "token"
@@ -150,8 +150,8 @@ class AlgorithmConfig(Section):
         if self.correction != "off" and self.old_policy != "proximal":
             raise ValueError(
                 f"algorithm.correction = '{self.correction}' weighs the learner's policy before the "
-                "step against the one that sampled, and old_policy = 'behaviour' takes them for "
-                "the same; set algorithm.old_policy = 'proximal'"
+                f"step against the one that sampled, and old_policy = '{self.old_policy}' takes them "
+                "for the same; set algorithm.old_policy = 'proximal'"
             )
         if self.correction_cap < 1:
             raise ValueError(

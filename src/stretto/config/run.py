@@ -60,9 +60,10 @@ class Config(Section):
                 "(algorithm.kl_estimator = 'k2' or 'k3' has not)"
             )
         if a.old_policy == "proximal" and a.correction == "off" and a.name in ("rloo", "copg"):
+            cost = " and costs a forward pass" if self.training.updates > 1 else ""
             remarks.append(
-                f"algorithm.old_policy = 'proximal' costs a forward pass and changes no gradient of "
-                f"'{a.name}' without a correction"
+                f"algorithm.old_policy = 'proximal' changes no gradient of '{a.name}' without a "
+                f"correction{cost}"
             )
         unused = [
             name for key in PipelineConfig.model_fields if self._is_set(name := f"pipeline.{key}")

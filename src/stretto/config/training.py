@@ -43,4 +43,9 @@ class TrainingConfig(OptimizerConfig):
     minibatches: PositiveInt = 1
     """Optimizer updates in one pass."""
     ratio_tolerance: NonNegative = 0.0
-    """Largest root mean square log ratio on the first mini-batch of on-policy data; 0 takes 0.001 in float32, 0.2 in bfloat16."""
+    """How far engine and learner may be apart, as the root mean square difference of their log-probs of responses of the very same weights. 0 measures at the start what rounding does, and allows twice that (docs/ppo.md)."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of a step."""
+        return self.epochs * self.minibatches

@@ -6,7 +6,6 @@ flattened.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
+from stretto.algorithms.policy import SQUARES, TOKENS
 from stretto.algorithms.reductions import Tally, response_weights, token_weights
 from stretto.algorithms.registry import prepare
 from stretto.config import Config
@@ -27,26 +27,25 @@ from stretto.models.forward import (
     token_budget,
 )
 from stretto.models.weights import fingerprint
+from stretto.training.agreement import Agreement, difference_rms, is_coarse
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses, Passes, Trained
-from stretto.types import Batch, Weights
-
-RATIO_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
-"""Root mean square log ratio on on-policy data that rounding alone explains, by compute type."""
+from stretto.types import Batch, Rollout, Weights
 
 
 class PolicyLearner:
     """Trains the actor, and the critic where the algorithm has one, and publishes both.
 
-    Unless the ratio is asked to be to the proximal policy, the old log-probabilities are the
-    engine's own, of the distribution it sampled from: no forward pass is spent on making them
-    again, and the ratio tells the truth about the behaviour policy. That engine and learner agree
-    is checked on the first mini-batch after a hand-over, if all its batch is of the version that
-    was handed over.
+    The old log-probabilities cost no forward pass, unless they are to be the proximal policy's and
+    a step is several updates. They are the engine's own, of the distribution it sampled from; or,
+    where a step is one update and the settings say so, those of the policy under training, as that
+    update finds it. That engine and learner agree is checked before the actor moves from what was
+    handed over, on the responses that are wholly of the version that was (:class:`Agreement`).
 
-    State: the models, beta, the version, whether the actor has moved since it was published, and
-    the count of steps (which orders the mini-batches).
+    State: the models, beta, the version, whether the actor has moved since it was published, the
+    count of steps (which orders the mini-batches), and how far rounding sets engine and learner
+    apart.
 
     Args:
         actor: the policy.
@@ -89,6 +88,9 @@ class PolicyLearner:
             actor.model, critic.model if critic else None, self._head, self._losses, self._budget
         )
         self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
+        dtype = next(actor.model.parameters()).dtype
+        self._agreement = Agreement(dtype, config.training.ratio_tolerance)
+        self._coarse = is_coarse(dtype)
         self._version, self._steps, self._moved = 0, 0, False
 
     def train(self, batch: Batch) -> dict[str, float]:
@@ -100,21 +102,16 @@ class PolicyLearner:
         """
         data = collate(batch, self._reward_weights)
         age = staleness(batch, self._version)
-        on_policy = age["staleness/off_policy_tokens"] == 0
-        proximal = None
-        if self._config.algorithm.old_policy == "proximal":
+        t, proximal = self._config.training, None
+        if self._config.algorithm.old_policy == "proximal" and t.updates > 1:
             proximal = self._logprobs(batch, data.mask)
         experience = self._prepare(data, proximal)
-        if proximal is not None and on_policy and not self._moved:
-            self._check_ratio((proximal - data.logprobs)[data.mask].square().mean().item())
         tally, norms = Tally(), dict.fromkeys(self._trained, 0.0)
         lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
         parts = list(self._minibatches(len(batch), experience.units))
         for units in parts:
-            check_ratio = on_policy and not self._moved
-            tally += self._train_minibatch(batch, units, experience, norms, check_ratio)
-        t = self._config.training
-        for _ in range(t.epochs * t.minibatches - len(parts)):
+            tally += self._train_minibatch(batch, units, experience, norms)
+        for _ in range(t.updates - len(parts)):
             self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
         figures = self._passes.finish()
         self._steps += 1
@@ -155,6 +152,7 @@ class PolicyLearner:
             "version": self._version,
             "steps": self._steps,
             "moved": self._moved,
+            "agreement": self._agreement.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,6 +162,7 @@ class PolicyLearner:
         self._kl.load_state_dict(state["kl"])
         self._version, self._steps = state["version"], state["steps"]
         self._moved = state["moved"]
+        self._agreement.load_state_dict(state["agreement"])
 
     def _prepare(self, data: Scored, proximal: Tensor | None) -> Experience:
         c = self._config
@@ -209,7 +208,6 @@ class PolicyLearner:
         units: Sequence[Sequence[int]],
         experience: Experience,
         norms: dict[str, float],
-        check_ratio: bool,
     ) -> Tally:
         parts = self._microbatches(batch, units, experience)
         thawed = self._steps >= self._config.critic.freeze_steps
@@ -217,8 +215,7 @@ class PolicyLearner:
         if self._critic:
             norms["critic"] += self._critic.update()
         if thawed:
-            if check_ratio:
-                self._check_ratio(2 * tallies["actor"].sums["policy/approxkl_avg"].item())
+            self._agreement.check(tallies["actor"])
             norms["actor"] += self._actor.update()
             self._moved = True
         return sum(tallies.values(), Tally())
@@ -238,6 +235,7 @@ class PolicyLearner:
         for chosen in self._passes.divide(longest):
             rows = [row for i in chosen for row in units[i]]
             at = [place[row] for row in rows]
+            fresh = torch.tensor([self._is_fresh(batch[row]) for row in rows])
             part = Part(
                 mask=e.mask[rows],
                 weights=weights[at],
@@ -248,25 +246,35 @@ class PolicyLearner:
                 ref_logprobs=None if e.ref_logprobs is None else e.ref_logprobs[rows],
                 returns=None if e.returns is None else e.returns[rows],
                 old_values=None if e.old_values is None else e.old_values[rows],
+                behaviour_logprobs=e.behaviour_logprobs[rows],
+                fresh=fresh,
+                own=self._own(fresh),
             )
             parts.append(MicroBatch([batch[row] for row in rows], part))
         return parts
 
-    def _check_ratio(self, mean_square: float) -> None:
-        """Refuse on-policy data whose log ratios are not 0 within rounding."""
-        rms = math.sqrt(mean_square)
-        dtype = next(self._actor.model.parameters()).dtype
-        tolerance = self._config.training.ratio_tolerance or RATIO_TOLERANCE[dtype]
-        if not rms <= tolerance:
-            raise LearnerError(
-                f"on the first mini-batch of on-policy data every ratio should be 1, but the root "
-                f"mean square log ratio is {rms:.4g} (tolerance {tolerance}): engine and learner "
-                "disagree about the policy. If it is rounding of a low-precision model, raise "
-                "training.ratio_tolerance or set model.dtype = 'float32'"
-            )
+    def _is_fresh(self, rollout: Rollout) -> bool:
+        """Whether the actor's weights, as they are now, have sampled all of a response."""
+        return not self._moved and all(v == self._version for v in rollout.versions)
+
+    def _own(self, fresh: Tensor) -> Tensor | None:
+        """Rows whose old policy is the actor as it is now, which costs nothing where a step is one
+        update. Under ``auto``, responses of older weights keep the policy that sampled them.
+        """
+        old_policy = self._config.algorithm.old_policy
+        if self._config.training.updates > 1 or old_policy == "behaviour":
+            return None
+        if old_policy == "proximal":
+            return torch.ones_like(fresh)
+        return fresh if self._coarse else None
 
 
 def _averages(tally: Tally, parts: int) -> dict[str, float]:
-    """Figures of the whole step: sums are means within a mini-batch, so they average over them."""
-    whole = Tally({k: v / max(parts, 1) for k, v in tally.sums.items()}, tally.minima, tally.maxima)
-    return whole.floats()
+    """Figures of the whole step: sums are means within a mini-batch, so they average over them.
+
+    But for those of the disagreement, of which one mini-batch has any.
+    """
+    means = {k: v / max(parts, 1) for k, v in tally.sums.items() if k not in (SQUARES, TOKENS)}
+    rms = difference_rms(tally)
+    own = {} if rms is None else {"sampling/logp_difference_rms": rms}
+    return {**Tally(means, tally.minima, tally.maxima).floats(), **own}

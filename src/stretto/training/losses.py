@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from stretto.algorithms import policy
+from stretto.algorithms.correction import settled
 from stretto.algorithms.experience import LossTerm, Part
 from stretto.algorithms.ppo import value_loss
 from stretto.algorithms.registry import ALGORITHMS
@@ -71,15 +72,18 @@ class Losses:
             kl_coef: the present beta.
 
         Returns:
-            the loss; among its figures, how far the policy is from the old one.
+            the loss; among its figures, how far the policy is from the old one, and the engine from
+            the learner.
         """
         a = self.algorithm
         logprobs, entropy = self.logprobs(head, hidden, targets, part.mask)
+        part, tally = settled(part, logprobs.detach(), a)
+        tally += policy.drift(logprobs, part) + policy.disagreement(logprobs, part)
         term = ALGORITHMS[a.name].policy_loss(logprobs, part, a)
         term += policy.entropy_bonus(entropy, part, a.entropy_coef)
         if a.kl_place == "loss" and a.kl_coef:
             term += policy.kl_penalty(logprobs, part, kl_coef, a.estimator)
-        return LossTerm(term.loss, term.tally + policy.drift(logprobs, part))
+        return LossTerm(term.loss, term.tally + tally)
 
     def of_critic(self, critic: nn.Module, hidden: Tensor, part: Part) -> LossTerm:
         """The value loss.

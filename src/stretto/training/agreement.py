@@ -1,0 +1,106 @@
+"""Whether engine and learner compute the same policy, as far as rounding allows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from stretto.algorithms.policy import SQUARES, TOKENS
+from stretto.algorithms.reductions import Tally
+from stretto.errors import LearnerError
+
+CALIBRATION_TOKENS = 1000
+"""Response tokens that are looked at before rounding counts as measured."""
+
+FACTOR = 2.0
+"""The tolerance is this many times what was measured, and the floor."""
+
+LIMITS = {True: 0.2, False: 1e-3}
+"""The largest tolerance, in bfloat16 and in float32; it holds until rounding is measured."""
+
+FLOORS = {True: 1e-2, False: 1e-4}
+"""Likewise what is added, so that a model whose rounding grows as it learns is not refused."""
+
+OUTLIER = 6.0
+"""One token this many times further off than most is rounding, too, and weighs much among few."""
+
+
+def is_coarse(dtype: torch.dtype) -> bool:
+    """Whether weights of this type round visibly: bfloat16, and not float32."""
+    return dtype.itemsize < 4
+
+
+def difference_rms(tally: Tally) -> float | None:
+    """The root mean square of what :func:`~stretto.algorithms.policy.disagreement` summed."""
+    if TOKENS not in tally.sums:
+        return None
+    return math.sqrt(tally.sums[SQUARES].item() / tally.sums[TOKENS].item())
+
+
+class Agreement:
+    """Compares the engine's log-probs with the learner's on responses of the very same weights.
+
+    The first :data:`CALIBRATION_TOKENS` tokens measure their root mean square difference, which is
+    rounding; from then on :data:`FACTOR` times that and a floor is the tolerance. Among n tokens
+    it is sqrt(1 + OUTLIER^2 / n) times larger, so that few may have an outlier among them.
+
+    State: what was measured.
+
+    Args:
+        dtype: of the weights.
+        given: a tolerance set by hand; 0 measures.
+    """
+
+    def __init__(self, dtype: torch.dtype, given: float) -> None:
+        self._given, self._coarse = given, is_coarse(dtype)
+        self._squares, self._tokens = 0.0, 0.0
+
+    @property
+    def tolerance(self) -> float:
+        """The largest root mean square difference of many log-probs, in nats, that passes."""
+        limit = LIMITS[self._coarse]
+        if self._measured is None:
+            return limit
+        return min(FACTOR * self._measured + FLOORS[self._coarse], limit)
+
+    @property
+    def _measured(self) -> float | None:
+        enough = self._tokens >= CALIBRATION_TOKENS
+        return math.sqrt(self._squares / self._tokens) if enough else None
+
+    def check(self, tally: Tally) -> None:
+        """Look at a mini-batch, before the weights that sampled some of it have moved.
+
+        Args:
+            tally: with the sums of :func:`~stretto.algorithms.policy.disagreement`; without them
+                there is nothing to look at.
+
+        Raises:
+            LearnerError: the difference is beyond the tolerance.
+        """
+        rms = difference_rms(tally)
+        if rms is None:
+            return
+        squares, tokens = tally.sums[SQUARES].item(), tally.sums[TOKENS].item()
+        allowed = self._given or self.tolerance * math.sqrt(1 + OUTLIER**2 / tokens)
+        if not rms <= allowed:
+            start = "" if self._measured is None else f"at the start it was {self._measured:.4g}; "
+            raise LearnerError(
+                "engine and learner disagree about the policy: on responses sampled by the very "
+                f"weights that are trained, their log-probs differ by {rms:.4g} (root mean square "
+                f"of {tokens:.0f} tokens; {start}the tolerance is {allowed:.4g}). If it is "
+                "rounding of a low-precision model, set training.ratio_tolerance, or model.dtype = "
+                "'float32'"
+            )
+        if not self._given and self._measured is None:
+            self._squares, self._tokens = self._squares + squares, self._tokens + tokens
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {"squares": self._squares, "tokens": self._tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._squares, self._tokens = state["squares"], state["tokens"]
