@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.load import (
@@ -27,6 +29,7 @@ from stretto.models.load import (
     pick_dtype,
     save_model,
 )
+from stretto.models.memory import measure, read_architecture
 from stretto.models.rates import cpu_has_bfloat16
 from stretto.models.resolve import cache_dir, resolve
 from stretto.models.tiny import make_tiny
@@ -222,6 +225,25 @@ def test_models_that_cannot_be_trained_are_refused(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
         with pytest.raises(ModelError, match=message):
             lm(tmp_path / name)
+
+
+def test_a_config_that_contradicts_itself_is_refused_in_a_line(tiny: Path, tmp_path: Path) -> None:
+    """transformers checks configs by an error of another kind, in several lines."""
+    config = json.loads((tiny / "config.json").read_text()) | {"num_attention_heads": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for read in (lm, lambda path: read_architecture(ModelConfig(name=str(path)))):
+        with pytest.raises(ModelError, match="cannot load the config of .*multiple") as caught:
+            read(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_other_architectures_have_no_plan_of_memory(tmp_path: Path) -> None:
+    from transformers import T5Config
+
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="cannot be made as a causal language model: Unrec") as no:
+        measure(ModelConfig(name=str(tmp_path)))
+    assert "\n" not in str(no.value)
 
 
 def test_damaged_checkpoints_are_refused(tiny: Path, tmp_path: Path) -> None:

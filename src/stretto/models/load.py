@@ -116,7 +116,7 @@ def load_sequence_classifier(
     """
     from transformers import AutoModelForSequenceClassification
 
-    labels = _load_config(path, trust_remote_code).num_labels
+    labels = load_config(path, trust_remote_code).num_labels
     if labels != 1:
         raise ModelError(
             f"a reward model gives one score (num_labels = 1); '{path}' has num_labels = {labels}. "
@@ -136,7 +136,12 @@ def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return frozenset(int(i) for i in [*ids, own] if i is not None)
 
 
-def _load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
+    """A model's configuration, without its weights.
+
+    Raises:
+        ModelError: it cannot be found, fetched or read.
+    """
     from transformers import AutoConfig
 
     with _explained(path, "the config"):
@@ -153,7 +158,7 @@ def _load(
     device: torch.device,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    config = _load_config(path, trust_remote_code)
+    config = load_config(path, trust_remote_code)
     _zero_dropout(config)
     with _explained(path, "the model"), quiet_transformers():
         model, report = auto_class.from_pretrained(
@@ -227,10 +232,14 @@ def _fault(model: PreTrainedModel) -> str:
 @contextmanager
 def _explained(path: Path | str, what: str) -> Iterator[None]:
     """Turns what transformers raises on a bad checkpoint into a ModelError with a remedy."""
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
-        reason = first_line(error)
+    except (OSError, ValueError, ImportError, StrictDataclassError) as error:
+        # A config that contradicts itself: the reason is what its check raised.
+        inner = error.__cause__ if isinstance(error, StrictDataclassError) else None
+        reason = first_line(inner or error)
         if isinstance(path, Path):
             remedy = "Give a folder with config.json, *.safetensors and the tokenizer's files"
         else:

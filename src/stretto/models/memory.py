@@ -131,7 +131,8 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
     The second is ``None`` when there are no adapters.
 
     Raises:
-        ModelError: the model's architecture cannot be read.
+        ModelError: the model's architecture cannot be read, or is none of a causal language model.
+        ConfigError: it takes no such adapters.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -141,7 +142,13 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
     auto_class: Any = AutoModelForCausalLM
     architecture = read_architecture(config)
     with torch.device("meta"):
-        model = auto_class.from_config(architecture, trust_remote_code=config.trust_remote_code)
+        try:
+            model = auto_class.from_config(architecture, trust_remote_code=config.trust_remote_code)
+        except (ValueError, ImportError) as error:
+            raise ModelError(
+                f"'{config.name}' cannot be made as a causal language model: {first_line(error)}. "
+                "Give a model such as a Llama, Qwen or GPT-NeoX"
+            ) from error
         parameters = sum(p.numel() for p in model.parameters())
         if not config.lora_rank:
             return parameters, None
@@ -155,24 +162,12 @@ def read_architecture(config: ModelConfig) -> PreTrainedConfig:
     Raises:
         ModelError: it cannot be read.
     """
-    from transformers import AutoConfig
-
+    from stretto.models.load import load_config
     from stretto.models.resolve import resolve
 
     if (shape := known(config.name)) is not None:
         return shape
-    source = resolve(config.name)
-    try:
-        loaded: PreTrainedConfig = AutoConfig.from_pretrained(
-            str(source), trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        reason = first_line(error)
-        raise ModelError(
-            f"cannot read the architecture of '{config.name}': {reason}. "
-            "Check the name and the network, or give a number of parameters such as 7B"
-        ) from error
-    return loaded
+    return load_config(resolve(config.name), config.trust_remote_code)
 
 
 def plan_for(config: Config) -> MemoryPlan:
