@@ -16,6 +16,7 @@ from stretto.cli.main import main
 from stretto.config import RewardConfig, RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, JudgeError, StateError, StrettoError, TaskError
 from stretto.models.tiny import byte_tokenizer, make_tiny
+from stretto.observe.lock import locked
 from stretto.recipes import posts
 from stretto.runtime.supervised import RewardModelResult
 
@@ -268,6 +269,9 @@ def test_three_stages_end_in_a_table(
     assert main(["align", "--resume", str(run)]) == 0  # all is done: the same table, at once
     assert capsys.readouterr().out == printed.out[printed.out.index("reward model: ") :]
     assert len(sampled) == 2
+    with locked(run, print):
+        assert main(["align", "--resume", str(run)]) == 2
+    assert f"'{run}' is in use by process" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,9 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import psutil
 import pytest
 
-from stretto import recipes
+from stretto import recipes, signals
 from stretto.cli import compare
 from stretto.cli.main import main
 from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS, Job, config_of, plan
@@ -317,7 +319,7 @@ class FakeTraining:
 
     def __call__(self, command: Sequence[str], log: Path) -> int:
         self.commands.append(command)
-        recipe = Path(command[-1])
+        recipe = Path(command[4])
         config = recipes.load(recipe)
         if len(self.commands) == self.interrupted_at:
             raise KeyboardInterrupt
@@ -344,12 +346,16 @@ def test_each_run_is_a_training_of_its_own(
     options = ["--seeds", "3,4", "--out", "here", "--rollout.batch", "16"]
     assert compare_with(training, monkeypatch, tmp_path, *options) == 0
     text = capsys.readouterr().out
-    assert [command[:-1] for command in training.commands] == [
+    assert [command[:4] for command in training.commands] == [
         [sys.executable, "-m", "stretto", "train"]
     ] * 6
     names = [f"seed{s}/{v}.toml" for s in (3, 4) for v in ("sync", "oppo", "async")]
     folder = Path("here/tiny-compare-001")
-    assert [command[-1] for command in training.commands] == [str(folder / n) for n in names]
+    assert [command[4] for command in training.commands] == [str(folder / n) for n in names]
+    shared = [folder / f"seed{seed}" / "warmup.safetensors" for seed in (3, 4) for _ in range(3)]
+    assert [command[5:] for command in training.commands] == [
+        ["--warmup-file", str(file)] for file in shared
+    ]
     config = recipes.load(folder / "seed4" / "oppo.toml")
     assert (config.seed, config.steps, config.rollout.batch) == (4, 4, 16)
     assert (config.schedule.preset, config.observe.progress) == ("oppo", "plain")
@@ -419,22 +425,25 @@ def test_ctrl_c_ends_with_the_table_of_what_is_there(
 
 
 PATIENT = """
-import time
+import os, time
+from stretto import signals
+signals.end_with(int(os.environ[signals.PARENT]))
 try:
-    print("ready", flush=True)
-    time.sleep(60)
+    with signals.ending_in_order():
+        print("ready", os.getpid(), flush=True)
+        time.sleep(60)
 except KeyboardInterrupt:
     {last_words}
 """
 
 
-def interrupt_when_ready(log: Path) -> threading.Thread:
-    """Sends this process what Ctrl-C sends, once the other one has begun."""
+def send_when_ready(number: int, log: Path) -> threading.Thread:
+    """Sends this process a signal, once the other one has begun."""
 
     def wait() -> None:
         while not (log.exists() and "ready" in log.read_text()):
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -444,20 +453,57 @@ def interrupt_when_ready(log: Path) -> threading.Thread:
 @pytest.mark.parametrize(
     ("last_words", "stop_s", "said"),
     [
-        ("print('ended in order', flush=True)", 10.0, "ready\nended in order\n"),
-        ("time.sleep(60); print('too late', flush=True)", 0.05, "ready\n"),
+        ("print('ended in order', flush=True)", 30.0, "ended in order\n"),
+        ("time.sleep(60); print('too late', flush=True)", 0.05, ""),
     ],
 )
-def test_ctrl_c_lets_the_process_end_in_order_but_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last_words: str, stop_s: float, said: str
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_the_process_end_in_order_but_not_for_ever(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    last_words: str,
+    stop_s: float,
+    said: str,
+    number: int,
 ) -> None:
     monkeypatch.setattr(compare, "STOP_S", stop_s)
     log = tmp_path / "log"
-    thread = interrupt_when_ready(log)
-    with pytest.raises(KeyboardInterrupt):
+    thread = send_when_ready(number, log)
+    with pytest.raises(KeyboardInterrupt), signals.ending_in_order():
         compare.run_command([sys.executable, "-c", PATIENT.format(last_words=last_words)], log)
     thread.join()
-    assert log.read_text() == said
+    assert log.read_text().partition("\n")[2] == said
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from stretto.cli import compare
+compare.run_command([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]))
+"""
+
+
+def test_a_run_ends_in_order_when_the_comparison_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child = PATIENT.format(last_words="print('ended in order', flush=True)")
+    with subprocess.Popen([sys.executable, "-c", PARENT, child, str(log)]) as parent:
+        while "ready" not in (text := log.read_text() if log.exists() else ""):
+            time.sleep(0.02)
+        parent.kill()
+    while "ended in order" not in log.read_text():
+        time.sleep(0.02)
+    pid = int(text.split()[1])
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)
+
+
+def test_a_command_with_a_parent_to_end_with_watches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[int] = []
+    monkeypatch.setattr(signals, "end_with", watched.append)
+    monkeypatch.setenv(signals.PARENT, "7")
+    assert main(["--version"]) == 0
+    assert watched == [7]
+    assert signals.PARENT not in os.environ  # which commands that it starts would inherit
 
 
 def test_a_real_comparison(
@@ -465,12 +511,12 @@ def test_a_real_comparison(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     small = ["--steps", "3", "--rollout.batch", "8", "--rollout.max-new-tokens", "8"]
-    variants = ["--variants", "sync,oppo", "--seeds", "0", "--warmup-examples", "0"]
+    variants = ["--variants", "sync,oppo", "--seeds", "0", "--warmup-examples", "32"]
     assert status(["compare", "tiny-tail", *small, *variants]) == 0
     text = capsys.readouterr().out
     table = rows(printed_table(text))
     assert table[""] == ["sync", "oppo"]
-    seen = {}
+    seen, warm = {}, {}
     for column, variant in enumerate(("sync", "oppo")):
         folder = Path("runs/tiny-tail-compare-001/seed0") / f"{variant}-001"
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
@@ -481,7 +527,12 @@ def test_a_real_comparison(
         trained = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
         seen[variant] = {r["id"]: (r["prompt"], r["prompt_tokens"]) for r in trained}
         assert len(trained) == 24
-        assert (folder.parent / f"{variant}.log").read_text().startswith("ppo on dataset")
+        log = (folder.parent / f"{variant}.log").read_text()
+        assert log.startswith("ppo on dataset")
+        warm[variant] = [line for line in log.splitlines() if line.startswith("warmed up on 32")]
+    assert warm["sync"] == warm["oppo"] != []  # by one warm-up, whose file has gone
+    assert not list(Path("runs").rglob("warmup*"))
+    assert not list(Path("runs").rglob("run.lock"))
     assert sorted(seen["sync"]) == list(range(24))
     shared = seen["sync"].keys() & seen["oppo"].keys()  # the same data in the same order
     assert {id_: seen["oppo"][id_] for id_ in shared} == {id_: seen["sync"][id_] for id_ in shared}

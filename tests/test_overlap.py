@@ -321,9 +321,12 @@ def start(arguments: list[str], cwd: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("preset", ["sync", "stretto"])
-def test_ctrl_c_ends_a_run_promptly_and_leaves_it_whole(
-    preset: str, tiny_folder: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("preset", "number"),
+    [("sync", signal.SIGINT), ("stretto", signal.SIGTERM), ("async", signal.SIGHUP)],
+)
+def test_a_signal_ends_a_run_promptly_and_leaves_it_whole(
+    preset: str, number: signal.Signals, tiny_folder: Path, tmp_path: Path
 ) -> None:
     config = settings(
         tiny_folder, steps=100_000, schedule={"preset": preset}, observe={"progress": "plain"}
@@ -333,13 +336,14 @@ def test_ctrl_c_ends_a_run_promptly_and_leaves_it_whole(
     assert process.stdout is not None
     while "step 3/" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     asked_s = time.monotonic()
     out, err = process.communicate(timeout=60)
     assert time.monotonic() - asked_s < 10
-    assert process.returncode == 130, err
-    assert "interrupted" in err
-    assert "saving the model" in out
+    assert process.returncode == 128 + number, err
+    assert err.endswith("stretto: interrupted\n")
+    assert "the model is saved in runs/endless-001/model\n" in out
+    assert "stopped; what was done so far is in runs/endless-001\n" in out
     run_dir = RunDirectory.open(tmp_path / "runs" / "endless-001")
     assert len(run_dir.read_metrics()) >= 3
     assert (run_dir.model / "model.safetensors").is_file()

@@ -18,6 +18,7 @@ from transformers import (
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     TrainerCallback,
     TrainingArguments,
 )
@@ -26,7 +27,14 @@ from transformers.trainer_utils import SchedulerType
 import stretto
 from stretto import PPOConfig, PPOTrainer, recipes
 from stretto.config import Config
-from stretto.errors import ConfigError, ModelError, StateError, StrettoError, TaskError
+from stretto.errors import (
+    ConfigError,
+    ModelError,
+    StateError,
+    StorageError,
+    StrettoError,
+    TaskError,
+)
 from stretto.runtime.inline.models import made_ready
 from stretto.trl import arguments, tables
 from stretto.trl.prompts import TokenTask
@@ -552,17 +560,23 @@ def test_callbacks_are_told_and_can_end_training(folders: dict[str, Path], tmp_p
     assert all(torch.equal(saved[name], kept[name]) for name in saved)
 
 
-class Interrupted(TrainerCallback):
-    """Presses Ctrl-C."""
+class Raising(TrainerCallback):
+    """Presses Ctrl-C, or fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        raise KeyboardInterrupt
+        raise self._error
 
 
-def test_ctrl_c_keeps_what_was_learned(folders: dict[str, Path], tmp_path: Path) -> None:
-    trainer = make_trainer(folders, tmp_path, callbacks=[Interrupted()])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_whatever_ends_training_keeps_what_was_learned(
+    error: BaseException, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer = make_trainer(folders, tmp_path, callbacks=[Raising(error)])
     start = weights(trainer.policy_model)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(error)):
         trainer.train()
     assert trainer.run_dir is not None
     saved = weights(AutoModelForCausalLM.from_pretrained(trainer.run_dir.model))
@@ -573,6 +587,29 @@ def test_ctrl_c_keeps_what_was_learned(folders: dict[str, Path], tmp_path: Path)
     one = make_trainer(folders, tmp_path, callbacks=[Told(last=1)])
     one.train()
     assert all(torch.equal(kept[n], p) for n, p in weights(one.policy_model).items())
+
+
+def test_a_save_that_fails_leaves_nothing_of_the_model(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(folders, tmp_path)
+    (tmp_path / "notes").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+
+    def full(self: Any, to: Path, **_: Any) -> None:
+        self.config.save_pretrained(to)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", full)
+        with pytest.raises(StorageError, match="No space left on device; make room there"):
+            trainer.save_model(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    trainer.save_model(tmp_path)
+    saved = weights(AutoModelForCausalLM.from_pretrained(tmp_path))
+    kept = weights(trainer.policy_model)
+    assert all(torch.equal(saved[name], kept[name]) for name in saved)
+    assert (tmp_path / "notes").read_text() == "mine"
 
 
 def test_a_run_goes_on_from_its_checkpoint(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -102,18 +102,17 @@ def received_by(stop: Callable[[], object]) -> Iterator[None]:
 @contextmanager
 def held() -> Iterator[None]:
     """Put off Ctrl-C, SIGTERM and SIGHUP until what is inside is done; a second is not put off."""
+    former: dict[signal.Signals, Any] = {}
 
     def again(number: int) -> None:
-        nonlocal former
         _restore(former)
-        former = {}
+        former.clear()
         signal.raise_signal(number)
 
     handler = _Handler(lambda: None, again)
     handled = (None, signal.SIG_IGN)
-    former = _install(
-        handler, {s for s in (signal.SIGINT, *_ENDING) if signal.getsignal(s) not in handled}
-    )
+    numbers = {s for s in (signal.SIGINT, *_ENDING) if signal.getsignal(s) not in handled}
+    former.update(_install(handler, numbers))
     try:
         yield
     finally:

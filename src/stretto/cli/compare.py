@@ -194,7 +194,7 @@ def run_command(command: Sequence[str], log: Path) -> int:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGINT)
+    process.terminate()
     try:
         process.wait(STOP_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):

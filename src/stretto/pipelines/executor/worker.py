@@ -77,7 +77,8 @@ class Failed:
 
 def main(descriptor: int) -> None:
     """Join the group, make the object, and answer calls until the parent goes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides
     keep_freed_memory()
     connection: Connection[Any, Any] = Connection(descriptor)
     inbox: SimpleQueue[bytes] = SimpleQueue()
