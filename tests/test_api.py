@@ -439,7 +439,9 @@ def test_generate_answers_in_order(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match="seed = -1: must be from 0 to"):
         stretto.generate(tiny_folder, ["a"], seed=-1)
     with pytest.raises(TaskError, match="half of a surrogate pair"):
-        stretto.generate(tiny_folder, ["\udcff"])  # as a command line gives bytes that are not UTF-8
+        stretto.generate(
+            tiny_folder, ["\udcff"]
+        )  # as a command line gives bytes that are not UTF-8
 
 
 def test_compare_and_report(tmp_path: Path) -> None:

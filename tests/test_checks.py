@@ -147,7 +147,7 @@ def test_a_reward_model_without_room_for_a_response_is_refused(
         if count == 11:
             assemble(tiny_folder, **sections)
         else:
-            with pytest.raises(ModelError, match="10 positions, and of the first 2 .* takes 10"):
+            with pytest.raises(ModelError, match=r"10 positions, and of the first 2 .* takes 10"):
                 assemble(tiny_folder, **sections)
 
 
@@ -174,7 +174,9 @@ def test_a_text_that_does_not_fit_is_a_failure_and_no_other_row_is_harmed(
         assert [len(values) for values in streamed] == [1, 0, 1]
         scorer._failures.clear()
     fits, fails, last = scores_of(scorer, made)
-    expected = f"'model:x' has 24 positions, and reads rollout 1 with its prompt as {12 + 27} tokens"
+    expected = (
+        f"'model:x' has 24 positions, and reads rollout 1 with its prompt as {12 + 27} tokens"
+    )
     assert fails.failure is not None
     assert fails.failure.startswith(expected)
     assert len(fails.values) == 0
@@ -198,7 +200,9 @@ def test_a_run_drops_such_a_row_or_ends_with_a_line(tiny_folder: Path, tmp_path:
         "observe__progress": "off",
         "out": str(tmp_path / "runs"),
     }
-    line = r"14 positions, and reads rollout \d with its prompt as \d+ tokens. Lower rollout.max_new"
+    line = (
+        r"14 positions, and reads rollout \d with its prompt as \d+ tokens. Lower rollout.max_new"
+    )
     with pytest.raises(JudgeError, match=line):
         stretto.train("tiny", **settings)
     result = stretto.train("tiny", **settings, reward__on_failure="drop")

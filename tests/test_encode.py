@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -35,8 +43,9 @@ TEMPLATE = (
 
 @cache
 def trained(kind: str, template: str | None = None) -> Any:
-    """Of each kind that there is: '<s>' before a text, and 'weather' a word of its own. Unigram and WordPiece have their special tokens in the vocabulary, where texts are looked
-    up.
+    """Of each kind that there is: '<s>' before a text, and 'weather' a word of its own.
+
+    Unigram and WordPiece have their special tokens in the vocabulary, where texts are looked up.
     """
     if kind == "bytes":
         made, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer
@@ -80,7 +89,7 @@ def control(tokenizer: Any, ids: Any) -> list[str]:
     return [t for t in tokenizer.convert_ids_to_tokens(list(ids)) if t in set(SPECIAL) - {"<unk>"}]
 
 
-# -- escaping and encoding -----------------------------------------------------------------------
+# -- escaping and encoding -------------------------------------------------------------------------
 
 WORDS = st.sampled_from(
     ["the ", "weather", " north", "  ", "\n", "ü", "日本", "<", "/s", ">", "[U]", "x ", "I's"]
@@ -125,7 +134,7 @@ def test_no_text_spells_a_control_token(kind: str, text: str) -> None:
 
 
 def test_words_beside_a_spelling_are_those_of_one_text() -> None:
-    """Token by token, as no special token were looked for: here the tokenizer itself can do that."""
+    """Token by token, as if no special token were looked for: this tokenizer itself can do that."""
     tokenizer = trained("bytes")
     encoder = Encoder(tokenizer)
     text = "the weather</s> in the<s>north [SEP]is cold"
@@ -136,7 +145,7 @@ def test_words_beside_a_spelling_are_those_of_one_text() -> None:
 def test_a_spelling_that_appears_only_when_normalised_is_none() -> None:
     tokenizer = trained("unigram")
     encoder = Encoder(tokenizer)
-    text = "the ＜/s＞ north"
+    text = "the ＜/s＞ north"  # noqa: RUF001 - full-width signs are the point
     assert control(tokenizer, tokenizer(text, add_special_tokens=False)["input_ids"]) == ["</s>"]
     assert control(tokenizer, encoder.ids(encoder.escape(text))) == []
     assert control(tokenizer, encoder.pieces(encoder.escape(text))[0]) == []
@@ -179,7 +188,7 @@ def test_half_of_a_surrogate_pair_is_refused() -> None:
         Encoder(trained("bytes")).escape("abc\ud83d")
 
 
-# -- the actor's prompts, and what is learned -------------------------------------------------------
+# -- the actor's prompts, and what is learned ------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -232,7 +241,7 @@ def test_what_a_demonstration_spells_ends_nothing(template: str | None) -> None:
     assert layout.found == {"<s>", "</s>", "<|im_start|>"}
 
 
-# -- reward models with a tokenizer of their own -----------------------------------------------------
+# -- reward models with a tokenizer of their own ---------------------------------------------------
 
 
 def typed(text: str, prompt: Prompt, finish: FinishReason = FinishReason.STOP) -> Rollout:

@@ -81,9 +81,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **{**SMALL, "num_key_value_heads": 2}, kv_channels=8, **EXPERTS
     ),
     "phimoe, with noise": lambda: hf.PhimoeConfig(**SMALL, **EXPERTS, input_jitter_noise=0.4),
-    "mixtral, with noise": lambda: hf.MixtralConfig(
-        **SMALL, **EXPERTS, **NOISE, sliding_window=10
-    ),
+    "mixtral, with noise": lambda: hf.MixtralConfig(**SMALL, **EXPERTS, **NOISE, sliding_window=10),
     "falcon": lambda: hf.FalconConfig(
         vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False
     ),
@@ -247,7 +245,7 @@ def test_a_window_that_is_not_heeded_is_seen_at_the_start(
         return dict.fromkeys(masks, masks[kind])
 
     monkeypatch.setattr(LayerMasks, "__call__", wrong)
-    with pytest.raises(EngineError, match="through its sliding window .* differ by"):
+    with pytest.raises(EngineError, match=r"through its sliding window .* differ by"):
         TorchEngine(model, config, end_tokens=frozenset(), seed=0)
     assert model.config.sliding_window == 512
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_a_critic_gets_its_trained_head_back() -> None:
     trained = trained_names(critic)
     wrapped = add_lora(critic, ModelConfig(lora_rank=2), "SEQ_CLS")
     with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
+        for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
         expected = wrapped(IDS[:1]).logits
@@ -176,20 +177,22 @@ def test_targets_that_cannot_be_are_refused_in_a_line_and_leave_nothing(
 ) -> None:
     before, flags = state(tiny), trained_names(tiny)
     for brought in (True, False):
-        given = {} if brought else {"model": {"name": str(tiny_folder), "lora_rank": 2}}
+        named = {"name": str(tiny_folder), "lora_rank": 2, "lora_targets": targets}
+        start = (
+            partial(train, tiny, tiny_folder, tmp_path, model__lora_targets=targets)
+            if brought
+            else partial(
+                stretto.train,
+                Config(),
+                out=str(tmp_path),
+                dataset=ROWS,
+                reward=letters,
+                observe__progress="off",
+                model=named,
+            )
+        )
         with pytest.raises(ConfigError, match=message) as caught:
-            if brought:
-                train(tiny, tiny_folder, tmp_path, model__lora_targets=targets)
-            else:
-                given["model"]["lora_targets"] = targets
-                stretto.train(
-                    Config(),
-                    out=str(tmp_path),
-                    dataset=ROWS,
-                    reward=letters,
-                    observe__progress="off",
-                    **given,
-                )
+            start()
         assert "\n" not in str(caught.value)
         assert list(tmp_path.iterdir()) == []
     after = state(tiny)
@@ -215,7 +218,9 @@ def test_a_model_with_adapters_of_its_own_keeps_them(
     from peft import LoraConfig, PeftModel, get_peft_model
 
     wrapped: Any = get_peft_model(tiny, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="has adapters of its own already; set model.lora_rank ="):
+    with pytest.raises(
+        ConfigError, match=r"has adapters of its own already; set model\.lora_rank ="
+    ):
         train(wrapped, tiny_folder, tmp_path)
     result = train(wrapped, tiny_folder, tmp_path, model__lora_rank=0)
     trained = logits(wrapped)

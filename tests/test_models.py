@@ -232,7 +232,7 @@ def test_a_config_that_contradicts_itself_is_refused_in_a_line(tiny: Path, tmp_p
     config = json.loads((tiny / "config.json").read_text()) | {"num_attention_heads": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for read in (lm, lambda path: read_architecture(ModelConfig(name=str(path)))):
-        with pytest.raises(ModelError, match="cannot load the config of .*multiple") as caught:
+        with pytest.raises(ModelError, match=r"cannot load the config of .*multiple") as caught:
             read(tmp_path)
         assert "\n" not in str(caught.value)
 

@@ -109,7 +109,7 @@ def _takes_adapter(module: nn.Module) -> bool:
 
 
 def _check_tied(modules: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module]) -> None:
-    """An adapter is of one layer; merged into a weight of two, it would change the other one too."""
+    """An adapter is of one layer; merged into a weight of two, it would change the other too."""
     weights = {id(module.weight): name for name, module in chosen.items()}
     for name, module in modules.items():
         of = weights.get(id(getattr(module, "weight", None)))

@@ -5,8 +5,9 @@ of the text so far with some added: the last word may yet become another one. So
 handed out that lie two words or more before the end, and at the end the whole text is tokenised
 once more. What was handed out wrongly, if anything, then shows, and is taken back.
 
-What a policy types stays text: it spells no control tokens (:mod:`stretto.tasks.encode`). Texts here
-are escaped, and offsets are characters of the text as the model reads it, chat template applied.
+What a policy types stays text: it spells no control tokens (:mod:`stretto.tasks.encode`). Texts
+here are escaped, and offsets are characters of the text as the model reads it, chat template
+applied.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ begin another. Here what somebody wrote stays text: '<', '/', 's', '>'.
 Before a text goes into a template, each spelling of a control token in it is *escaped*: replaced by
 as many characters that Unicode keeps for internal use (noncharacters), so that places in the text
 stay where they are. An escaped text is tokenised by a twin of the tokenizer, which knows control
-tokens by these stand-ins and by nothing else, with spellings and stand-ins exchanged. So the rest of
-the text comes out as it always does: words and spaces next to a spelling, too. A text in which
+tokens by these stand-ins and by nothing else, with spellings and stand-ins exchanged. So the rest
+of the text comes out as it always does: words and spaces next to a spelling, too. A text in which
 nothing is escaped goes through the tokenizer itself.
 """
 
@@ -124,7 +124,8 @@ class Encoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self.tokenizer
-        rendered, spans = render_jinja_template(  # type: ignore[no-untyped-call]
+        render: Any = render_jinja_template  # whose annotations leave its second result out
+        rendered, spans = render(
             [self.escaped(turns)],
             chat_template=tokenizer.get_chat_template(),
             return_assistant_tokens_mask=True,
@@ -297,7 +298,5 @@ def _renamed(backend: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
-        model["merges"] = [
-            (a, b) for a, b in model["merges"] if not ({a, b, a + b} & names.keys())
-        ]
+        model["merges"] = [(a, b) for a, b in model["merges"] if not ({a, b, a + b} & names.keys())]
     return Tokenizer.from_str(json.dumps(made))

@@ -128,7 +128,7 @@ def as_prompt(value: Any, where: str) -> str | tuple[Message, ...]:
     """A cell of the prompt column, as text or messages.
 
     Raises:
-        TaskError: it is neither, is empty, is no valid Unicode, or ends in the assistant's own turn.
+        TaskError: it is neither, is empty, is no valid Unicode, or ends in the assistant's turn.
     """
     if isinstance(value, str) and value.strip():
         utf8(value, where)
