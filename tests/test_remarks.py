@@ -76,7 +76,7 @@ def test_a_batch_with_one_reward_is_remarked_on_with_its_cause() -> None:
     assert text.startswith(f"step 1: all 2 rewards are -1: {teaches}. 2 of 2 {LIMIT}, and reward.")
     (text,) = said(Remarks(settings()), 7, responses(0, 0), 0, 0)
     assert text == (
-        f"step 7: all 2 rewards are 0: {teaches}. they have one score (task 0): the task may be "
+        f"step 7: all 2 rewards are 0: {teaches}. They have one score (task 0): the task may be "
         "too hard or too easy for this model, or no answer is found where task.extract looks. "
         "See samples.jsonl"
     )

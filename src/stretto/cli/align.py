@@ -68,7 +68,7 @@ def table(result: Aligned) -> str:
         "",
         f"Win-rate and gold score by {win.by}, on {result.after.measured.samples} prompts, against "
         f"reference responses (gold score {win.reference_score:.2f}). KL to the SFT model, and its "
-        "perplexity on the responses.",
+        f"perplexity on the responses. Overlap: {result.after.measured.seen}.",
     ]
     return "\n".join(lines)
 

@@ -77,7 +77,7 @@ class Remarks:
                 for name, score in ended[0].items()
                 if all(scores[name] == score for scores in ended)
             }
-            those = "the others" if cut else "they"
+            those = "the others" if cut else "They"
             finds = ", or no answer is found where task.extract looks" if "task" in same else ""
             parts.append(
                 f"{those} have one score ({', '.join(map(_shown, same.items())) or 'in sum'}): the "
