@@ -176,7 +176,7 @@ def test_targets_that_cannot_be_are_refused_in_a_line_and_leave_nothing(
 ) -> None:
     before, flags = state(tiny), trained_names(tiny)
     for brought in (True, False):
-        given = {} if brought else {"model": {"name": str(tiny_folder), "lora_rank": 2}}
+        given: dict[str, Any] = {} if brought else {"model": {"name": str(tiny_folder), "lora_rank": 2}}
         with pytest.raises(ConfigError, match=message) as caught:
             if brought:
                 train(tiny, tiny_folder, tmp_path, model__lora_targets=targets)
