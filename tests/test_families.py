@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError, StrettoError
 from stretto.models.cached import CachedPass, slots_within
-from stretto.models.forward import response_hidden, response_tokens
+from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.logits import token_logprobs
 from stretto.models.masks import LayerMasks
 from stretto.models.slots import SlotCache
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.step import output_head
 from stretto.runtime.inline.placement import scorer_slots
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.training.trained import training_mode

@@ -130,9 +130,8 @@ def _check_windows(own: CachedPass, vocabulary: int) -> None:
         return
     length = min(CHECKED, positions_of(own.backbone, generating=True) or CHECKED)
     seeded = torch.Generator().manual_seed(0)
-    rows = [
-        torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in (length, length - 5)
-    ]
+    lengths = (length, length - 5)
+    rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in lengths]
     first = [6, 2]
     with _explained(own.backbone):
         wide = [_plain(own, row) for row in rows]

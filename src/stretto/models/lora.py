@@ -109,12 +109,12 @@ def _takes_adapter(module: nn.Module) -> bool:
 
 
 def _check_tied(modules: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module]) -> None:
-    """An adapter is of one layer; merged into a weight of two, it would change the other too."""
+    """An adapter is of one layer; merged into a weight of two, it would change both."""
     weights = {id(module.weight): name for name, module in chosen.items()}
     for name, module in modules.items():
         of = weights.get(id(getattr(module, "weight", None)))
         if of is not None and of != name:
             raise ConfigError(
                 f"model.lora_targets: {of} and {name} are one weight (tied), so that an adapter on "
-                f"the one could not be merged without changing the other; leave them out"
+                "the one could not be merged without changing the other; leave them out"
             )

@@ -28,7 +28,7 @@ class LayerMasks:
         dtype: that the model computes in.
 
     Raises:
-        EngineError: a layer keeps other state than keys and values, or has a window of its own.
+        EngineError: a layer keeps other state than keys and values, or windows differ in size.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:

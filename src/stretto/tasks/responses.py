@@ -235,9 +235,9 @@ class Layout:
             at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)
             raise TaskError(
                 "the chat template shows earlier turns differently once more is said (from "
-                f"{self._encoder.plain(text[at : at + 40])!r} on), so that what was read is not what "
-                "is learned; train on the last turn only (prompt and completion columns), or use a template with "
-                "{% generation %} blocks"
+                f"{self._encoder.plain(text[at : at + 40])!r} on), so that what was read is not "
+                "what is learned; train on the last turn only (prompt and completion columns), or "
+                "use a template with {% generation %} blocks"
             )
         return whole[len(text) :]
 
