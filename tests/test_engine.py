@@ -776,6 +776,32 @@ def test_a_cache_that_is_reused_is_of_the_old_weights(moved: bool) -> None:
         assert (expected - plain_logprobs(new, r)[4:]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("seed", [0, 3, 7])
+def test_after_a_hand_over_it_is_the_engine_of_a_resumed_run_bit_for_bit(seed: int) -> None:
+    """Half-decoded rows are prefilled in the passes that they would have where admitted anew."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(3, VOCABULARY) for _ in range(rng.randrange(1, 30))] for _ in range(15)
+    ]
+    m, new = llama(), llama(seed=1)
+    options: dict[str, Any] = {"end": range(3, 9), "max_new_tokens": 30, "prefill_tokens": 12}
+    here, resumed = (engine(m, **options, own={"slots": 16}) for _ in range(2))
+    made = rollouts(prompts)
+    here.admit(made[:11])
+    take(here.decode(100, stop_after=4), dict(enumerate(made)))  # others move into their slots
+    m.load_state_dict(new.state_dict())
+    here.load(weights_of(new, 1, copied=False))
+    resumed.version = 1
+    left = [r for r in made if not r.finish]
+    assert sum(1 for r in left if r.tokens) > 3
+    ends = []
+    for e, part in ((here, left), (resumed, copy.deepcopy(left))):
+        e.admit([r for r in part if e is resumed or r.id >= 11])
+        take(e.decode(100, stop_after=6), {r.id: r for r in part})
+        ends.append([(r.tokens, r.logprobs) for r in part])
+    assert ends[0] == ends[1]
+
+
 def test_a_cache_on_its_way_while_the_weights_change_is_made_again() -> None:
     m, new = llama(), llama(seed=1)
     made = rollouts(PROMPTS[2:4])

@@ -199,8 +199,13 @@ class TorchEngine:
         load_weights(self._model, weights, "the engine")
         self.version = weights.version
         self._packed.invalidate()
-        for row in (*self._waiting, *self._rows):
+        rows = [*self._rows, *self._waiting]
+        for row in rows:
             self._renew(row)
+        if not any(row.cached for row in rows):
+            # In the order in which they would be admitted to another engine, such as that of a
+            # resumed run: the same rows are then prefilled together, and all bits are the same.
+            self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
 
     def state_dict(self) -> dict[str, Any]:
         """See the class: only the version."""
