@@ -63,6 +63,13 @@ class FakeRanks:
         return KEPT if method == "saved_bytes" else [(ran, tally) for ran in RAN]
 
 
+def test_every_seed_of_a_run_serves_the_search() -> None:
+    """Which takes seeds of 31 bits."""
+    config = PipelineConfig(ranks=2, seconds=0.5)
+    plan = Planner(config, {"actor": 1, "critic": 1}, seed=2**40 + 5).plan(2)
+    assert plan.schedule
+
+
 def test_what_ranks_measured_is_planned_with_and_reported() -> None:
     config = PipelineConfig(ranks=2, schedule="serial")
     planner = Planner(config, {"actor": 1, "critic": 1}, seed=0)
