@@ -53,9 +53,9 @@ def test_what_the_user_says_of_waiting_stays(name: str, monkeypatch: pytest.Monk
     not any((Path(torch.__file__).parent / "lib").glob("libgomp*")),
     reason="torch brings no OpenMP of GNU's",
 )
-@pytest.mark.parametrize("module", ["stretto", "stretto.cli.main", "stretto.scoring.worker"])
+@pytest.mark.parametrize("module", ["stretto", "stretto.scoring.worker"])
 def test_openmp_reads_it_when_torch_loads_it(module: str) -> None:
-    """In a command, in a process of a reward function, in a script that imports stretto first."""
+    """In commands and scripts that import stretto first, and in a process of a reward function."""
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}, torch"],
         env={**os.environ, "OMP_DISPLAY_ENV": "verbose"},

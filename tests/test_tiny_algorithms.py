@@ -24,6 +24,14 @@ SETTINGS = tomllib.loads((Path(__file__).parent / "tiny_algorithms.toml").read_t
 WITH_EVERY_KNOB = SETTINGS.pop("every-knob")
 """What is changed besides, by algorithm."""
 
+START, END = 0.55, 0.75
+"""Bounds of the mean reward of ten steps.
+
+It is of 640 responses, and so has a standard error of up to 0.02 of its own; another seed, or a CPU
+that rounds otherwise, moves it as much again. Measured were 0.43 to 0.49 at the start, and at the
+end 0.82 to 0.94, and 0.79 once (PPO on an Intel Xeon).
+"""
+
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "sync": {},
     "every knob": {"schedule": {"preset": "stretto"}, "rollout": {"engines": 2}},
@@ -57,11 +65,11 @@ def test_the_file_has_settings_for_every_algorithm_that_are_valid() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("algorithm", SETTINGS)
 def test_tiny_learns_under(algorithm: str, schedule: str, tmp_path: Path) -> None:
-    """From under 0.5 to over 0.8, in about a minute of one core."""
+    """From under 0.55 to over 0.75, in about a minute of one core."""
     config = settings(algorithm, schedule)
     run_dir = RunDirectory.create(tmp_path, algorithm, config)
     inline.train(config, run_dir=run_dir, progress=NoProgress())
     rewards = [step["objective/scores"] for step in run_dir.read_metrics()]
     assert len(rewards) == config.steps
-    assert fmean(rewards[:10]) < 0.5
-    assert fmean(rewards[-10:]) > 0.8
+    assert fmean(rewards[:10]) < START
+    assert fmean(rewards[-10:]) > END
