@@ -1,0 +1,97 @@
+"""How far engine and learner are apart: with the same weights, and one version behind.
+
+    python benchmarks/engine_and_learner.py --dtype bfloat16 --steps 3
+
+Each step is generated, scored and trained on as by the plain schedule. The engine's log-probs of
+the sampled tokens are compared with the learner's before its update, and after it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from stretto import recipes
+from stretto.config import Config
+from stretto.models.forward import output_head, response_hidden, response_tokens
+from stretto.models.logits import token_logprobs
+from stretto.runtime.inline.build import Parts, build
+from stretto.types import Rollout, RolloutState
+
+
+def responses(parts: Parts, batch: int, first: int) -> list[Rollout]:
+    rollouts = [Rollout(first + i, parts.prompts.next(), first + i) for i in range(batch)]
+    by_id = {r.id: r for r in rollouts}
+    (engine,) = parts.placement.engines
+    engine.admit(rollouts)
+    while any(r.finish is None for r in rollouts):
+        for chunk in engine.decode(100):
+            by_id[chunk.rollout_id].append(chunk)
+    for scorer in parts.scorers:
+        scorer.admit(rollouts)
+        for score in scorer.finish(list(by_id)):
+            by_id[score.rollout_id].scores[scorer.name] = score
+    for r in rollouts:
+        r.state = RolloutState.SCORED
+    return rollouts
+
+
+@torch.no_grad()
+def logprobs(parts: Parts, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+    """The learner's, of all response tokens, one after the other."""
+    hidden = response_hidden(parts.actor, rollouts)
+    targets = response_tokens(rollouts, hidden.device)
+    return token_logprobs(output_head(parts.actor), hidden, targets, temperature)[0].cpu()
+
+
+def rms(differences: Tensor) -> float:
+    return differences.square().mean().sqrt().item()
+
+
+def measure(config: Config) -> None:
+    with ExitStack() as stack:
+        parts = build(config, stack, print)
+        size, clip = config.rollout.batch, config.algorithm.clip
+        print(
+            "| step | tokens | apart, same weights | ratios | clipped | apart, a version behind |"
+        )
+        print("|---|---|---|---|---|---|")
+        for step in range(config.steps):
+            rollouts = responses(parts, size, step * size)
+            engines = torch.tensor([x for r in rollouts for x in r.logprobs])
+            before = logprobs(parts, rollouts, config.rollout.temperature)
+            parts.learner.train(rollouts)
+            after = logprobs(parts, rollouts, config.rollout.temperature)
+            new = parts.learner.publish()
+            parts.placement.engines[0].load(new["actor"])
+            for scorer in parts.scorers:
+                if scorer.follows:
+                    scorer.load(new[scorer.follows])
+            ratios = (before - engines).exp()
+            beyond = ((ratios - 1).abs() > clip).double().mean().item()
+            print(
+                f"| {step + 1} | {len(engines)} | {rms(before - engines):.2g} | "
+                f"{ratios.min():.5f} to {ratios.max():.5f} | {beyond:.1%} | "
+                f"{rms(after - engines):.2g} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("recipe", nargs="?", default="arithmetic")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--steps", type=int, default=3)
+    given = parser.parse_args()
+    data = recipes.load(given.recipe).model_dump()
+    data["steps"] = given.steps
+    data["model"]["dtype"] = given.dtype
+    measure(Config.model_validate(data))
+
+
+if __name__ == "__main__":
+    main()
