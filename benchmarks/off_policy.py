@@ -76,8 +76,10 @@ class Variant:
 PLAIN = ("behaviour", "off")
 CORRECTED = (("proximal", "off"), ("proximal", "truncate"), ("proximal", "mask"))
 """Old policy and correction."""
+PPO_LR = 2e-3
+"""Twice the recipe's, which is chosen for another number of steps."""
 SMALL_LR = 5e-4
-"""A quarter of the recipe's."""
+"""A quarter of it."""
 
 VARIANTS = (
     *(Variant(algorithm, n) for algorithm, n in product(MAIN, DIAL)),
@@ -105,8 +107,8 @@ def settings(variant: Variant, seed: int, changed: Mapping[str, Any]) -> Config:
     ):
         for key, value in changes.items():
             data[key] = data[key] | value if isinstance(value, Mapping) else value
-    if variant.lr:
-        data["training"] |= {"lr": variant.lr}
+    if lr := variant.lr or (PPO_LR if variant.algorithm == "ppo" else 0.0):
+        data["training"] |= {"lr": lr}
     return Config.model_validate(data)
 
 

@@ -59,7 +59,6 @@ class Feed:
         self._chunks: list[Chunk] = []
         self._wanted: list[int] = []
         self._tokens = 0  # in all of these
-        self._worthwhile_tokens = seat.scorer.worthwhile_tokens
         self._worthwhile = asyncio.Event()
         self._turn = asyncio.Lock()
         self.paused = False
@@ -93,7 +92,7 @@ class Feed:
 
     def _arrived(self, tokens: int) -> None:
         self._tokens += tokens
-        if self._tokens >= self._worthwhile_tokens:
+        if self._tokens >= self.scorer.worthwhile_tokens:  # fewer while it streams
             self._worthwhile.set()
 
     async def run(self) -> None:

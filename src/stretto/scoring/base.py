@@ -19,6 +19,13 @@ from stretto.types import Chunk, Rollout, Score, ScoreKind, Weights
 
 Say = Callable[[str], None]
 
+STREAMED_SHARE = 16
+"""While a scorer streams, a call is worth its fixed cost from 1 / 16 of a forward pass on.
+
+That is 64 tokens on a CPU, where a call costs as much as 25 to 150 tokens in it, by the size of the
+model (docs/schedules.md). A constant, not measured at the start, so that a run repeats itself.
+"""
+
 
 def warn(text: str) -> None:
     """Where scorers say what they have to say if nobody else listens."""
@@ -43,8 +50,6 @@ class ModelScorer:
 
     Attributes:
         read_tokens: tokens that went through the model so far, padding not counted.
-        worthwhile_tokens: half of what fits into a forward pass; below that a pass costs about as
-            much, whatever is in it.
     """
 
     def __init__(
@@ -59,12 +64,22 @@ class ModelScorer:
         follows: str = "",
     ) -> None:
         self.name, self.kind, self.model, self.follows = name, kind, model, follows
-        self.read_tokens, self.worthwhile_tokens = 0, token_budget // 2
+        self.read_tokens = 0
         self._budget, self._say = token_budget, say
         self._pending = Pending(name)
         self._failures: dict[int, str] = {}
         self._said_full = False
         self._streams = self._open_streams(slots) if slots else None
+
+    @property
+    def worthwhile_tokens(self) -> int:
+        """Tokens that make a call worth its fixed cost.
+
+        Half of what fits into a forward pass, as whole responses are best read in full passes.
+        While it streams, a part of that: what is not read beside decoding is read at the end, when
+        everyone waits.
+        """
+        return self._budget // (STREAMED_SHARE if self.streaming else 2)
 
     @property
     def streaming(self) -> bool:

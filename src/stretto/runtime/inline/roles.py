@@ -28,8 +28,9 @@ class PlainScorer(Protocol):
     name: str
     kind: ScoreKind
     follows: str
-    worthwhile_tokens: int
 
+    @property
+    def worthwhile_tokens(self) -> int: ...
     @property
     def streaming(self) -> bool: ...
 

@@ -21,6 +21,7 @@ from stretto.runtime.sim.cluster import (
 from stretto.runtime.sim.costs import PrefillCost, SampleCost
 from stretto.runtime.sim.lengths import Replayed
 from stretto.runtime.sim.roles import LearningCurve
+from stretto.scoring.base import STREAMED_SHARE
 from stretto.types import ScoreKind
 
 CPU_TOKEN_BUDGET = 1024
@@ -89,7 +90,9 @@ def _scorers(
 ) -> tuple[ScorerRole, ...]:
     """The run's scorers where they had their lanes: with the engines, or on one of their own."""
     engines, hosted = config.rollout.engines, hosts_scorers(config)
-    worthwhile = (config.training.microbatch_tokens or CPU_TOKEN_BUDGET) // 2
+    budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
+    streams = config.schedule.knob("score_on") == "chunk"
+    worthwhile = budget // (STREAMED_SHARE if streams else 2)
     roles = []
     for name, cost in costs.items():
         common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward"), "cost": cost}
