@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -252,6 +254,42 @@ def test_wrong_descriptions_are_refused() -> None:
         described(scorers=[{"name": "reward", "cost": {}, "host": 1}])
     with pytest.raises(ValueError, match="either from a model or from numbers"):
         described(generators=[{"model": "llama-13b", "cost": {}}])
+
+
+@cache
+def mean_lengths(delta: int, seed: int) -> list[float]:
+    """Of the responses that each step trains on; virtual time, a median of 300 tokens."""
+    cost = GeneratorCost(decode=DecodeCost(step_s=0.01))
+    cluster = Cluster(
+        generators=(GeneratorRole(cost=cost),),
+        learner=LearnerRole(cost=TrainCost(step_s=0.5)),
+        workload=Workload(
+            batch=32,
+            steps=40,
+            max_new_tokens=2000,
+            response_tokens=Lognormal(median=300, p95=1500),
+            seed=seed,
+        ),
+        schedule=ScheduleConfig(overcommit=delta, chunk_tokens=16),
+    )
+
+    async def main() -> list[float]:
+        spans = Spans(VirtualClock())
+        async with make_schedule(cluster, make_roles(cluster, spans), spans) as schedule:
+            steps = [await schedule.step() for _ in range(cluster.workload.steps)]
+        return [fmean(len(r) for r in step.batch) for step in steps]
+
+    return run(main())
+
+
+@pytest.mark.parametrize(("delta", "first"), [(8, 0.64), (32, 0.36), (64, 0.26)])
+def test_short_responses_come_first_and_the_long_ones_later(delta: int, first: float) -> None:
+    """Over-commitment trains on short responses at first; docs/schedules.md has these numbers."""
+    plain = fmean(length for seed in range(12) for length in mean_lengths(0, seed))
+    runs = [mean_lengths(delta, seed) for seed in range(12)]
+    assert fmean(lengths[0] for lengths in runs) / plain == pytest.approx(first, abs=0.02)
+    settled = fmean(length for lengths in runs for length in lengths[10:])
+    assert settled / plain == pytest.approx(1, abs=0.03)
 
 
 def test_the_knobs_help_where_the_paper_says() -> None:
