@@ -1,6 +1,7 @@
 # make train   sets up .venv and trains the default recipe
 # make test    sets up .venv and runs style, types, import rules and tests
 # make slow    runs the tests that take minutes or fetch the real model
+# make docs    builds the documentation as a site, in site/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -8,7 +9,7 @@ RECIPE ?= arithmetic
 # Options for pip that choose a build of torch, such as an index with CPU builds.
 TORCH_FROM ?=
 
-.PHONY: train test slow check clean
+.PHONY: train test slow check docs clean
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
@@ -20,7 +21,7 @@ $(VENV)/.installed: pyproject.toml
 train: $(VENV)/.installed
 	$(BIN)/stretto train $(RECIPE)
 
-test: check
+test: check docs
 	$(BIN)/python -m pytest
 
 slow: $(VENV)/.installed
@@ -32,5 +33,8 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
