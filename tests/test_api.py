@@ -132,7 +132,7 @@ def test_the_task_judges_rows_by_their_answers_and_the_run_can_be_resumed(tmp_pa
     settings = {**SMALL, "task": {"answer_column": "answer"}, "observe__checkpoint_every": 1}
     whole = stretto.train("tiny", **settings, out=str(tmp_path), dataset=ROWS)
     first = stretto.train("tiny", **{**settings, "steps": 1}, out=str(tmp_path), dataset=ROWS)
-    with pytest.raises(ConfigError, match=r"training.lr = 0.5: the run to resume has 0.002"):
+    with pytest.raises(ConfigError, match=r"training.lr = 0.5: the run to resume has 0.001"):
         stretto.resume(first.model.parent, training__lr=0.5)
     second = stretto.resume(first.model.parent, steps=2)
     assert second.steps == 2
