@@ -15,6 +15,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
+from _shared import parse
 from stretto import recipes
 from stretto.config import Config
 from stretto.models.forward import output_head, response_hidden, response_tokens
@@ -86,10 +87,13 @@ def main() -> None:
     parser.add_argument("recipe", nargs="?", default="arithmetic")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--steps", type=int, default=3)
-    given = parser.parse_args()
+    parser.add_argument("--warmup-examples", type=int, help="in place of the recipe's")
+    given = parse(parser, {"recipe": "tiny", "warmup_examples": 32, "steps": 1})
     data = recipes.load(given.recipe).model_dump()
     data["steps"] = given.steps
     data["model"]["dtype"] = given.dtype
+    if given.warmup_examples is not None:
+        data["warmup_examples"] = given.warmup_examples
     measure(Config.model_validate(data))
 
 
