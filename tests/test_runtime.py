@@ -407,6 +407,7 @@ def test_a_reward_model_and_a_function_are_summed_with_weights(
         tiny_folder,
         reward={"sources": sources, "weights": (2.0, -0.5), "missing_eos": "off"},
         critic={"init": "reward"},
+        task={"max_prompt_tokens": 200},  # the reward model has positions for 512
     )
     run_dir, _ = run(config, tmp_path)
     for m in lines(run_dir.metrics_file):
