@@ -90,11 +90,7 @@ def scores_by_source(rollout: Rollout) -> dict[str, float | None]:
     """A rollout's score from each reward source, by the name that its metric has; ``None`` where a
     source does not apply to it.
     """
-    return {
-        short_name(s.source): float(s.values[0]) if len(s.values) else None
-        for s in rollout.scores.values()
-        if s.kind == "reward"
-    }
+    return {short_name(s.source): s.scalar for s in rollout.scores.values() if s.kind == "reward"}
 
 
 def _shown(of: tuple[str, float | None]) -> str:

@@ -15,16 +15,10 @@ from stretto.errors import EngineError, ModelError, first_line
 from stretto.models.weights import load_weights
 from stretto.scoring.pending import Pending
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
+from stretto.scoring.worthwhile import worthwhile_tokens
 from stretto.types import Chunk, Rollout, Score, ScoreKind, Weights
 
 Say = Callable[[str], None]
-
-STREAMED_SHARE = 16
-"""While a scorer streams, a call is worth its fixed cost from 1 / 16 of a forward pass on.
-
-That is 64 tokens on a CPU, where a call costs as much as 25 to 150 tokens in it, by the size of the
-model (docs/schedules.md). A constant, not measured at the start, so that a run repeats itself.
-"""
 
 
 def warn(text: str) -> None:
@@ -73,13 +67,8 @@ class ModelScorer:
 
     @property
     def worthwhile_tokens(self) -> int:
-        """Tokens that make a call worth its fixed cost.
-
-        Half of what fits into a forward pass, as whole responses are best read in full passes.
-        While it streams, a part of that: what is not read beside decoding is read at the end, when
-        everyone waits.
-        """
-        return self._budget // (STREAMED_SHARE if self.streaming else 2)
+        """Tokens that make a call worth its fixed cost."""
+        return worthwhile_tokens(self._budget, streaming=self.streaming)
 
     @property
     def streaming(self) -> bool:

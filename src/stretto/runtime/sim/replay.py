@@ -21,7 +21,7 @@ from stretto.runtime.sim.cluster import (
 from stretto.runtime.sim.costs import PrefillCost, SampleCost
 from stretto.runtime.sim.lengths import Replayed
 from stretto.runtime.sim.roles import LearningCurve
-from stretto.scoring.base import STREAMED_SHARE
+from stretto.scoring.worthwhile import worthwhile_tokens
 from stretto.types import ScoreKind
 
 CPU_TOKEN_BUDGET = 1024
@@ -92,7 +92,7 @@ def _scorers(
     engines, hosted = config.rollout.engines, hosts_scorers(config)
     budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
     streams = config.schedule.knob("score_on") == "chunk"
-    worthwhile = budget // (STREAMED_SHARE if streams else 2)
+    worthwhile = worthwhile_tokens(budget, streaming=streams)
     roles = []
     for name, cost in costs.items():
         common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward"), "cost": cost}
