@@ -16,23 +16,22 @@ import torch
 from torch import Tensor
 
 from _shared import parse
-from stretto import recipes
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
-from stretto.runtime.inline.build import Parts, build
+from stretto.runtime.inline import InlineRun, start
 from stretto.types import Rollout, RolloutState
 
 
-def responses(parts: Parts, batch: int, first: int) -> list[Rollout]:
-    rollouts = [Rollout(first + i, parts.prompts.next(), first + i) for i in range(batch)]
+def responses(run: InlineRun, batch: int, first: int) -> list[Rollout]:
+    rollouts = [Rollout(first + i, run.prompts.next(), first + i) for i in range(batch)]
     by_id = {r.id: r for r in rollouts}
-    (engine,) = parts.placement.engines
+    (engine,) = run.placement.engines
     engine.admit(rollouts)
     while any(r.finish is None for r in rollouts):
         for chunk in engine.decode(100):
             by_id[chunk.rollout_id].append(chunk)
-    for scorer in parts.scorers:
+    for scorer in run.scorers:
         scorer.admit(rollouts)
         for score in scorer.finish(list(by_id)):
             by_id[score.rollout_id].scores[scorer.name] = score
@@ -42,11 +41,11 @@ def responses(parts: Parts, batch: int, first: int) -> list[Rollout]:
 
 
 @torch.no_grad()
-def logprobs(parts: Parts, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+def logprobs(run: InlineRun, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
     """The learner's, of all response tokens, one after the other."""
-    hidden = response_hidden(parts.actor, rollouts)
+    hidden = response_hidden(run.actor, rollouts)
     targets = response_tokens(rollouts, hidden.device)
-    return token_logprobs(output_head(parts.actor), hidden, targets, temperature)[0].cpu()
+    return token_logprobs(output_head(run.actor), hidden, targets, temperature)[0].cpu()
 
 
 def rms(differences: Tensor) -> float:
@@ -55,21 +54,21 @@ def rms(differences: Tensor) -> float:
 
 def measure(config: Config) -> None:
     with ExitStack() as stack:
-        parts = build(config, stack, print)
+        run = start(config, stack, print)
         size, clip = config.rollout.batch, config.algorithm.clip
         print(
             "| step | tokens | apart, same weights | ratios | clipped | apart, a version behind |"
         )
         print("|---|---|---|---|---|---|")
         for step in range(config.steps):
-            rollouts = responses(parts, size, step * size)
+            rollouts = responses(run, size, step * size)
             engines = torch.tensor([x for r in rollouts for x in r.logprobs])
-            before = logprobs(parts, rollouts, config.rollout.temperature)
-            parts.learner.train(rollouts)
-            after = logprobs(parts, rollouts, config.rollout.temperature)
-            new = parts.learner.publish()
-            parts.placement.engines[0].load(new["actor"])
-            for scorer in parts.scorers:
+            before = logprobs(run, rollouts, config.rollout.temperature)
+            run.learner.train(rollouts)
+            after = logprobs(run, rollouts, config.rollout.temperature)
+            new = run.learner.publish()
+            run.placement.engines[0].load(new["actor"])
+            for scorer in run.scorers:
                 if scorer.follows:
                     scorer.load(new[scorer.follows])
             ratios = (before - engines).exp()

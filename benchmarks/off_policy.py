@@ -21,17 +21,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stretto.process import keep_freed_memory
+from stretto.allocator import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 
 from _shared import parse
-from stretto import recipes
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.report import style
-from stretto.runtime import inline
+from stretto.runs import train
 
 SETTINGS = Path(__file__).parents[1] / "tests" / "tiny_algorithms.toml"
 STEPS = 400
@@ -120,7 +119,7 @@ def metrics(config: Config, out: Path, name: str) -> list[dict[str, Any]]:
         if len(rows) == config.steps and recipes.load(folder) == config:
             return rows
     run_dir = RunDirectory.create(out, name, config)
-    inline.train(config, run_dir=run_dir, progress=NoProgress())
+    train(config, run_dir=run_dir, progress=NoProgress())
     return run_dir.read_metrics()
 
 

@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from stretto.process import keep_freed_memory
+from stretto.allocator import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 
@@ -31,10 +31,10 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from _shared import parse
+from stretto.assembly.models import Given
 from stretto.config import Config
-from stretto.runtime.inline.build import build
-from stretto.runtime.inline.lanes import drive
-from stretto.runtime.inline.models import Given
+from stretto.runtime.inline import start
+from stretto.workers.drive import drive
 
 SMOKE = {"steps": 2, "prompts_per_step": 2, "response_tokens": 4}
 
@@ -70,18 +70,18 @@ def timed(config: Config) -> tuple[list[float], list[dict[str, float]]]:
     phases: list[dict[str, float]] = []
 
     async def steps() -> None:
-        async with parts.schedule as schedule:
+        async with run.schedule as schedule:
             for _ in range(config.steps):
                 start = time.perf_counter()
                 step = await schedule.step()
                 step_s.append(time.perf_counter() - start)
-                phases.append(parts.spans.totals())
-                parts.spans.reset()
+                phases.append(run.spans.totals())
+                run.spans.reset()
                 assert all(len(r) == config.rollout.max_new_tokens for r in step.batch)
 
     with ExitStack() as stack:
         never_ends = Given(end_tokens=frozenset())  # as the peer: exactly that many tokens
-        parts = build(config, stack, lambda text: print(text, file=sys.stderr), never_ends)
+        run = start(config, stack, lambda text: print(text, file=sys.stderr), never_ends)
         drive(steps())
     return step_s, phases
 

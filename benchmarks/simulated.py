@@ -14,8 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from _shared import parse
-from stretto import recipes
-from stretto.config import ScheduleConfig
+from stretto.config import ScheduleConfig, recipes
 from stretto.observe import RunDirectory
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.replay import recorded_cluster

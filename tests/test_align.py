@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto import recipes
 from stretto.api.alignment import penalty
 from stretto.api.stages import Stages, check_opens, replaced, stages_of
 from stretto.cli.main import main
-from stretto.config import RewardConfig, RewardModelConfig, SftConfig
+from stretto.config import RewardConfig, RewardModelConfig, SftConfig, recipes
+from stretto.config.recipes import posts
 from stretto.errors import ConfigError, JudgeError, StateError, StrettoError, TaskError
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.observe.lock import locked
-from stretto.recipes import posts
-from stretto.runtime.supervised import RewardModelResult
+from stretto.runs.supervised import RewardModelResult
 
 RECIPES = [
     *(("train", name) for name in recipes.names()),

@@ -15,12 +15,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto
-from stretto import Config, RewardModelConfig, SftConfig, recipes
+from stretto import Config, RewardModelConfig, SftConfig
 from stretto.cli.main import main
-from stretto.config import RolloutConfig
+from stretto.config import RolloutConfig, recipes
 from stretto.errors import ConfigError, ModelError, TaskError
+from stretto.evaluation.answers import generate as generate_each
 from stretto.observe.progress import NoProgress
-from stretto.runtime.inline import generate as generate_each
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.simulate import simulate
 from stretto.tasks import Task, TaskRow

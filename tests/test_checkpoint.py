@@ -15,7 +15,7 @@ import torch
 from helpers import full_beyond
 from stretto import files
 from stretto.errors import StateError, StorageError
-from stretto.training import checkpoint
+from stretto.runs import checkpoint
 
 
 def state(step: int) -> dict[str, Any]:

@@ -21,14 +21,13 @@ from transformers import (
 
 import stretto
 from helpers import llama
-from stretto import recipes
-from stretto.config import Config
+from stretto.assembly.models import NOTHING, Given
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
 from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
-from stretto.runtime.inline.build import Parts, build
-from stretto.runtime.inline.models import NOTHING, Given
+from stretto.runtime.inline import InlineRun, start
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks import load
 from stretto.types import FinishReason, Prompt, Rollout
@@ -48,14 +47,14 @@ def one(completions: list[str]) -> list[float]:
 
 def assemble(
     folder: Path, given: Given = NOTHING, say: Callable[[str], None] = id, **sections: Any
-) -> Parts:
+) -> InlineRun:
     """The parts of a run of the tiny model whose prompts have up to 60 tokens and responses 4."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 1, "threads": 1}
     for name, values in {**ROOM, "model": {"name": str(folder)}, **sections}.items():
         data[name] = data[name] | ROOM.get(name, {}) | values
     with ExitStack() as stack:
         given = replace(given, functions={"one": one})
-        return build(Config.model_validate(data), stack, say, given)
+        return start(Config.model_validate(data), stack, say, given)
 
 
 def saved(folder: Path, model: Any, tokenizer: Any) -> str:

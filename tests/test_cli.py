@@ -4,19 +4,18 @@ import dataclasses
 import json
 import subprocess
 import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stretto import __version__, evaluation, recipes
+from stretto import __version__, evaluation, runs
 from stretto.cli import doctor
 from stretto.cli.main import COMMANDS, main
-from stretto.config import Config, SftConfig
+from stretto.config import Config, SftConfig, recipes
 from stretto.errors import JudgeError
-from stretto.evaluation import EvalResult
+from stretto.evaluation import EvalResult, answers
 from stretto.observe import RunDirectory
 
 EVALUATED = EvalResult(
@@ -37,7 +36,7 @@ EVALUATED = EvalResult(
 
 @dataclasses.dataclass
 class Runtime:
-    """Stands in for the inline runtime and remembers what it was asked."""
+    """Stands in for what works with models, and remembers what it was asked."""
 
     calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     failure: BaseException | None = None
@@ -65,10 +64,8 @@ class Runtime:
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     fake = Runtime()
     monkeypatch.setattr(evaluation, "evaluate", fake.evaluate)
-    package = types.ModuleType("stretto.runtime")
-    monkeypatch.setattr(package, "inline", fake, raising=False)
-    monkeypatch.setitem(sys.modules, "stretto.runtime", package)
-    monkeypatch.setitem(sys.modules, "stretto.runtime.inline", fake)
+    monkeypatch.setattr(answers, "generate", fake.generate)
+    monkeypatch.setattr(runs, "train", fake.train)
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return fake

@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from stretto import recipes, signals
+from stretto import signals
 from stretto.cli import compare
 from stretto.cli.main import main
 from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS, Job, config_of, plan
-from stretto.config import PRESETS, Config
+from stretto.config import PRESETS, Config, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
 from stretto.observe.compare import Comparison, Outcome, smoothed, three_digits

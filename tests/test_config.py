@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from stretto import recipes
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.config import (
     TRAITS,
@@ -17,6 +16,7 @@ from stretto.config import (
     ModelConfig,
     RewardModelConfig,
     SftConfig,
+    recipes,
 )
 from stretto.config.base import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stretto.assembly.controls import controls
 from stretto.config import Config
 from stretto.errors import ConfigError, StateError
-from stretto.runtime.controls import controls
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize, FixedChunk, TunedChunk
 from stretto.schedules.feedback import DecodeSample, Feedback

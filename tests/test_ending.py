@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 
 import stretto
 from helpers import full_beyond, llama
-from stretto import recipes, signals
+from stretto import runs, signals
+from stretto.assembly.models import Given
 from stretto.cli.main import main
-from stretto.config import Config, RewardModelConfig, SftConfig
+from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import LearnerError, StorageError
 from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
-from stretto.runtime import inline, supervised
-from stretto.runtime.inline.models import Given
+from stretto.runs import supervised
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import Gate, TrainedModel, end_updates
 from test_runtime import Notes, settings, weights
@@ -75,7 +75,7 @@ def reinforce(
     if not resume:
         run_dir.path.rename(out)
         run_dir = RunDirectory(out)
-    inline.train(config, run_dir=run_dir, resume=resume, progress=display, given=given)
+    runs.train(config, run_dir=run_dir, resume=resume, progress=display, given=given)
     return run_dir
 
 
@@ -177,7 +177,7 @@ def test_records_that_cannot_be_written_end_the_run_in_one_line(
         with full_beyond(1 << 40):
             save_model(*args)
 
-    monkeypatch.setitem(inline.train.__globals__, "save_model", where_there_is_room)
+    monkeypatch.setattr("stretto.runtime.inline.run.save_model", where_there_is_room)
     with full_beyond(8000):
         assert main(["train", str(tmp_path / "full.toml")]) == 2
     printed = capsys.readouterr()

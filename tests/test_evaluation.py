@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from helpers import critic_of, left_padded_logprobs
-from stretto import evaluation, recipes, tasks
+from stretto import evaluation, tasks
 from stretto.cli.main import main
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError, JudgeError, MissingExtraError, ModelError, TaskError
+from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.gold import end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, open_judge, parse, tally
@@ -31,7 +32,6 @@ from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.report import evaluations
-from stretto.runtime.inline.infer import answer, of_model
 from stretto.scoring.text import response_text
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Rollout

@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from stretto.assembly.engines import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError, StrettoError
 from stretto.models.cached import CachedPass, slots_within
@@ -24,7 +25,6 @@ from stretto.models.logits import token_logprobs
 from stretto.models.masks import LayerMasks
 from stretto.models.slots import SlotCache
 from stretto.rollout.engine import TorchEngine
-from stretto.runtime.inline.placement import scorer_slots
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.training.trained import training_mode
 from stretto.types import Chunk, Prompt, Rollout

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto import evaluation, recipes, tasks
-from stretto.config import Config, TaskConfig
+from stretto import evaluation, runs, tasks
+from stretto.config import Config, TaskConfig, recipes
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.rows import measured_on, questions
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.runtime import inline
 from stretto.tasks.base import TaskRow
 from stretto.tasks.content import content, is_held_out
 from stretto.tasks.prompts import PromptSource
@@ -150,7 +149,7 @@ def test_neither_the_warm_up_nor_a_step_sees_what_is_held_out(
         warmed_up.extend(e.prompt.text for e in examples)
         return 0.0
 
-    monkeypatch.setattr("stretto.runtime.inline.build.warm_up", warm_up)
+    monkeypatch.setattr("stretto.assembly.warmup.warm_up", warm_up)
     config = recipes.build(
         {
             "steps": 3,
@@ -164,7 +163,7 @@ def test_neither_the_warm_up_nor_a_step_sees_what_is_held_out(
         "here",
     )
     run = RunDirectory.create(tmp_path, "run", config)
-    inline.train(config, run_dir=run, progress=NoProgress())
+    runs.train(config, run_dir=run, progress=NoProgress())
     trained_on = [json.loads(line)["prompt"] for line in run.samples_file.open()]
     assert (len(trained_on), len(warmed_up)) == (96, 120)
     assert not any(held(text, 0.4) for text in trained_on + warmed_up)

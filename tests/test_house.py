@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto import recipes
-from stretto.config import Config, Section
+from stretto.config import Config, Section, recipes
 
 SOURCE = Path(__file__).parents[1] / "src" / "stretto"
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -65,7 +64,7 @@ def test_settings_stay_few_and_each_has_its_help() -> None:
                 assert info.description, f"{section.__name__}.{key} has no help"
 
 
-@pytest.mark.parametrize("module", ["stretto", "stretto.config", "stretto.recipes"])
+@pytest.mark.parametrize("module", ["stretto", "stretto.config", "stretto.config.recipes"])
 def test_light_modules_import_nothing_heavy(module: str) -> None:
     heavy = {"torch", "transformers", "datasets", "reasoning_gym", "peft", "math_verify"}
     code = f"import sys, {module}; print(*{heavy} & set(sys.modules))"

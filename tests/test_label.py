@@ -12,13 +12,13 @@ import torch
 
 from helpers import critic_of
 from stretto import evaluation, tasks
+from stretto.assembly.models import load_actor
 from stretto.cli.main import main
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.errors import ConfigError, JudgeError, TaskError
+from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
-from stretto.runtime.inline.infer import answer, of_model
-from stretto.runtime.inline.models import load_actor
 from stretto.scoring.text import response_text
 from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from helpers import full_beyond
-from stretto import recipes
 from stretto.clock import ManualClock
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError, MissingExtraError, StateError, StorageError
 from stretto.observe import Recorder, RunDirectory, Sample, Spans, Window, make_progress
 from stretto.observe.idle import TimeSheet, intersect, seconds, subtract, time_of_roles, union

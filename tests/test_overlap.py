@@ -19,21 +19,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from stretto import recipes
-from stretto.config import TRAITS, Config
+from stretto import runs
+from stretto.config import TRAITS, Config, recipes
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.runs import checkpoint
 from stretto.runtime import inline
-from stretto.runtime.inline.build import Parts, build
-from stretto.runtime.inline.lanes import Lane
-from stretto.training import checkpoint
 from stretto.types import Batch, Rollout, RolloutState
+from stretto.workers.threads import Lane
 from test_runtime import Kill, assert_same_run, run, settings, untimed, weights
 
 SIX: dict[str, Any] = {"steps": 6, "rollout": {"batch": 4, "max_new_tokens": 10}}
 
 
-def responses(parts: Parts, batch: int, first: int) -> Batch:
+def responses(parts: inline.InlineRun, batch: int, first: int) -> Batch:
     """A batch generated and scored with plain calls, one after the other."""
     rollouts = [Rollout(first + i, parts.prompts.next(), first + i) for i in range(batch)]
     (engine,) = parts.placement.engines
@@ -54,7 +53,7 @@ def responses(parts: Parts, batch: int, first: int) -> Batch:
 def by_hand(config: Config, lag: int) -> dict[str, Tensor]:
     """The trained weights of a loop in which each step trains on what was generated before it."""
     with ExitStack() as stack:
-        parts = build(config, stack, lambda _: None)
+        parts = inline.start(config, stack, lambda _: None)
         size = config.rollout.batch
         ready = [responses(parts, size, i * size) for i in range(lag)]
         for step in range(config.steps):
@@ -140,13 +139,13 @@ def resumed_and_whole(config: Config, tmp_path: Path) -> tuple[RunDirectory, Run
     whole, _ = run(config, tmp_path)
     killed = RunDirectory.create(tmp_path, "run", config)
     with pytest.raises(KeyboardInterrupt):
-        inline.train(config, run_dir=killed, progress=Kill(4))
+        runs.train(config, run_dir=killed, progress=Kill(4))
     step, state = checkpoint.load_latest(killed.checkpoints, print)
     assert step == 3
     rollouts = [r for group in state["schedule"]["buffer"]["groups"] for r in group]
     assert any(r["tokens"] and r["finish"] is None for r in rollouts)
     again = RunDirectory.open(killed.path)
-    inline.train(config, run_dir=again, resume=True, progress=NoProgress())
+    runs.train(config, run_dir=again, resume=True, progress=NoProgress())
     return again, whole
 
 

@@ -23,11 +23,11 @@ from stretto.pipelines.baselines import greedy, one_f_one_b
 from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.executor.executor import Executor, Layout, Timings, Work
 from stretto.pipelines.executor.profile import makespan_us, profile
-from stretto.pipelines.executor.ranks import Ranks
 from stretto.pipelines.executor.stages import cut
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.schedule import Schedule
 from stretto.pipelines.solve import solve
+from stretto.workers.ranks import Ranks
 
 
 def make_batches(shapes: Sequence[Sequence[int]], seed: int) -> list[Batch]:

@@ -23,8 +23,8 @@ from pipeline_workers import Batch, Trainer
 from stretto.errors import LearnerError, RankError
 from stretto.pipelines.baselines import greedy
 from stretto.pipelines.executor.executor import Layout
-from stretto.pipelines.executor.ranks import Ranks
 from stretto.pipelines.executor.stages import cut
+from stretto.workers.ranks import Ranks
 
 LIMIT_S = 10.0
 
@@ -38,7 +38,7 @@ def ranks() -> Iterator[Ranks]:
 
 def require_none_left() -> None:
     for child in psutil.Process().children(recursive=True):
-        assert "executor.worker" not in " ".join(child.cmdline())
+        assert "workers.rank" not in " ".join(child.cmdline())
 
 
 def require_gone(pids: list[int]) -> None:
@@ -203,7 +203,7 @@ def test_close_ends_ranks_at_work(ranks: Ranks) -> None:
 SCRIPT = """
 import sys; sys.path.insert(0, {tests!r})
 from pipeline_misbehaving import Misbehaving
-from stretto.pipelines.executor.ranks import Ranks
+from stretto.workers.ranks import Ranks
 ranks = Ranks(2, Misbehaving, ("hello",))
 print(*ranks.call("pid"), flush=True)
 ranks.call("hang")

@@ -19,20 +19,19 @@ import pytest
 import torch
 
 from helpers import critic_of, llama, make_learner, make_rollouts
-from stretto import recipes
-from stretto.config import Config, ModelConfig, PipelineConfig
+from stretto.config import Config, ModelConfig, PipelineConfig, recipes
 from stretto.errors import ConfigError, LearnerError, ModelError, RankError
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.ranks import Ranks
 from stretto.pipelines.problem import Problem, Side
 from stretto.training import pipelined
 from stretto.training.learner import PolicyLearner
 from stretto.training.partition import into_micro_batches
 from stretto.training.planner import Planner
 from stretto.training.trained import Course
+from stretto.workers.ranks import Ranks
 
 SHAPES = [(3, 7), (20, 5), (5, 1), (2, 9), (8, 6), (3, 4), (4, 12), (2, 3)]
 """Prompt and response lengths of a batch."""
@@ -372,7 +371,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_step_ends_it_with_the_cause() -> No
 
 def ranks_of_this_process() -> list[psutil.Process]:
     alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in alive if any("executor.worker" in word for word in p.cmdline())]
+    return [p for p in alive if any("workers.rank" in word for word in p.cmdline())]
 
 
 # -- a whole run ---------------------------------------------------------------------------------
@@ -402,12 +401,12 @@ ASYNC = {"preset": "async"}
 
 
 def run(config: Config, *, resume: Any = None, progress: Any = None) -> Any:
+    from stretto import runs
     from stretto.observe import RunDirectory
     from stretto.observe.progress import NoProgress
-    from stretto.runtime import inline
 
     run_dir = resume or RunDirectory.create(config.out, "r", config)
-    inline.train(
+    runs.train(
         config, run_dir=run_dir, progress=progress or NoProgress(), resume=resume is not None
     )
     return run_dir
@@ -448,10 +447,10 @@ def test_a_run_can_be_resumed_with_ranks(tiny_folder: Path, tmp_path: Path) -> N
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The parts of runs that the test makes."""
-    module = importlib.import_module("stretto.runtime.inline.train")
+    module = importlib.import_module("stretto.runs.loop")
     parts: list[Any] = []
-    build = module.build
-    monkeypatch.setattr(module, "build", lambda *args: parts.append(build(*args)) or parts[-1])
+    start = module.start
+    monkeypatch.setattr(module, "start", lambda *args: parts.append(start(*args)) or parts[-1])
     return parts
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from helpers import critic_of, llama, make_rollouts
 from stretto.algorithms.experience import Part
+from stretto.assembly import warmup as building
 from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
@@ -24,14 +25,14 @@ from stretto.pipelines.executor.instructions import Task
 from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem
-from stretto.runtime.inline import build as building
-from stretto.runtime.inline.lanes import Lane
+from stretto.runtime import inline
 from stretto.runtime.inline.placement import Placement
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
 from stretto.training.planner import Planner
 from stretto.training.trained import Course, TrainedModel
+from stretto.workers.threads import Lane
 
 COURSES: Any = {"actor": Course(1e-3, 10, 0), "critic": Course(1e-3, 10, 0)}
 
@@ -144,7 +145,7 @@ def test_stages_that_cannot_be_cut_are_refused_before_the_warm_up(
             {"warmup_examples": 1, "model": {"name": str(tiny_folder)}, "pipeline": given}
         )
         with ExitStack() as stack, pytest.raises(ModelError, match=message):
-            building.build(config, stack, lambda _: None)
+            inline.start(config, stack, lambda _: None)
 
 
 def test_a_dry_run_counts_the_layers(tiny_folder: Path) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto import recipes
-from stretto.config import Config
+from stretto import runs
+from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.recorder import Recorder
 from stretto.observe.remarks import Remarks, scores_by_source
-from stretto.runtime import inline
 from stretto.types import FinishReason, Prompt, Rollout, Score
 
 
@@ -189,7 +188,7 @@ def test_a_run_without_a_signal_says_so(tiny_folder: Path, tmp_path: Path) -> No
     changes |= {"rollout": {"batch": 4, "max_new_tokens": 2}, "reward": {}}
     config = recipes.build({**config.model_dump(), **changes}, "here")
     run = RunDirectory.create(tmp_path, "run", config)
-    inline.train(config, run_dir=run, progress=Display())
+    runs.train(config, run_dir=run, progress=Display())
     remarks = [text for text in notes if text.startswith("step ")]
     assert len(remarks) == 1
     assert remarks[0].startswith("step 1: all 4 rewards are -1: a batch with one reward teaches")

@@ -14,17 +14,16 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from helpers import critic_of, llama
-from stretto import recipes
 from stretto.cli import label
 from stretto.cli.main import main
-from stretto.config import PairsConfig, RewardModelConfig, TaskConfig
+from stretto.config import PairsConfig, RewardModelConfig, TaskConfig, recipes
 from stretto.errors import ModelError, TaskError
 from stretto.models.heads import reward_model_from, scalar_head, set_padding
 from stretto.models.load import load_sequence_classifier, load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.runtime.supervised import train_reward_model
+from stretto.runs.supervised import train_reward_model
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.base import TaskRow
 from stretto.tasks.pairs import Pair, PairTokens, read_pairs, tokens_of

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stretto import evaluation, recipes, tasks
-from stretto.config import TRAITS, Config, RolloutConfig
+from stretto import evaluation, runs, tasks
+from stretto.assembly.warmup import _examples
+from stretto.config import TRAITS, Config, RolloutConfig, recipes
 from stretto.errors import ConfigError, JudgeError, StateError, TaskError
+from stretto.evaluation.answers import generate
 from stretto.evaluation.rows import SEED
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
-from stretto.runtime import inline
-from stretto.runtime.inline.build import _examples
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Score, short_name
@@ -54,9 +54,9 @@ def settings(folder: Path, **sections: Any) -> Config:
     return Config.model_validate(data)
 
 
-def run(config: Config, out: Path, progress: Any = None) -> tuple[RunDirectory, inline.TrainResult]:
+def run(config: Config, out: Path, progress: Any = None) -> tuple[RunDirectory, runs.TrainResult]:
     run_dir = RunDirectory.create(out, "run", config)
-    return run_dir, inline.train(config, run_dir=run_dir, progress=progress or NoProgress())
+    return run_dir, runs.train(config, run_dir=run_dir, progress=progress or NoProgress())
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -191,7 +191,7 @@ def test_a_run_leaves_its_records_and_a_model_behind(tiny_folder: Path, tmp_path
     answer = model.generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
     (text,) = [
         text
-        for _, text in inline.generate(
+        for _, text in generate(
             str(run_dir.model), ["1 + 1 ="], RolloutConfig(temperature=0, max_new_tokens=4)
         )
     ]
@@ -219,7 +219,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
     whole, _ = run(config, tmp_path)
     killed = RunDirectory.create(tmp_path, "run", config)
     with pytest.raises(KeyboardInterrupt):
-        inline.train(config, run_dir=killed, progress=Kill(3))
+        runs.train(config, run_dir=killed, progress=Kill(3))
     assert [m["step"] for m in lines(killed.metrics_file)] == [1, 2, 3]
     assert [p.name for p in killed.checkpoints.iterdir()] == ["step-000002"]
     # What a crash leaves of a line; what follows must not be glued to it.
@@ -229,7 +229,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
     assert [m["step"] for m in killed.read_metrics()] == [1, 2, 3]
     again = RunDirectory.open(killed.path)
     notes = Notes()
-    result = inline.train(config, run_dir=again, resume=True, progress=notes)
+    result = runs.train(config, run_dir=again, resume=True, progress=notes)
     assert result.steps == 4
     assert_same_run(again, whole)
     assert sorted(p.name for p in again.checkpoints.iterdir()) == ["step-000002", "step-000004"]
@@ -241,7 +241,7 @@ def test_a_run_without_checkpoints_cannot_be_resumed(tiny_folder: Path, tmp_path
     config = settings(tiny_folder)
     run_dir = RunDirectory.create(tmp_path, "run", config)
     with pytest.raises(StateError, match="holds no checkpoint to resume from"):
-        inline.train(config, run_dir=run_dir, resume=True, progress=NoProgress())
+        runs.train(config, run_dir=run_dir, resume=True, progress=NoProgress())
 
 
 def test_a_seed_makes_the_run(tiny_folder: Path, tmp_path: Path) -> None:
@@ -548,7 +548,7 @@ def test_generate_is_greedy_at_temperature_0_and_keeps_apart(tiny_folder: Path) 
     model, tokenizer = auto.from_pretrained(tiny_folder), load_tokenizer(tiny_folder)
     prompts = ["a", "some longer prompt than that", "1 + 1 ="]
     options = RolloutConfig(temperature=0, max_new_tokens=9, batch=2)
-    got = dict(inline.generate(str(tiny_folder), prompts, options))
+    got = dict(generate(str(tiny_folder), prompts, options))
     assert sorted(got) == [0, 1, 2]
     for i, prompt in enumerate(prompts):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -560,7 +560,7 @@ def test_generate_depends_on_the_seed_alone(tiny_folder: Path) -> None:
     options = RolloutConfig(max_new_tokens=12)
 
     def texts(seed: int) -> dict[int, str]:
-        return dict(inline.generate(str(tiny_folder), ["a", "b"], options, seed=seed))
+        return dict(generate(str(tiny_folder), ["a", "b"], options, seed=seed))
 
     assert texts(3) == texts(3)
     assert texts(3)[0] != texts(4)[0]

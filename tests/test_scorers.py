@@ -13,13 +13,12 @@ import torch
 from torch import nn
 
 from helpers import critic_of, left_padded_logprobs, llama, make_rollouts, naive_values
-from stretto import recipes
-from stretto.config import Config, ModelConfig
+from stretto.config import Config, ModelConfig, recipes
 from stretto.errors import LifecycleError, ModelError
 from stretto.models.heads import critic_from_actor
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
-from stretto.runtime.inline.build import Parts, build
+from stretto.runtime import inline
 from stretto.scoring.models import (
     ModelScorer,
     RewardModelScorer,
@@ -320,13 +319,13 @@ def test_an_encoder_is_no_critic() -> None:
 # -- in a run ------------------------------------------------------------------------------------
 
 
-def assemble(stack: ExitStack, tiny_folder: Path, **sections: Any) -> Parts:
+def assemble(stack: ExitStack, tiny_folder: Path, **sections: Any) -> inline.InlineRun:
     """The parts of a run of the tiny model."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 2, "threads": 1}
     sections |= {"model": {"name": str(tiny_folder)}, "task": {"max_prompt_tokens": 64}}
     for name, values in sections.items():
         data[name] = data[name] | values
-    return build(Config.model_validate(data), stack, lambda _: None)
+    return inline.start(Config.model_validate(data), stack, lambda _: None)
 
 
 @pytest.fixture

@@ -14,14 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto
 from helpers import llama
-from stretto import recipes
 from stretto.cli.main import main
-from stretto.config import DemonstrationsConfig, SftConfig
+from stretto.config import DemonstrationsConfig, SftConfig, recipes
 from stretto.errors import ConfigError, LearnerError, ModelError, TaskError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress, PlainProgress
-from stretto.runtime.supervised import sft
+from stretto.runs.supervised import sft
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.responses import Example, Layout
 from stretto.training.sft import CrossEntropy, objective_of, pack

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from stretto import signals
-from stretto.runtime.inline.lanes import drive
+from stretto.workers.drive import drive
 
 
 @pytest.fixture(autouse=True)

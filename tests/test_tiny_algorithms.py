@@ -13,12 +13,11 @@ from typing import Any, get_args
 
 import pytest
 
-from stretto import recipes
-from stretto.config import Config
+from stretto import runs
+from stretto.config import Config, recipes
 from stretto.config.algorithm import AlgorithmName
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.runtime import inline
 
 SETTINGS = tomllib.loads((Path(__file__).parent / "tiny_algorithms.toml").read_text())
 
@@ -64,7 +63,7 @@ def test_tiny_learns_under(algorithm: str, schedule: str, tmp_path: Path) -> Non
     """From under 0.55 to over 0.8, in about a minute of one core."""
     config = settings(algorithm, schedule)
     run_dir = RunDirectory.create(tmp_path, algorithm, config)
-    inline.train(config, run_dir=run_dir, progress=NoProgress())
+    runs.train(config, run_dir=run_dir, progress=NoProgress())
     rewards = [step["objective/scores"] for step in run_dir.read_metrics()]
     assert len(rewards) == config.steps
     assert fmean(rewards[:10]) < START

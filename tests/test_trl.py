@@ -25,8 +25,9 @@ from transformers import (
 from transformers.trainer_utils import SchedulerType
 
 import stretto
-from stretto import PPOConfig, PPOTrainer, recipes
-from stretto.config import Config
+from stretto import PPOConfig, PPOTrainer
+from stretto.assembly.models import made_ready
+from stretto.config import Config, recipes
 from stretto.errors import (
     ConfigError,
     ModelError,
@@ -35,7 +36,6 @@ from stretto.errors import (
     StrettoError,
     TaskError,
 )
-from stretto.runtime.inline.models import made_ready
 from stretto.trl import arguments, tables
 from stretto.trl.prompts import TokenTask
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from stretto import runs
+from stretto.assembly import warmup as assembled
+from stretto.assembly.models import Given
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory
-from stretto.runtime import inline
-from stretto.runtime.inline import build
-from stretto.runtime.inline.models import Given
 from stretto.training import warmup
 from test_ending import length
 from test_runtime import Notes, assert_same_run, settings
@@ -26,7 +26,7 @@ def reinforce(
     config = settings(tiny_folder, **{**small, **changes})
     run_dir, notes = RunDirectory.create(out, "run", config), Notes()
     given = Given(functions={"length": length}, warmup=warm)
-    inline.train(config, run_dir=run_dir, progress=notes, given=given)
+    runs.train(config, run_dir=run_dir, progress=notes, given=given)
     return run_dir, notes
 
 
@@ -44,7 +44,7 @@ def test_runs_are_the_same_with_a_shared_warm_up_as_with_their_own(
         torch.rand(3)
         return own(*args)
 
-    for module in (build, warmup):
+    for module in (assembled, warmup):
         monkeypatch.setattr(module, "warm_up", drawing)
     file = tmp_path / "warmup.safetensors"
     alone, said = reinforce(tiny_folder, tmp_path, model=model)

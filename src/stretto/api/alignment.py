@@ -27,8 +27,7 @@ from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
     from stretto.evaluation import LabelResult, Measured
-    from stretto.runtime.inline import TrainResult
-    from stretto.runtime.supervised import RewardModelResult, SftResult
+    from stretto.runs import RewardModelResult, SftResult, TrainResult
 
 T = TypeVar("T")
 
@@ -106,7 +105,7 @@ def align(
         StrettoError: a setting, a model, the data, a judge, the numbers or the disk are at fault;
             or another process is at work in the folder.
     """
-    from stretto.runtime.inline.infer import say
+    from stretto.evaluation.answers import say
 
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
     folder = Path(folder)
@@ -225,9 +224,8 @@ class _Alignment:
     def run(self) -> Aligned:
         """Do what is not done yet."""
         from stretto.evaluation import LabelResult
-        from stretto.runtime.inline import TrainResult
-        from stretto.runtime.inline.infer import say
-        from stretto.runtime.supervised import RewardModelResult, SftResult
+        from stretto.evaluation.answers import say
+        from stretto.runs import RewardModelResult, SftResult, TrainResult
 
         for line in replaced(self._stages):
             say(line)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto import recipes
 from stretto.api.settings import Settings, changed, model_of, named, trained_with
-from stretto.config import RewardModelConfig, RolloutConfig
+from stretto.config import RewardModelConfig, RolloutConfig, recipes
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ def generate(
         "options",
         RolloutConfig,
     )
-    from stretto.runtime import inline
+    from stretto.evaluation.answers import generate as answers_of
 
-    answers = inline.generate(str(model), prompts, options, seed=seed, chat=chat)
+    answers = answers_of(str(model), prompts, options, seed=seed, chat=chat)
     return [text for _, text in sorted(answers)]

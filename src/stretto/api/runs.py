@@ -59,9 +59,9 @@ def compare(
     Returns:
         its ``table()`` is for people, its ``data()`` for programs.
     """
+    from stretto.assembly.models import Given
     from stretto.observe.compare import Comparison, Outcome
     from stretto.observe.report import load
-    from stretto.runtime.inline.models import Given
 
     base = changed(config_of(settings), changes)
     if not isinstance(variants, Mapping):

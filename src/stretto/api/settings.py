@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from stretto import recipes
-from stretto.config import Config, RewardModelConfig, Section, SftConfig, TaskConfig
+from stretto.config import Config, RewardModelConfig, Section, SftConfig, TaskConfig, recipes
 from stretto.errors import ConfigError
 
 S = TypeVar("S", bound=Section)

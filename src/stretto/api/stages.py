@@ -11,9 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stretto import recipes
 from stretto.api.settings import changed
-from stretto.config import Config, ModelConfig, RewardModelConfig, RowsConfig, Section, SftConfig
+from stretto.config import (
+    Config,
+    ModelConfig,
+    RewardModelConfig,
+    RowsConfig,
+    Section,
+    SftConfig,
+    recipes,
+)
 from stretto.errors import ConfigError, TaskError
 from stretto.files import write_whole
 
@@ -160,11 +167,11 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
         StrettoError: one of these cannot be had, or the stages differ.
     """
     from stretto import tasks
+    from stretto.evaluation.answers import of_model, say
     from stretto.evaluation.gold import open_gold, reference_text
     from stretto.evaluation.rows import measured_on
     from stretto.models.load import load_tokenizer
     from stretto.models.resolve import resolve
-    from stretto.runtime.inline.infer import of_model, say
 
     def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
         return load_tokenizer(resolve(model.name, say), model.trust_remote_code)

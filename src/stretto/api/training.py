@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from stretto import recipes
 from stretto.api.settings import (
     R,
     Settings,
@@ -20,7 +19,7 @@ from stretto.api.settings import (
     of_dataset,
     settled,
 )
-from stretto.config import Config, RewardModelConfig, SftConfig
+from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import ConfigError, StateError, StrettoError, TaskError
 from stretto.files import write_whole
 from stretto.observe import Progress, RunDirectory, make_progress
@@ -30,9 +29,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from stretto.runtime.inline import TrainResult
-    from stretto.runtime.inline.models import Given
-    from stretto.runtime.supervised import RewardModelResult, SftResult
+    from stretto.assembly.models import Given
+    from stretto.runs import RewardModelResult, SftResult, TrainResult
     from stretto.tasks import Task
 
 C = TypeVar("C", SftConfig, RewardModelConfig)
@@ -152,8 +150,8 @@ def execute(
     def work() -> TrainResult:
         if resuming:
             run_dir.save_config(config)
+        from stretto import runs
         from stretto.models.memory import format_plan, plan_for
-        from stretto.runtime import inline
 
         # A model that the caller brings has a type of its own.
         named = given is None or given.actor is None
@@ -163,7 +161,7 @@ def execute(
         for line in decided:
             display.note(line)
         brought = {"given": given} if given else {}
-        return inline.train(final, run_dir=run_dir, resume=resuming, progress=display, **brought)
+        return runs.train(final, run_dir=run_dir, resume=resuming, progress=display, **brought)
 
     return _to_the_end(work, run_dir, display, keep=resuming)
 
@@ -206,18 +204,18 @@ def execute_sft(
     config: SftConfig, run_dir: RunDirectory, *, progress: Progress | None = None
 ) -> SftResult:
     """Fine-tuning in a folder that is there; arguments as those of :func:`execute`."""
-    from stretto.runtime import supervised
+    from stretto import runs
 
-    return _supervised(config, run_dir, supervised.sft, progress)
+    return _supervised(config, run_dir, runs.sft, progress)
 
 
 def execute_reward(
     config: RewardModelConfig, run_dir: RunDirectory, *, progress: Progress | None = None
 ) -> RewardModelResult:
     """The training of a reward model, likewise; see :func:`execute_sft`."""
-    from stretto.runtime import supervised
+    from stretto import runs
 
-    return _supervised(config, run_dir, supervised.train_reward_model, progress)
+    return _supervised(config, run_dir, runs.train_reward_model, progress)
 
 
 def _begun(
@@ -294,7 +292,7 @@ def _brought(
     reward: Any, task: Any, model: Any, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Given, dict[str, Any]]:
     """Objects, and what settings say of them; mappings are settings as they are."""
-    from stretto.runtime.inline.models import Given
+    from stretto.assembly.models import Given
 
     given = Given(tokenizer=tokenizer)
     meant: dict[str, Any] = {}

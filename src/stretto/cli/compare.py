@@ -19,7 +19,7 @@ from pathlib import Path
 
 import tyro
 
-from stretto import recipes, signals
+from stretto import signals
 from stretto.api.settings import settled
 from stretto.cli import compare_sim
 from stretto.cli.settings import (
@@ -45,7 +45,7 @@ from stretto.cli.variants import (
     plan,
     publish,
 )
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.observe import report
 from stretto.observe.compare import Outcome

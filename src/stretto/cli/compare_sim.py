@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from stretto import recipes
 from stretto.cli.variants import (
     DEFAULT_SEEDS,
     DEFAULT_VARIANTS,
@@ -26,7 +25,7 @@ from stretto.cli.variants import (
     publish,
     schedule_of,
 )
-from stretto.config import ScheduleConfig
+from stretto.config import ScheduleConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
 from stretto.observe.compare import ALL_DEVICES, Outcome

@@ -24,9 +24,9 @@ def describe_run(config: Config) -> str:
         ModelError: a model is no known name and no folder, its architecture cannot be read, or it
             has fewer layers than pipeline stages.
     """
+    from stretto.assembly.controls import largest_overcommit, most_in_flight
     from stretto.models.memory import format_plan, plan_for
     from stretto.observe.progress import headline
-    from stretto.runtime.controls import largest_overcommit, most_in_flight
 
     r, t = config.rollout, config.training
     updates = t.epochs * t.minibatches

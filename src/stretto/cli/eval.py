@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from stretto import recipes
 from stretto.api.settings import trained_with
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -21,7 +20,7 @@ from stretto.cli.settings import (
     leading_recipe,
     parse_with_config,
 )
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.models.resolve import trained_model
 from stretto.observe.report import evaluations

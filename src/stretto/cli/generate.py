@@ -67,9 +67,9 @@ def _generate(
         rule = first["msg"].replace("Input should be", "must be")
         raise ConfigError(f"{name} {first['input']!r}: {rule}") from error
 
-    from stretto.runtime import inline
+    from stretto.evaluation.answers import generate
 
-    answers = inline.generate(model, asked, rollout, seed=seed, chat=chat)
+    answers = generate(model, asked, rollout, seed=seed, chat=chat)
     for index, text in _in_order(answers):
         print(text if len(asked) == 1 else f"[{index + 1}] {text}", flush=True)
 

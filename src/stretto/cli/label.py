@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from stretto import recipes
 from stretto.cli.settings import (
     Option,
     check_recipe_is_first,
@@ -21,7 +20,7 @@ from stretto.cli.settings import (
     leading_recipe,
     parse_with_config,
 )
-from stretto.config import RewardModelConfig
+from stretto.config import RewardModelConfig, recipes
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:

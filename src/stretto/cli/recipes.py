@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from stretto import recipes
+from stretto.config import recipes
 
 
 def run(arguments: Sequence[str]) -> int:

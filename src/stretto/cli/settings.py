@@ -17,9 +17,8 @@ import tomli_w
 import tyro
 from pydantic import BaseModel
 
-from stretto import recipes
 from stretto.api.settings import HELD_OUT, ROWS, other_rows
-from stretto.config import Config, Section
+from stretto.config import Config, Section, recipes
 from stretto.errors import ConfigError
 
 S = TypeVar("S", bound=Section)

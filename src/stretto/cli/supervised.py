@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import tyro
 
-from stretto import recipes
 from stretto.cli import dry_run
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -16,7 +15,7 @@ from stretto.cli.settings import (
     leading_recipe,
     parse_with_config,
 )
-from stretto.config import RewardModelConfig, SftConfig
+from stretto.config import RewardModelConfig, SftConfig, recipes
 from stretto.errors import ConfigError
 
 C = TypeVar("C", SftConfig, RewardModelConfig)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from stretto import recipes
 from stretto.api import RESUMABLE, check_resumable, execute
 from stretto.cli import dry_run
 from stretto.cli.settings import (
@@ -19,12 +18,12 @@ from stretto.cli.settings import (
     leading_recipe,
     parse_with_config,
 )
-from stretto.config import Config
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
 
 if TYPE_CHECKING:
-    from stretto.runtime.inline.models import Given
+    from stretto.assembly.models import Given
 
 DEFAULT_RECIPE = "arithmetic"
 
@@ -53,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
 def _given(warmup_file: str) -> Given | None:
     if not warmup_file:
         return None
-    from stretto.runtime.inline.models import Given
+    from stretto.assembly.models import Given
 
     return Given(warmup=Path(warmup_file))
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto import recipes
-from stretto.config import PRESETS, Config, ScheduleConfig
+from stretto.config import PRESETS, Config, ScheduleConfig, recipes
 from stretto.errors import ConfigError, nearest
 from stretto.observe.compare import Comparison, Outcome
 

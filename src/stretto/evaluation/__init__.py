@@ -5,11 +5,11 @@ A policy answers held-out prompts once; every measure looks at the same response
 
 from stretto.evaluation.gold import open_gold
 from stretto.evaluation.harness import Benchmark, benchmark
+from stretto.evaluation.kl import KlToSft
 from stretto.evaluation.labels import LabelResult, label_pairs, label_responses
 from stretto.evaluation.llm import Judgement, LlmJudge
 from stretto.evaluation.measures import Measured, judge, kl_to_sft, measure, win_rate
 from stretto.evaluation.rates import WinRate
-from stretto.evaluation.sft import KlToSft
 from stretto.evaluation.verified import EvalResult, evaluate
 
 __all__ = [

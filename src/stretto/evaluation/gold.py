@@ -9,22 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto import tasks
+from stretto.assembly.scorers import MODEL, open_function, reward_scorer
 from stretto.config import Config
 from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
-from stretto.models.forward import token_budget
-from stretto.models.load import pick_device
-from stretto.runtime.inline.infer import WholeScorer, judge_all, say
-from stretto.runtime.inline.models import load_reward_model
-from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.models import RewardModelScorer
+from stretto.evaluation.answers import WholeScorer, judge_all, say
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MODEL = "model:"
-"""What a source that is a reward model begins with; the model's name follows."""
 
 
 def open_gold(
@@ -51,32 +44,13 @@ def open_gold(
         ModelError: the reward model cannot be loaded, or has no scalar head.
     """
     if source.startswith(MODEL):
-        return _reward_model(source, config, tokenizer, ends)
+        return reward_scorer(source, config, tokenizer, say, ends=ends)
     if source != "task" and ".py:" not in source:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
             "function) or 'model:NAME' (a reward model)"
         )
-    judge = FunctionScorer(
-        source,
-        config.task,
-        config.seed,
-        tokenizer,
-        stop=config.rollout.stop,
-        timeout_s=config.reward.timeout_s,
-        columns=columns,
-    )
-    stack.callback(judge.close)
-    return judge
-
-
-def _reward_model(
-    source: str, config: Config, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
-) -> RewardModelScorer:
-    model, own = load_reward_model(config, source.removeprefix(MODEL), say)
-    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
-    stop = config.rollout.stop
-    return RewardModelScorer(source, model, own, tokenizer, budget, stop, given_ends=ends, say=say)
+    return open_function(source, config, columns, tokenizer, stack)
 
 
 def gold_scores(

@@ -12,9 +12,9 @@ from typing import Any
 
 from stretto.config import Config
 from stretto.errors import ConfigError, MissingExtraError
+from stretto.evaluation.answers import say
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.resolve import resolve
-from stretto.runtime.inline.infer import say
 
 FEWSHOT: Mapping[str, int] = {
     "arc_challenge": 0,

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import tasks
+from stretto.assembly.models import load_actor, prepare_torch
+from stretto.assembly.scorers import MODEL
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.errors import ConfigError, TaskError
-from stretto.evaluation.gold import MODEL, as_rollout, end_tokens_of, gold_scores, open_gold
+from stretto.evaluation.answers import answer, of_model, say
+from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
-from stretto.runtime.inline.build import prepare_torch
-from stretto.runtime.inline.infer import answer, of_model, say
-from stretto.runtime.inline.models import load_actor
 from stretto.scoring.text import response_text
 from stretto.tasks.conversations import cells_of
 from stretto.tasks.encode import utf8

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.errors import ConfigError, JudgeError, MissingExtraError
 from stretto.evaluation.rates import point, standard_error
-from stretto.runtime.inline.lanes import drive
 from stretto.types import Prompt
+from stretto.workers.drive import drive
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from stretto import tasks
+from stretto.assembly.models import load_actor, prepare_torch
 from stretto.config import Config, RowsConfig
 from stretto.errors import ConfigError
+from stretto.evaluation.answers import Answers, WholeScorer, answer, of_model, say
 from stretto.evaluation.gold import (
     as_rollout,
     end_tokens_of,
@@ -17,15 +19,12 @@ from stretto.evaluation.gold import (
     open_gold,
     reference_text,
 )
+from stretto.evaluation.kl import KlToSft, drift, logprob_sums, require_tokenizer
 from stretto.evaluation.llm import Judgement, LlmJudge, Pair, open_judge
 from stretto.evaluation.rates import WinRate, compare
 from stretto.evaluation.rows import Questions, measured_on, questions
-from stretto.evaluation.sft import KlToSft, drift, logprob_sums, require_tokenizer
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
-from stretto.runtime.inline.build import prepare_torch
-from stretto.runtime.inline.infer import Answers, WholeScorer, answer, of_model, say
-from stretto.runtime.inline.models import load_actor
 from stretto.scoring.text import response_text
 from stretto.tasks.responses import Layout
 from stretto.types import Rollout

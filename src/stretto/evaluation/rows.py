@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import tasks
+from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.errors import TaskError
-from stretto.runtime.controls import most_in_flight
 from stretto.tasks.content import content, is_held_out
 from stretto.tasks.files import SUFFIXES
 from stretto.tasks.prompts import PromptSource, all_too_long

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from stretto import tasks
+from stretto.assembly.models import load_actor, prepare_torch
+from stretto.assembly.scorers import open_function
 from stretto.config import Config
+from stretto.evaluation.answers import answer, judge_all, of_model, say
 from stretto.evaluation.rates import standard_error
 from stretto.evaluation.rows import measured_on, questions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
-from stretto.runtime.inline.build import open_judges, prepare_torch
-from stretto.runtime.inline.infer import answer, judge_all, of_model, say
-from stretto.runtime.inline.models import load_actor
 from stretto.tasks.base import RIGHT
 
 
@@ -76,7 +76,7 @@ def evaluate(
         prepare_torch(read)
         tokenizer = load_tokenizer(resolve(model, say), read.model.trust_remote_code)
         task = tasks.load(read.task, read.seed)
-        judge = open_judges(read, task, tokenizer, stack)[0]
+        judge = open_function("task", read, task.row(0).data.keys(), tokenizer, stack)
         asked = questions(config, task, tokenizer, samples, trained or config)
         answers = answer(read, load_actor(read, say), tokenizer, asked.prompts)
         scores = judge_all(judge, answers.rollouts, read.rollout.batch)

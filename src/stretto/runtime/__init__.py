@@ -1,1 +1,1 @@
-"""On what the work runs."""
+"""Where the roles of a run work: in this process (``inline``), or in virtual time (``sim``)."""

@@ -21,10 +21,10 @@ from stretto.config import TaskConfig
 from stretto.errors import ConfigError, EngineError, JudgeError
 from stretto.scoring.local import LocalJudge
 from stretto.scoring.pending import Pending
-from stretto.scoring.process import JudgeProcess
 from stretto.scoring.text import response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Chunk, Prompt, Rollout, Score, ScoreKind, Weights
+from stretto.workers.judge import JudgeProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,7 +11,7 @@ from stretto.scoring.conventions import recognise
 
 
 class LocalJudge:
-    """What :class:`~stretto.scoring.process.JudgeProcess` does, with a function at hand.
+    """What :class:`~stretto.workers.judge.JudgeProcess` does, with a function at hand.
 
     Args:
         function: in TRL's, verl's or OpenRLHF's convention.

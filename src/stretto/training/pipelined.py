@@ -21,7 +21,6 @@ from stretto.errors import ConfigError, LearnerError, ModelError
 from stretto.models.forward import by_token_budget, token_budget
 from stretto.pipelines.executor.executor import Layout, Name, Timings
 from stretto.pipelines.executor.profile import makespan_us, profile
-from stretto.pipelines.executor.ranks import Ranks
 from stretto.pipelines.executor.stages import Stage, cut, for_sending
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import (
@@ -38,6 +37,7 @@ from stretto.training.planner import Planner
 from stretto.training.stages import StageTrainer
 from stretto.training.trained import Course, Snapshots, new_gate, require_finite_norm
 from stretto.types import Stats
+from stretto.workers.ranks import Ranks
 
 MEASURED_RUN = 2
 """The mini-batch whose latencies are measured; the first is slow for reasons of its own."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from stretto.assembly.engines import make_engine
+from stretto.assembly.models import Given, made_ready
 from stretto.config import Config
 from stretto.models.forward import token_budget
-from stretto.runtime.inline.models import Given, made_ready
-from stretto.runtime.inline.placement import make_engine
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.trl.arguments import REWARD_MODEL

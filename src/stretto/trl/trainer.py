@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from stretto import api, files, recipes
-from stretto.config import Config
+from stretto import api, files
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory, make_progress
 from stretto.trl import adapters, arguments, checks
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from stretto.runtime.inline import TrainResult
-    from stretto.runtime.inline.models import Given
+    from stretto.assembly.models import Given
+    from stretto.runs import TrainResult
 
 
 class PPOTrainer:
@@ -236,7 +236,7 @@ class PPOTrainer:
         return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
     def _given(self) -> Given:
-        from stretto.runtime.inline.models import Given
+        from stretto.assembly.models import Given
 
         return Given(
             actor=self.policy_model,

@@ -1,6 +1,5 @@
-"""Real models in this process."""
+"""Real models in this process: every role works on a thread of it."""
 
-from stretto.runtime.inline.infer import generate
-from stretto.runtime.inline.train import TrainResult, train
+from stretto.runtime.inline.run import InlineRun, start
 
-__all__ = ["TrainResult", "generate", "train"]
+__all__ = ["InlineRun", "start"]

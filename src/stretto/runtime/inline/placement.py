@@ -13,48 +13,33 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.config import Config
-from stretto.errors import EngineError, ModelError
-from stretto.models.cached import slots_within
-from stretto.models.clone import with_own_structure, with_own_weights
-from stretto.models.forward import backbone, unwrapped
-from stretto.models.load import end_token_ids
-from stretto.pipelines.executor.ranks import Ranks
-from stretto.protocols import Tracer
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.stop import StopStrings
-from stretto.runtime.controls import (
+from stretto.assembly.controls import (
     Migrating,
     hosts_scorers,
     migrates,
     model_seats,
     most_in_flight,
 )
-from stretto.runtime.inline.lanes import Lane
-from stretto.runtime.inline.roles import (
-    InlineGenerator,
-    InlineLearner,
-    InlineScorer,
-    Judge,
-    PlainLearner,
-    PlainScorer,
-)
+from stretto.assembly.engines import make_engine, prefill_tokens_per_s
+from stretto.config import Config
+from stretto.models.clone import with_own_structure, with_own_weights
+from stretto.protocols import Tracer
+from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer
 from stretto.schedules.migration import MigrationLimits
 from stretto.schedules.scoring import Seat
+from stretto.workers.protocols import FunctionWorker, LearnerWorker, ScorerWorker
+from stretto.workers.ranks import Ranks
+from stretto.workers.threads import Lane
 
 PATIENCE_S = 3.0
 """How long the end of a run waits for calls that were interrupted."""
 
 COPY_GAIN = 100.0
 """Keys and values are copied this much faster within one memory than they are computed."""
-
-MEMORY_SHARE = 0.15
-"""Of the free memory, for the keys and values of one scorer."""
 
 
 class Placement:
@@ -94,7 +79,7 @@ class Placement:
             for _ in range(model_seats(config))
         ]
         self._hosts = hosts_scorers(config)
-        self._judges: Sequence[Judge] = ()
+        self._judges: Sequence[FunctionWorker] = ()
         self._end_ranks: Callable[[], None] = lambda: None
         _, _, self.training_threads = self._threads(config)
         self._generating = with_own_weights(actor) if self._lagging else actor
@@ -143,7 +128,10 @@ class Placement:
         ]
 
     def seats(
-        self, judges: Sequence[Judge], models: Sequence[Sequence[PlainScorer]], tracer: Tracer
+        self,
+        judges: Sequence[FunctionWorker],
+        models: Sequence[Sequence[ScorerWorker]],
+        tracer: Tracer,
     ) -> list[Seat]:
         """The scorers. A judge works in a process of its own, models on a lane.
 
@@ -165,7 +153,7 @@ class Placement:
         return seats
 
     def learner(
-        self, learner: PlainLearner, tracer: Tracer, ranks: Ranks | None = None
+        self, learner: LearnerWorker, tracer: Tracer, ranks: Ranks | None = None
     ) -> InlineLearner:
         """The learner.
 
@@ -262,64 +250,3 @@ class Placement:
         lane = Lane(name, threads, **options)
         self._opened.append(lane)
         return lane
-
-
-def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -> int:
-    """Rollouts that a scorer can follow within its share of free memory; 0 where none streams."""
-    if config.schedule.knob("score_on") != "chunk":
-        return 0
-    parameter = next(model.parameters())
-    free_bytes = (
-        torch.cuda.mem_get_info(parameter.device)[0]
-        if parameter.device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
-    positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
-    budget = int(MEMORY_SHARE * free_bytes)
-    try:
-        fit = slots_within(model, positions, budget)
-    except (EngineError, ModelError):  # the scorer will say so
-        return most_in_flight(config)
-    if not fit:
-        say(
-            f"no response of up to {positions} tokens fits into a scorer's share of free memory "
-            f"({budget >> 20} MiB): whole responses are scored, once they have ended"
-        )
-    return min(most_in_flight(config), fit)
-
-
-@torch.inference_mode()
-def prefill_tokens_per_s(model: nn.Module, tokens: int = 256) -> float:
-    """How fast the model reads, measured on one sequence; the first pass is a rehearsal."""
-    device = next(model.parameters()).device
-    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
-    seconds = 0.0
-    for _ in range(2):
-        start_s = time.perf_counter()
-        backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -1, 0].item()
-        seconds = time.perf_counter() - start_s
-    return tokens / seconds
-
-
-def make_engine(
-    config: Config,
-    actor: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: int,
-    end_tokens: frozenset[int] | None = None,
-) -> TorchEngine:
-    """A generation engine over the actor's own weights, for up to so many rollouts at a time.
-
-    ``end_tokens`` end a response; without them the model's and the tokenizer's do.
-    """
-    ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
-    stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
-    return TorchEngine(
-        actor,
-        config.rollout,
-        end_tokens=ends,
-        seed=config.seed,
-        stop=stop,
-        slots=config.rollout.slots or rows,
-        carry=config.schedule.carry,
-    )

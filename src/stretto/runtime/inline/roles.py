@@ -1,12 +1,11 @@
-"""The roles of this process behind the protocols: plain objects that work on lanes."""
+"""The roles of this process behind the protocols: workers on lanes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from stretto.protocols import Tracer
-from stretto.runtime.inline.lanes import Lane
 from stretto.types import (
     Batch,
     Chunk,
@@ -18,55 +17,10 @@ from stretto.types import (
     Weights,
     short_name,
 )
+from stretto.workers.protocols import GeneratorWorker, LearnerWorker, ScorerWorker
+from stretto.workers.threads import Lane
 
 T = TypeVar("T")
-
-
-class PlainScorer(Protocol):
-    """A scorer whose methods are plain functions."""
-
-    name: str
-    kind: ScoreKind
-    follows: str
-
-    @property
-    def worthwhile_tokens(self) -> int: ...
-    @property
-    def streaming(self) -> bool: ...
-
-    def admit(self, rollouts: Sequence[Rollout]) -> None: ...
-    def extend(self, chunks: Sequence[Chunk]) -> None: ...
-    def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]: ...
-    def release(self, rollout_ids: Sequence[int]) -> None: ...
-    def load(self, weights: Weights) -> None: ...
-
-
-class Judge(PlainScorer, Protocol):
-    """A scorer with a process of its own, which can be ended from another thread."""
-
-    def close(self) -> None: ...
-
-
-class PlainGenerator(Protocol):
-    """A generator whose methods are plain functions."""
-
-    version: int
-    context_tokens: int
-    prefilled_tokens: int
-
-    def admit(self, rollouts: Sequence[Rollout]) -> None: ...
-    def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]: ...
-    def release(self, rollout_ids: Sequence[int]) -> None: ...
-    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]: ...
-    def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None: ...
-    def load(self, weights: Weights) -> None: ...
-
-
-class PlainLearner(Protocol):
-    """A learner whose methods are plain functions."""
-
-    def train(self, batch: Batch) -> Stats: ...
-    def publish(self) -> Mapping[str, Weights]: ...
 
 
 class _Role:
@@ -96,7 +50,7 @@ class _Role:
 class InlineScorer(_Role):
     """A scorer of this process; see :class:`~stretto.protocols.Scorer`."""
 
-    def __init__(self, scorer: PlainScorer, lane: Lane, tracer: Tracer) -> None:
+    def __init__(self, scorer: ScorerWorker, lane: Lane, tracer: Tracer) -> None:
         super().__init__(short_name(scorer.name), lane, tracer)
         self._scorer = scorer
 
@@ -155,7 +109,7 @@ class InlineScorer(_Role):
 class InlineGenerator(_Role):
     """An engine of this process; see :class:`~stretto.protocols.Generator`."""
 
-    def __init__(self, role: str, engine: PlainGenerator, lane: Lane, tracer: Tracer) -> None:
+    def __init__(self, role: str, engine: GeneratorWorker, lane: Lane, tracer: Tracer) -> None:
         super().__init__(role, lane, tracer)
         self._engine = engine
 
@@ -201,7 +155,7 @@ class InlineGenerator(_Role):
 class InlineLearner(_Role):
     """A learner of this process; see :class:`~stretto.protocols.Learner`."""
 
-    def __init__(self, learner: PlainLearner, lane: Lane, tracer: Tracer) -> None:
+    def __init__(self, learner: LearnerWorker, lane: Lane, tracer: Tracer) -> None:
         super().__init__("learner", lane, tracer)
         self._learner = learner
 

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
+from stretto.assembly.controls import Migrating
 from stretto.config import NonNegativeInt, PositiveInt, ScheduleConfig, Section
 from stretto.errors import ConfigError
-from stretto.runtime.controls import Migrating
 from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.hardware import (
     Efficiency,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from stretto.assembly.controls import hosts_scorers
 from stretto.config import Config
 from stretto.errors import StateError
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
-from stretto.runtime.controls import hosts_scorers
 from stretto.runtime.sim.calibration import calibrate
 from stretto.runtime.sim.cluster import (
     Cluster,

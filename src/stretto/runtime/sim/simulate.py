@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from stretto.assembly.controls import controls, migrates
 from stretto.config import Config, RewardConfig, RolloutConfig
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import Generator, Learner, Tracer
-from stretto.runtime.controls import controls, migrates
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.devices import Device, Lane
 from stretto.runtime.sim.faults import Faults, faulty

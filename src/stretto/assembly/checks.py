@@ -11,6 +11,7 @@ from stretto.errors import ConfigError
 from stretto.models.positions import positions
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import PromptSource
+from stretto.training.partition import check_stages
 from stretto.types import Prompt
 
 FIRST = 8
@@ -94,3 +95,13 @@ def look_at_prompts(prompts: PromptSource, say: Callable[[str], None]) -> list[P
             "text; conversations are given as lists of messages"
         )
     return first
+
+
+def check_cuts(config: Config, actor: nn.Module, rewards: Sequence[RewardModelScorer]) -> None:
+    """See before the warm-up that models can be cut; a critic of another kind is yet to come."""
+    if not config.pipeline.ranks:
+        return
+    check_stages(config.pipeline, "actor", actor)
+    if config.critic.init in ("actor", "reward"):
+        critic = actor if config.critic.init == "actor" else rewards[0].model
+        check_stages(config.pipeline, "critic", critic)

@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.config import Config
+from stretto.allocator import keep_freed_memory
+from stretto.config import Config, SupervisedConfig
 from stretto.errors import ConfigError
 from stretto.models.attention import use_short_attention
-from stretto.models.forward import freeze_unread, token_budget, unwrapped
+from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import (
     load_causal_lm,
@@ -27,15 +29,7 @@ from stretto.models.load import (
 from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
-from stretto.runtime.controls import model_seats
-from stretto.runtime.inline.placement import scorer_slots
-from stretto.runtime.inline.roles import PlainScorer
-from stretto.scoring.models import (
-    RewardModelScorer,
-    critic_scorer,
-    reference_scorer,
-    same_tokenizer,
-)
+from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
 
 Say = Callable[[str], None]
@@ -73,6 +67,14 @@ class Given:
 
 NOTHING = Given()
 """All as the settings say."""
+
+
+def prepare_torch(config: Config | SupervisedConfig) -> None:
+    """Memory, threads, and the random state of initialisation, which no run draws from later."""
+    keep_freed_memory()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
 
 
 def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
@@ -124,29 +126,6 @@ def load_actor(config: Config, say: Say) -> nn.Module:
 def frozen_copy(model: nn.Module) -> nn.Module:
     """A copy that is never trained."""
     return copy.deepcopy(model).requires_grad_(False)
-
-
-def reward_models(
-    config: Config, tokenizer: PreTrainedTokenizerBase, given: Given, say: Say
-) -> list[list[RewardModelScorer]]:
-    """For each seat of the model scorers, one for each reward model; seats share the models."""
-    seats: list[list[RewardModelScorer]] = [[] for _ in range(model_seats(config))]
-    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
-    for source in config.reward.sources:
-        if source in given.reward_models:
-            model, own = given.reward_models[source]
-            made_ready(model, config, f"reward model '{source}'").requires_grad_(False)
-        elif source.startswith("model:"):
-            model, own = load_reward_model(config, source.removeprefix("model:"), say)
-        else:
-            continue
-        slots = scorer_slots(config, model, say)
-        for seat in seats:
-            scorer = RewardModelScorer(
-                source, model, own, tokenizer, budget, config.rollout.stop, slots=slots, say=say
-            )
-            seat.append(scorer)
-    return seats
 
 
 def load_reward_model(
@@ -233,22 +212,6 @@ def make_reference(
     if given.reference is not None:
         return made_ready(given.reference, config, "the reference").requires_grad_(False)
     return actor if config.model.lora_rank else frozen_copy(base)
-
-
-def model_scorers(
-    config: Config, reference: nn.Module | None, critic: nn.Module | None, say: Say
-) -> list[PlainScorer]:
-    """Reference and critic, where the algorithm has them."""
-    budget = token_budget(config.training.microbatch_tokens, pick_device(config.model.device))
-    scorers: list[PlainScorer] = []
-    if reference is not None:
-        slots = scorer_slots(config, reference, say)
-        temperature = config.rollout.temperature
-        scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
-    if critic is not None:
-        slots = scorer_slots(config, critic, say)
-        scorers.append(critic_scorer(critic, budget, slots=slots, say=say))
-    return scorers
 
 
 def _require_same_tokenizer(init: str, same: bool) -> None:

@@ -1,4 +1,4 @@
-"""Supervised runs in this process: from settings to a run directory with a trained model."""
+"""Supervised runs: from settings to a run directory with a trained model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -29,8 +28,8 @@ from stretto.models.load import (
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe import Progress, Recorder, RunDirectory
-from stretto.process import keep_freed_memory
-from stretto.runtime.ending import saved_at_the_end
+from stretto.assembly.models import prepare_torch
+from stretto.runs.ending import saved_at_the_end
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.pairs import read_pairs, tokens_of
 from stretto.tasks.responses import Layout, attempt
@@ -243,10 +242,7 @@ def _load(
     config: SupervisedConfig, progress: Progress
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, frozenset[int]]:
     """The model, its tokenizer, and the tokens that end a response."""
-    keep_freed_memory()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
+    prepare_torch(config)
     m = config.model
     path, device = resolve(m.name, progress.note), pick_device(m.device)
     tokenizer = load_tokenizer(path, m.trust_remote_code)

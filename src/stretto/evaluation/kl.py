@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from stretto.assembly.models import load_actor
 from stretto.config import Config
 from stretto.errors import ConfigError
+from stretto.evaluation.answers import of_model, say
 from stretto.evaluation.rates import standard_error
 from stretto.models.forward import (
     microbatches,
@@ -27,8 +29,6 @@ from stretto.models.forward import (
 from stretto.models.load import load_tokenizer
 from stretto.models.logits import token_logprobs
 from stretto.models.resolve import resolve
-from stretto.runtime.inline.infer import of_model, say
-from stretto.runtime.inline.models import load_actor
 from stretto.scoring.models import same_tokenizer
 from stretto.types import Rollout
 

@@ -1,4 +1,4 @@
-"""A training run in this process."""
+"""A training run: steps, records and checkpoints, on any runtime."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from stretto.algorithms.rewards import apply_missing_eos
 from stretto.config import Config
 from stretto.errors import StorageError
-from stretto.models.load import save_model
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
-from stretto.runtime.ending import saved_at_the_end
-from stretto.runtime.inline.build import Parts, build
-from stretto.runtime.inline.lanes import drive
-from stretto.runtime.inline.models import NOTHING, Given
+from stretto.runs.ending import saved_at_the_end
+from stretto.runtime.start import start
+from stretto.runtime.base import Running
+from stretto.workers.drive import drive
+from stretto.assembly.models import NOTHING, Given
 from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
-from stretto.training import checkpoint
-from stretto.training.trained import end_updates
+from stretto.runs import checkpoint
 from stretto.types import FinishReason, Rollout, Stats, total_reward
 
 
@@ -67,26 +67,26 @@ def train(
         if resume:
             first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        parts = build(config, stack, progress.note, given)
+        running = start(config, stack, progress.note, given)
         if state is not None:
-            parts.load_state_dict(state)
+            running.load_state_dict(state)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
-        parts.spans.reset()
-        run = _Run(config, parts, recorder, run_dir, done=first)
+        running.spans.reset()
+        run = _Run(config, running, recorder, run_dir, done=first)
         with saved_at_the_end(
             run_dir.model,
-            lambda: save_model(parts.actor, parts.tokenizer, run_dir.model),
+            lambda: running.save(run_dir.model),
             lambda: f"step {run.done}" if run.done > first else "",
             run.halt,
             recorder.note,
         ):
             drive(run.steps())
         recorder.note(recorder.where_time_went())
-        if parts.prompts.skipped:
+        if running.prompts.skipped:
             recorder.note(
-                f"{parts.prompts.skipped} prompts were longer than task.max_prompt_tokens = "
+                f"{running.prompts.skipped} prompts were longer than task.max_prompt_tokens = "
                 f"{config.task.max_prompt_tokens} and left out"
             )
     return TrainResult(config.steps, run.stats, run_dir.model)
@@ -102,7 +102,7 @@ class _Run:
     """
 
     config: Config
-    parts: Parts
+    running: Running
     recorder: Recorder
     run_dir: RunDirectory
     done: int
@@ -110,32 +110,31 @@ class _Run:
 
     async def steps(self) -> None:
         """Take all that are left."""
-        async with self.parts.schedule as schedule:
+        async with self.running.schedule as schedule:
             while self.done < self.config.steps:
                 self._record(await schedule.step())
                 if _due(self.done, self.config):
                     async with schedule.steady:
-                        state = self.parts.state_dict()
+                        state = self.running.state_dict()
                     checkpoint.save(self.run_dir.checkpoints, self.done, state)
 
     def halt(self) -> bool:
         """End whatever still works, after an error; whether the actor's weights are whole."""
-        whole = end_updates(self.parts.actor)  # before a lane is broken off in the midst of one
-        self.parts.placement.close()
+        whole = self.running.halt()
         with suppress(StorageError):
-            self.run_dir.append_rollouts(self.done + 1, self.parts.schedule.abandoned, {})
+            self.run_dir.append_rollouts(self.done + 1, self.running.schedule.abandoned, {})
         return whole
 
     def _record(self, step: Step) -> None:
         self.done += 1
-        config, recorder, spans = self.config, self.recorder, self.parts.spans
+        config, recorder, spans = self.config, self.recorder, self.running.spans
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
         self.stats = {**step.stats, **timings}
         rewards = {r.id: _reward(r, config) for r in step.batch}
         recorder.step(
             self.done,
             self.stats,
-            [_sample(r, config, self.parts) for r in step.batch[: config.observe.samples]],
+            [_sample(r, config, self.running.tokenizer) for r in step.batch[: config.observe.samples]],
             window=spans.take(),
             rollouts=[*step.batch, *step.rejected],
             rewards=rewards,
@@ -161,12 +160,10 @@ def _reward(rollout: Rollout, config: Config) -> float:
     return reward.item()
 
 
-def _sample(rollout: Rollout, config: Config, parts: Parts) -> Sample:
+def _sample(rollout: Rollout, config: Config, tokenizer: PreTrainedTokenizerBase) -> Sample:
     return Sample(
         prompt=rollout.prompt.text,
-        response=response_text(
-            parts.tokenizer, rollout.tokens, rollout.finish, config.rollout.stop
-        ),
+        response=response_text(tokenizer, rollout.tokens, rollout.finish, config.rollout.stop),
         reward=_reward(rollout, config),
         finish=str(rollout.finish),
         tokens=len(rollout),

@@ -26,8 +26,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NoReturn
 
+from stretto.allocator import keep_freed_memory
 from stretto.errors import StrettoError
-from stretto.process import keep_freed_memory
 
 
 @dataclass(frozen=True, slots=True)

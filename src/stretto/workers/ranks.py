@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.errors import RankError
-from stretto.pipelines.executor.worker import Done, Failed, Opening
+from stretto.workers.rank import Done, Failed, Opening
 
 _START = "its start"
 _NO_WORDS: Mapping[str, str] = MappingProxyType({})
@@ -134,7 +134,7 @@ class Ranks:
         life, held = Pipe(duplex=False)  # nothing is said there: it closes when the process ends
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from stretto.pipelines.executor.worker import main; main({theirs.fileno()})"
+            f"from stretto.workers.rank import main; main({theirs.fileno()})"
         )
         descriptors = [theirs.fileno(), held.fileno()]
         descriptors += [opening.listener] if opening.listener else []

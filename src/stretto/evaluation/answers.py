@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from torch import nn
 
+from stretto.assembly.engines import make_engine
+from stretto.assembly.models import load_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
 from stretto.errors import JudgeError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.rollout.engine import TorchEngine
-from stretto.runtime.inline.build import prepare_torch
-from stretto.runtime.inline.models import load_actor
-from stretto.runtime.inline.placement import make_engine
 from stretto.scoring.text import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.prompts import render

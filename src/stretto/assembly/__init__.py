@@ -1,0 +1,1 @@
+"""From settings to parts: models, engines, scorers, learner, controllers. Knows no runtime."""

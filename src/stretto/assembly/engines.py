@@ -1,0 +1,84 @@
+"""The engine that generates, and how much a scorer may keep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto.assembly.controls import most_in_flight
+from stretto.config import Config
+from stretto.errors import EngineError, ModelError
+from stretto.models.cached import slots_within
+from stretto.models.forward import backbone, unwrapped
+from stretto.models.load import end_token_ids
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.stop import StopStrings
+
+MEMORY_SHARE = 0.15
+"""Of the free memory, for the keys and values of one scorer."""
+
+
+def make_engine(
+    config: Config,
+    actor: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: int,
+    end_tokens: frozenset[int] | None = None,
+) -> TorchEngine:
+    """A generation engine over the actor's own weights, for up to so many rollouts at a time.
+
+    ``end_tokens`` end a response; without them the model's and the tokenizer's do.
+    """
+    ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
+    stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
+    return TorchEngine(
+        actor,
+        config.rollout,
+        end_tokens=ends,
+        seed=config.seed,
+        stop=stop,
+        slots=config.rollout.slots or rows,
+        carry=config.schedule.carry,
+    )
+
+
+def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -> int:
+    """Rollouts that a scorer can follow within its share of free memory; 0 where none streams."""
+    if config.schedule.knob("score_on") != "chunk":
+        return 0
+    parameter = next(model.parameters())
+    free_bytes = (
+        torch.cuda.mem_get_info(parameter.device)[0]
+        if parameter.device.type == "cuda"
+        else psutil.virtual_memory().available
+    )
+    positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    budget = int(MEMORY_SHARE * free_bytes)
+    try:
+        fit = slots_within(model, positions, budget)
+    except (EngineError, ModelError):  # the scorer will say so
+        return most_in_flight(config)
+    if not fit:
+        say(
+            f"no response of up to {positions} tokens fits into a scorer's share of free memory "
+            f"({budget >> 20} MiB): whole responses are scored, once they have ended"
+        )
+    return min(most_in_flight(config), fit)
+
+
+@torch.inference_mode()
+def prefill_tokens_per_s(model: nn.Module, tokens: int = 256) -> float:
+    """How fast the model reads, measured on one sequence; the first pass is a rehearsal."""
+    device = next(model.parameters()).device
+    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
+    seconds = 0.0
+    for _ in range(2):
+        start_s = time.perf_counter()
+        backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -1, 0].item()
+        seconds = time.perf_counter() - start_s
+    return tokens / seconds

@@ -1,0 +1,73 @@
+"""The learner, as the settings ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import nn
+
+from stretto.config import Config
+from stretto.pipelines.executor.layout import Name
+from stretto.training.learner import PolicyLearner
+from stretto.training.trained import Course, TrainedModel
+from stretto.workers.ranks import Ranks
+
+
+def make_learner(
+    config: Config,
+    actor: nn.Module,
+    critic: nn.Module | None,
+    stack: ExitStack,
+    *,
+    snapshots: Sequence[str],
+    threads: int,
+) -> tuple[PolicyLearner, Ranks | None]:
+    """The learner, and the ranks that train for it, where there are any.
+
+    Args:
+        config: of the run.
+        actor, critic: to train.
+        stack: ends the ranks.
+        snapshots: the models of which copies are published.
+        threads: CPU threads of training, for the ranks together.
+    """
+    t = config.training
+    per_step = t.epochs * t.minibatches
+    updates, warmup = config.steps * per_step, t.warmup_steps * per_step
+    frozen = min(config.critic.freeze_steps, config.steps) * per_step
+    of_actor, of_critic = (
+        Course(t.lr, updates - frozen, warmup),
+        Course(t.critic_lr, updates, warmup),
+    )
+    factors = config.reward.factors
+    if not config.pipeline.ranks or critic is None:
+        learner = PolicyLearner(
+            _trained(actor, of_actor, config),
+            _trained(critic, of_critic, config) if critic else None,
+            config,
+            factors,
+            snapshots=snapshots,
+        )
+        return learner, None
+    # Imported here, as planning brings a compiler that nothing else needs.
+    from stretto.training import pipelined
+
+    courses: dict[Name, Course] = {"actor": of_actor, "critic": of_critic}
+    staged = pipelined.start(actor, critic, config, courses, threads)
+    stack.callback(staged.ranks.close)
+    learner = PolicyLearner(
+        staged.actor,
+        staged.critic,
+        config,
+        factors,
+        snapshots=snapshots,
+        passes=staged.passes,
+    )
+    return learner, staged.ranks
+
+
+def _trained(model: nn.Module, course: Course, config: Config) -> TrainedModel:
+    return TrainedModel(
+        model, course.lr, config.training, updates=course.updates, warmup=course.warmup
+    )

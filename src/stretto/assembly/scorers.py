@@ -1,0 +1,148 @@
+"""What scores responses: functions, reward models, reference and critic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto.assembly.controls import model_seats
+from stretto.assembly.engines import scorer_slots
+from stretto.assembly.models import NOTHING, Given, Say, load_reward_model, made_ready
+from stretto.config import Config
+from stretto.models.forward import token_budget
+from stretto.models.load import pick_device
+from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.workers.protocols import ScorerWorker
+
+MODEL = "model:"
+"""What a source that is a reward model begins with; the model's name follows."""
+
+_NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
+
+
+def open_function(
+    source: str,
+    config: Config,
+    columns: Collection[str],
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
+) -> FunctionScorer:
+    """A reward source that is code, in a process of its own if it is not brought.
+
+    Args:
+        source: 'task', or 'file.py:name'.
+        config: of the run.
+        columns: of the dataset that the prompts are of.
+        tokenizer: of the responses.
+        stack: closes it.
+        functions: that the caller brings, by the names of their sources.
+
+    Raises:
+        ConfigError: the function cannot be found or used.
+        TaskError: the task has no verifier.
+    """
+    scorer = FunctionScorer(
+        source,
+        config.task,
+        config.seed,
+        tokenizer,
+        stop=config.rollout.stop,
+        timeout_s=config.reward.timeout_s,
+        columns=columns,
+        function=functions.get(source),
+    )
+    stack.callback(scorer.close)
+    return scorer
+
+
+def open_functions(
+    config: Config,
+    columns: Collection[str],
+    tokenizer: PreTrainedTokenizerBase,
+    stack: ExitStack,
+    given: Given = NOTHING,
+) -> list[FunctionScorer]:
+    """All reward sources of a run that are code; see :func:`open_function`."""
+    return [
+        open_function(source, config, columns, tokenizer, stack, given.functions)
+        for source in config.reward.sources
+        if not (source.startswith(MODEL) or source in given.reward_models)
+    ]
+
+
+def reward_scorer(
+    source: str,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    say: Say,
+    *,
+    loaded: tuple[nn.Module, PreTrainedTokenizerBase] | None = None,
+    slots: int = 0,
+    ends: frozenset[int] = frozenset(),
+) -> RewardModelScorer:
+    """A reward source that is a model.
+
+    Args:
+        source: 'model:NAME', or the name of one that is brought.
+        config: of the run.
+        tokenizer: of the responses.
+        say: told in a line what takes time.
+        loaded: the model and its tokenizer; without them those that the source names.
+        slots: rollouts that it can follow while they are decoded.
+        ends: tokens with which responses end that are given, not sampled.
+
+    Raises:
+        ModelError: the model cannot be loaded, or has no scalar head.
+    """
+    model, own = loaded or load_reward_model(config, source.removeprefix(MODEL), say)
+    budget, stop = _budget(config), config.rollout.stop
+    return RewardModelScorer(
+        source, model, own, tokenizer, budget, stop, slots=slots, given_ends=ends, say=say
+    )
+
+
+def reward_models(
+    config: Config, tokenizer: PreTrainedTokenizerBase, given: Given, say: Say
+) -> list[list[RewardModelScorer]]:
+    """For each seat of the model scorers, one for each reward model; seats share the models."""
+    seats: list[list[RewardModelScorer]] = [[] for _ in range(model_seats(config))]
+    for source in config.reward.sources:
+        if source in given.reward_models:
+            loaded = given.reward_models[source]
+            made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
+        elif source.startswith(MODEL):
+            loaded = load_reward_model(config, source.removeprefix(MODEL), say)
+        else:
+            continue
+        slots = scorer_slots(config, loaded[0], say)
+        for seat in seats:
+            seat.append(reward_scorer(source, config, tokenizer, say, loaded=loaded, slots=slots))
+    return seats
+
+
+def model_scorers(
+    config: Config, reference: nn.Module | None, critic: nn.Module | None, say: Say
+) -> list[ScorerWorker]:
+    """Reference and critic, where the algorithm has them."""
+    budget = _budget(config)
+    scorers: list[ScorerWorker] = []
+    if reference is not None:
+        slots = scorer_slots(config, reference, say)
+        temperature = config.rollout.temperature
+        scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
+    if critic is not None:
+        slots = scorer_slots(config, critic, say)
+        scorers.append(critic_scorer(critic, budget, slots=slots, say=say))
+    return scorers
+
+
+def _budget(config: Config) -> int:
+    """Tokens that a scorer reads at a time."""
+    return token_budget(config.training.microbatch_tokens, pick_device(config.model.device))

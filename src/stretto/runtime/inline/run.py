@@ -1,0 +1,92 @@
+"""A run in this process: its parts, placed on threads, behind a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto.assembly.controls import controls
+from stretto.assembly.learner import make_learner
+from stretto.assembly.models import NOTHING, Given, Say
+from stretto.assembly.parts import make_parts
+from stretto.assembly.scorers import model_scorers
+from stretto.clock import RealClock
+from stretto.config import Config
+from stretto.models.load import save_model
+from stretto.observe.spans import Spans
+from stretto.runtime.inline.placement import Placement
+from stretto.schedules.schedule import Schedule
+from stretto.tasks.prompts import PromptSource
+from stretto.training.learner import PolicyLearner
+from stretto.training.trained import end_updates
+from stretto.workers.protocols import ScorerWorker
+
+
+@dataclass(frozen=True)
+class InlineRun:
+    """A run in this process; see :class:`~stretto.runtime.base.Running`."""
+
+    actor: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    scorers: Sequence[ScorerWorker]
+    learner: PolicyLearner
+    placement: Placement
+    schedule: Schedule
+    spans: Spans
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "prompts": self.prompts.state_dict(),
+            "learner": self.learner.state_dict(),
+            "placement": self.placement.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self.learner.load_state_dict(state["learner"])
+        self.placement.load_state_dict(state["placement"])
+        self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
+
+    def save(self, folder: Path) -> None:
+        save_model(self.actor, self.tokenizer, folder)
+
+    def halt(self) -> bool:
+        whole = end_updates(self.actor)  # before a lane is broken off in the midst of one
+        self.placement.close()
+        return whole
+
+
+def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) -> InlineRun:
+    """Put a run together; arguments as those of :func:`~stretto.assembly.parts.make_parts`."""
+    parts = make_parts(config, stack, say, given)
+    actor, critic = parts.actor, parts.critic
+    place = Placement(config, actor, critic, parts.tokenizer, stack, parts.end_tokens)
+    models = [
+        [*own, *model_scorers(config, parts.reference, values, say)]
+        for own, values in zip(parts.rewards, place.critics, strict=True)
+    ]
+    learner, ranks = make_learner(
+        config, actor, critic, stack, snapshots=place.snapshots, threads=place.training_threads
+    )
+    spans = Spans(RealClock())
+    schedule = Schedule(
+        parts.prompts.next,
+        place.generators(spans),
+        place.seats(parts.functions, models, spans),
+        place.learner(learner, spans, ranks),
+        controls(config, place.migrating(config)),
+        RealClock(),
+        spans,
+    )
+    scorers = [*parts.functions, *(scorer for seat in models for scorer in seat)]
+    return InlineRun(
+        actor, parts.tokenizer, parts.prompts, scorers, learner, place, schedule, spans
+    )

@@ -1,0 +1,26 @@
+"""Which runtime a run is put on."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from stretto.assembly.models import NOTHING, Given, Say
+from stretto.config import Config
+from stretto.runtime.base import Running
+
+
+def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) -> Running:
+    """Put a run together, in this process: the one runtime for real models there is.
+
+    Args:
+        config: of the run.
+        stack: closes what must be closed.
+        say: told in a line what takes time.
+        given: what the caller brings instead of names.
+
+    Raises:
+        StrettoError: a setting, a model, a dataset or a reward source is at fault.
+    """
+    from stretto.runtime import inline
+
+    return inline.start(config, stack, say, given)

@@ -1,0 +1,58 @@
+"""What does a role's work, wherever a runtime has put it: plain functions, called one at a time.
+
+What the methods do is said where the roles are, in :mod:`stretto.protocols`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from stretto.types import Batch, Chunk, Parcel, Rollout, Score, ScoreKind, Stats, Weights
+
+
+class ScorerWorker(Protocol):
+    """Works for a scorer."""
+
+    name: str
+    kind: ScoreKind
+    follows: str
+
+    @property
+    def worthwhile_tokens(self) -> int: ...
+    @property
+    def streaming(self) -> bool: ...
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None: ...
+    def extend(self, chunks: Sequence[Chunk]) -> None: ...
+    def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]: ...
+    def release(self, rollout_ids: Sequence[int]) -> None: ...
+    def load(self, weights: Weights) -> None: ...
+
+
+class FunctionWorker(ScorerWorker, Protocol):
+    """Works for a scorer, in a process of its own, which can be ended from another thread."""
+
+    def close(self) -> None: ...
+
+
+class GeneratorWorker(Protocol):
+    """Works for a generator."""
+
+    version: int
+    context_tokens: int
+    prefilled_tokens: int
+
+    def admit(self, rollouts: Sequence[Rollout]) -> None: ...
+    def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]: ...
+    def release(self, rollout_ids: Sequence[int]) -> None: ...
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]: ...
+    def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None: ...
+    def load(self, weights: Weights) -> None: ...
+
+
+class LearnerWorker(Protocol):
+    """Works for a learner."""
+
+    def train(self, batch: Batch) -> Stats: ...
+    def publish(self) -> Mapping[str, Weights]: ...
