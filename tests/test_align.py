@@ -13,10 +13,10 @@ from stretto.api.alignment import penalty
 from stretto.api.stages import Stages, check_opens, replaced, stages_of
 from stretto.cli.main import main
 from stretto.config import RewardConfig, RewardModelConfig, SftConfig, recipes
-from stretto.config.recipes import posts
 from stretto.errors import ConfigError, JudgeError, StateError, StrettoError, TaskError
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.observe.lock import locked
+from stretto.recipes import posts
 from stretto.runs.supervised import RewardModelResult
 
 RECIPES = [
