@@ -1,0 +1,13 @@
+"""Runs: the loop over a schedule's steps, supervised runs, checkpoints, and how a run ends."""
+
+from stretto.runs.supervised import RewardModelResult, SftResult, sft, train_reward_model
+from stretto.runs.loop import TrainResult, train
+
+__all__ = [
+    "RewardModelResult",
+    "SftResult",
+    "TrainResult",
+    "sft",
+    "train",
+    "train_reward_model",
+]
