@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from stretto.config import Config
 from stretto.models.heads import critic_from_actor
+from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
-from stretto.types import FinishReason, Prompt, Rollout, RolloutState, Score
+from stretto.types import Chunk, FinishReason, Prompt, Response, Score
 
 VOCABULARY = 61
 
@@ -134,6 +135,29 @@ def make_learner(
         config,
         {"task": 1.0},
     )
+
+
+def told(rollouts: Iterable[Rollout]) -> list[Response]:
+    """What a role is told of rollouts."""
+    return [r.response(text=True) for r in rollouts]
+
+
+def train_on(learner: Any, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
+    """Take a step on scored rollouts; its figures."""
+    return learner.train(train_batch(rollouts)).stats
+
+
+def make_chunk(
+    rollout_id: int,
+    start: int,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    version: int = 0,
+    finish: FinishReason | None = None,
+) -> Chunk:
+    """A chunk out of plain numbers."""
+    columns = np.array(tokens, np.int32), np.array(logprobs, np.float32)
+    return Chunk(rollout_id, start, *columns, version, finish)
 
 
 @contextmanager

@@ -28,9 +28,10 @@ from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
 from stretto.runtime.inline import InlineRun, start
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks import load
-from stretto.types import FinishReason, Prompt, Rollout
+from stretto.types import FinishReason, Prompt
 from test_scorers import byte_rollout, reward_model, scores_of
 
 ROOM: dict[str, Any] = {

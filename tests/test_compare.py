@@ -25,7 +25,8 @@ from stretto.config import PRESETS, Config, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
 from stretto.observe.compare import Comparison, Outcome, smoothed, three_digits
-from stretto.types import FinishReason, Prompt, Rollout, RolloutState
+from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.types import FinishReason, Prompt
 
 
 def outcome(

@@ -18,8 +18,9 @@ from stretto.schedules.feedback import DecodeSample, Feedback
 from stretto.schedules.latency import LatencyModel, drain_seconds, drain_times
 from stretto.schedules.lengths import LengthModel
 from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
+from stretto.schedules.rollout import Rollout
 from stretto.schedules.throughput import ThroughputOvercommit
-from stretto.types import FinishReason, Prompt, Rollout
+from stretto.types import FinishReason, Prompt
 
 
 def feedback(

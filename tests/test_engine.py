@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers import VOCABULARY, llama
+from helpers import VOCABULARY, llama, make_chunk, told
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
 from stretto.models.clone import with_own_structure, with_own_weights
@@ -37,8 +37,9 @@ from stretto.rollout.packed import PackedLinears
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
 from stretto.rollout.stop import StopStrings
+from stretto.schedules.rollout import Rollout
 from stretto.training.trained import TrainedModel
-from stretto.types import Chunk, FinishReason, Prompt, Rollout, Weights
+from stretto.types import Chunk, FinishReason, Prompt, Weights
 
 SEED = 5
 LIMIT = 12
@@ -83,7 +84,7 @@ def random_prompts(lengths: Sequence[int], vocabulary: int = VOCABULARY) -> list
 def take(chunks: Sequence[Chunk], by_id: dict[int, Rollout]) -> None:
     for chunk in chunks:
         assert len(chunk.tokens) == len(chunk.logprobs)
-        assert chunk.tokens
+        assert len(chunk.tokens)
         by_id[chunk.rollout_id].append(chunk)  # refuses gaps, overlaps and what follows an end
 
 
@@ -99,7 +100,7 @@ def finish(e: TorchEngine, made: Sequence[Rollout], chunk: int = 5) -> list[Roll
 
 def run(e: TorchEngine, prompts: Sequence[Sequence[int]], chunk: int = 5) -> list[Rollout]:
     made = rollouts(prompts)
-    e.admit(made)
+    e.admit(told(made))
     return finish(e, made, chunk)
 
 
@@ -295,7 +296,7 @@ def test_frequencies_that_follow_the_longest_in_the_batch_are_refused() -> None:
     e = engine(model, temperature=0)
     assert_greedy_as_transformers(model, run(e, random_prompts([8, 3], 97)), 1e-4)
     with pytest.raises(EngineError, match="20"):
-        e.admit(rollouts(random_prompts([9], 97)))
+        e.admit(told(rollouts(random_prompts([9], 97))))
 
 
 # -- as without cache and batch ------------------------------------------------------------------
@@ -390,7 +391,7 @@ def test_tokens_do_not_depend_on_company_order_or_interruption(
     outside = set(made)
     for name, value in operations:
         if name == "admit" and value in outside and not made[value].finish:
-            e.admit([made[value]])
+            e.admit(told([made[value]]))
             outside.remove(value)
         elif name == "decode":
             before = {i: len(r) for i, r in made.items()}
@@ -405,7 +406,7 @@ def test_tokens_do_not_depend_on_company_order_or_interruption(
             outside.add(value)
         elif name == "load":
             e.load(weights_of(model(), e.version + 1, copied=False))
-    e.admit([made[i] for i in order if i in outside and not made[i].finish])
+    e.admit(told([made[i] for i in order if i in outside and not made[i].finish]))
     assert_answers(finish(e, list(made.values()), last_chunk))
 
 
@@ -416,7 +417,7 @@ def test_slots_grow_under_running_rollouts() -> None:
     e = engine(model(), slots=3, temperature=0.8)
     by_id = {r.id: r for r in together}
     for r in together:
-        e.admit([r])
+        e.admit(told([r]))
         take(e.decode(3), by_id)
     finish(e, together)
     for r in together:
@@ -460,7 +461,7 @@ def ends_by_step(slots: int, prefill_tokens: int) -> tuple[list[list[int]], dict
     """Which rollouts end with each decode step, by calls of one step; and what they are."""
     made = {r.id: r for r in rollouts(PROMPTS)}
     e = engine(model(), end=[END], slots=slots, prefill_tokens=prefill_tokens)
-    e.admit(list(made.values()))
+    e.admit(told(list(made.values())))
     steps = []
     while any(r.finish is None for r in made.values()):
         chunks = e.decode(1)
@@ -486,7 +487,7 @@ def test_where_calls_end_changes_nothing(
     steps, expected = stepwise(*shape)
     made = {r.id: r for r in rollouts(PROMPTS)}
     e = engine(model(), end=[END], slots=shape[0], prefill_tokens=shape[1])
-    e.admit(list(made.values()))
+    e.admit(told(list(made.values())))
     at = 0
     for max_tokens, stop_after in [*calls, (1000, 0)]:
         finished: list[int] = []
@@ -519,7 +520,7 @@ def test_slots_are_allocated_as_rollouts_come() -> None:
     by_id = {r.id: r for r in made}
     allocated = []
     for r in made:
-        e.admit([r])
+        e.admit(told([r]))
         take(e.decode(1), by_id)
         allocated.append(len(e._cache._keys[0]))
     assert allocated == [1, 2, 3, 4, 6, 6, 6]
@@ -540,13 +541,13 @@ def test_moved_with_its_cache_a_rollout_goes_on_bit_for_bit() -> None:
     made = rollouts(PROMPTS)
     by_id = {r.id: r for r in made}
     a, b = engine(model()), engine(model())
-    a.admit(made)
+    a.admit(told(made))
     take(a.decode(4), by_id)
     parcels = a.export(range(7), with_cache=True)
     assert [p.rollout_id for p in parcels] == list(range(7))
     assert [p.cached_tokens for p in parcels] == [len(r.prompt.tokens) + 3 for r in made]
     assert a.decode(3) == []
-    b.accept(made, parcels)
+    b.accept(told(made), parcels)
     finish(b, made)
     for r, expected in zip(made, alone, strict=True):
         assert (r.tokens, r.logprobs) == (expected.tokens, expected.logprobs)
@@ -574,7 +575,7 @@ def test_tokens_do_not_depend_on_the_engine(
     )
     made = {r.id: r for r in rollouts(PROMPTS)}
     at = dict.fromkeys(made, here)
-    here.admit(list(made.values()))
+    here.admit(told(list(made.values())))
     for steps_here, steps_there, (way, with_cache, ids) in operations:
         take(here.decode(steps_here), made)
         take(there.decode(steps_there), made)
@@ -582,7 +583,7 @@ def test_tokens_do_not_depend_on_the_engine(
         moving = [i for i in sorted(ids) if at[i] is source and not made[i].finish]
         parcels = source.export(moving, with_cache)
         assert all(p.cache is None for p in parcels if not with_cache)
-        target.accept([made[i] for i in moving], parcels)
+        target.accept(told([made[i] for i in moving]), parcels)
         at.update(dict.fromkeys(moving, target))
     for _ in range(50):
         take(here.decode(5), made)
@@ -594,7 +595,7 @@ def test_tokens_do_not_depend_on_the_engine(
 def test_what_is_not_there_cannot_be_exported(ids: list[int]) -> None:
     e = engine(model(), end=[END])
     made = rollouts(PROMPTS)
-    e.admit(made)
+    e.admit(told(made))
     with pytest.raises(EngineError, match=f"rollouts .{ids[1]}. are not"):
         e.export(ids, with_cache=False)
     assert_answers(finish(e, made))
@@ -603,17 +604,17 @@ def test_what_is_not_there_cannot_be_exported(ids: list[int]) -> None:
 def test_parcels_must_be_the_rollouts_own() -> None:
     a, b = engine(model()), engine(model())
     made = rollouts(PROMPTS[2:4])
-    a.admit(made)
+    a.admit(told(made))
     chunks = a.decode(3)
     parcels = a.export([0, 1], with_cache=True)
     with pytest.raises(EngineError, match=r"rollout 0 .* parcel of rollout 1"):
-        b.accept(made, parcels[::-1])
+        b.accept(told(made), parcels[::-1])
     with pytest.raises(EngineError, match=r"rollout 0 with 9 tokens .* covers 11"):
-        b.accept(made, parcels)  # the chunks were not appended
+        b.accept(told(made), parcels)  # the chunks were not appended
     take(chunks, dict(enumerate(made)))
     other = engine(from_config(hf.LlamaConfig(**SMALL)))
     run(other, [[1, 2]])
-    other.accept(made, parcels)
+    other.accept(told(made), parcels)
     with pytest.raises(EngineError, match=r"one model.*\(2, 8\)\], .* for \[\(4, 8\)"):
         other.decode(1)
 
@@ -679,14 +680,14 @@ def test_stop_strings_see_whole_characters_near_the_end() -> None:
 def test_release_of_waiting_and_running_rollouts() -> None:
     made = {r.id: r for r in rollouts(PROMPTS)}
     e = engine(model(), end=[END], slots=3)
-    e.admit(list(made.values()))
+    e.admit(told(list(made.values())))
     take(e.decode(2), made)
     assert [len(r) for r in made.values()] == [2, 2, 2, 0, 0, 0, 0]
     e.release([0, 5, 99])  # running (not in the last slot), waiting, unknown
     rest = [made[i] for i in (1, 2, 3, 4, 6)]
     assert_answers(finish(e, rest))
     assert (len(made[0]), len(made[5])) == (2, 0)
-    e.admit([made[5], made[0]])
+    e.admit(told([made[5], made[0]]))
     assert_answers(finish(e, list(made.values())))
 
 
@@ -696,7 +697,7 @@ def test_positions_end_where_the_models_do() -> None:
     made = run(e, random_prompts([28 - LIMIT, 4, 28 - LIMIT], 97))
     assert_greedy_as_transformers(m, made, 1e-4)
     with pytest.raises(EngineError, match=r"17 tokens .* 12 more, .* 28;.*max_new_tokens"):
-        e.admit(rollouts(random_prompts([28 - LIMIT + 1])))
+        e.admit(told(rollouts(random_prompts([28 - LIMIT + 1]))))
 
 
 @pytest.mark.parametrize("wrong", ["no prompt", "ended", "full", "twice"])
@@ -704,13 +705,13 @@ def test_rollouts_that_cannot_be_decoded_are_refused(wrong: str) -> None:
     e = engine(model())
     r = rollouts([[] if wrong == "no prompt" else [1, 2]])[0]
     if wrong == "ended":
-        r.append(Chunk(0, 0, (3,), (-1.0,), 0, FinishReason.STOP))
+        r.append(make_chunk(0, 0, (3,), (-1.0,), 0, FinishReason.STOP))
     elif wrong == "full":
-        r.append(Chunk(0, 0, (3,) * LIMIT, (-1.0,) * LIMIT, 0))
+        r.append(make_chunk(0, 0, (3,) * LIMIT, (-1.0,) * LIMIT, 0))
     elif wrong == "twice":
-        e.admit([r])
+        e.admit(told([r]))
     with pytest.raises(EngineError, match="0"):
-        e.admit([r])
+        e.admit(told([r]))
 
 
 # -- weights -------------------------------------------------------------------------------------
@@ -722,7 +723,7 @@ def test_new_weights_are_used_from_their_version_on(shared: bool) -> None:
     e = engine(m, slots=5)
     made = rollouts([*PROMPTS[2:6], PROMPTS[0]])
     by_id = {r.id: r for r in made}
-    e.admit(made)
+    e.admit(told(made))
     take(e.decode(4), by_id)
     had = [len(r) for r in made]
     if shared:
@@ -759,7 +760,7 @@ def test_a_cache_that_is_reused_is_of_the_old_weights(moved: bool) -> None:
     made = rollouts(PROMPTS[2:4])
     by_id = {r.id: r for r in made}
     e = engine(m, own={"carry": "reuse"})
-    e.admit(made)
+    e.admit(told(made))
     take(e.decode(4), by_id)
     if moved:  # a parcel that is on its way while the weights change
         parcels = e.export([0, 1], with_cache=True)
@@ -767,7 +768,7 @@ def test_a_cache_that_is_reused_is_of_the_old_weights(moved: bool) -> None:
     m.load_state_dict(new.state_dict())
     e.load(weights_of(new, 1, copied=False))
     if moved:
-        e.accept(made, parcels)
+        e.accept(told(made), parcels)
     finish(e, made)
     for r in made:
         assert r.versions == [0] * 4 + [1] * (LIMIT - 4)
@@ -787,7 +788,7 @@ def test_after_a_hand_over_it_is_the_engine_of_a_resumed_run_bit_for_bit(seed: i
     options: dict[str, Any] = {"end": range(3, 9), "max_new_tokens": 30, "prefill_tokens": 12}
     here, resumed = (engine(m, **options, own={"slots": 16}) for _ in range(2))
     made = rollouts(prompts)
-    here.admit(made[:11])
+    here.admit(told(made[:11]))
     take(here.decode(100, stop_after=4), dict(enumerate(made)))  # others move into their slots
     m.load_state_dict(new.state_dict())
     here.load(weights_of(new, 1, copied=False))
@@ -796,7 +797,7 @@ def test_after_a_hand_over_it_is_the_engine_of_a_resumed_run_bit_for_bit(seed: i
     assert sum(1 for r in left if r.tokens) > 3
     ends = []
     for e, part in ((here, left), (resumed, copy.deepcopy(left))):
-        e.admit([r for r in part if e is resumed or r.id >= 11])
+        e.admit(told([r for r in part if e is resumed or r.id >= 11]))
         take(e.decode(100, stop_after=6), {r.id: r for r in part})
         ends.append([(r.tokens, r.logprobs) for r in part])
     assert ends[0] == ends[1]
@@ -806,13 +807,15 @@ def test_a_cache_on_its_way_while_the_weights_change_is_made_again() -> None:
     m, new = llama(), llama(seed=1)
     made = rollouts(PROMPTS[2:4])
     a, b = engine(m), engine(m, own={"slots": 1})
-    a.admit(made)
+    a.admit(told(made))
     take(a.decode(4), dict(enumerate(made)))
     parcels = a.export([0, 1], with_cache=True)
-    b.accept(made[:1], parcels[:1])  # one waits in the queue, the other is accepted afterwards
+    b.accept(
+        told(made[:1]), parcels[:1]
+    )  # one waits in the queue, the other is accepted afterwards
     m.load_state_dict(new.state_dict())
     b.load(weights_of(new, 1, copied=False))
-    b.accept(made[1:], parcels[1:])
+    b.accept(told(made[1:]), parcels[1:])
     for r in finish(b, made):
         got, expected = torch.tensor(r.logprobs), plain_logprobs(new, r)
         assert torch.allclose(got[4:], expected[4:], rtol=0, atol=1e-4)
@@ -826,13 +829,13 @@ def test_no_response_begins_on_a_reused_prompt() -> None:
     by_id = {r.id: r for r in made}
     e = engine(m, prefill_tokens=8, own={"carry": "reuse"})
     for r in made[:2]:
-        e.admit([r])
+        e.admit(told([r]))
         take(e.decode(2), by_id)
     assert [len(r) for r in made] == [4, 0, 0, 0]
     assert [row.cached for row in e._rows] == [len(PROMPTS[2]) + 3, 16]
     m.load_state_dict(new.state_dict())
     e.load(weights_of(new, 1, copied=False))
-    e.admit(made[2:])
+    e.admit(told(made[2:]))
     while not made[0].finish:
         take(e.decode(1), by_id)
     assert all(len(r) for r in made[2:])  # they did not wait for the one with the old prompt
@@ -1005,7 +1008,7 @@ def test_own_weights_follow_only_what_is_loaded(make: Callable[[], Any]) -> None
     assert (r.tokens, r.logprobs) == (before.tokens, before.logprobs)
     assert (plain_logprobs(m, r) - torch.tensor(r.logprobs)).abs().max() > 0.1
     e.load(Weights(1, fingerprint(m.named_parameters()), trained.snapshot()))
-    e.admit(made := rollouts(PROMPTS[:1]))
+    e.admit(told(made := rollouts(PROMPTS[:1])))
     assert_logprobs(m, finish(e, made)[0], 1e-4)
     assert {n: p.data_ptr() for n, p in body.named_parameters()} == where
 
@@ -1061,7 +1064,7 @@ def test_layers_are_restored_wherever_decoding_is_interrupted() -> None:
     for count in itertools.count(1):
         made = rollouts(PROMPTS[2:4])
         e.release([0, 1])
-        e.admit(made)
+        e.admit(told(made))
         e._packed.invalidate()
         try:
             with interrupted_at(count, *codes):

@@ -32,9 +32,9 @@ from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.report import evaluations
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.prompts import PromptSource
-from stretto.types import Rollout
 
 SAMPLES = 9
 BOS = 257  # of the byte tokenizer; it ends turns in some tests

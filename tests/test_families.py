@@ -14,6 +14,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from helpers import told
 from stretto.assembly.engines import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError, StrettoError
@@ -25,9 +26,10 @@ from stretto.models.logits import token_logprobs
 from stretto.models.masks import LayerMasks
 from stretto.models.slots import SlotCache
 from stretto.rollout.engine import TorchEngine
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.training.trained import training_mode
-from stretto.types import Chunk, Prompt, Rollout
+from stretto.types import Chunk, Prompt
 
 CPU = torch.device("cpu")
 NEW = 8
@@ -113,7 +115,7 @@ def decoded(model: Any) -> list[Rollout]:
     config = RolloutConfig(batch=4, max_new_tokens=NEW, prefill_tokens=11, slots=3)
     engine = TorchEngine(model, config, end_tokens=frozenset(), seed=3)
     made = rollouts()
-    engine.admit(made)
+    engine.admit(told(made))
     for _ in range(20):
         for chunk in engine.decode(3):
             made[chunk.rollout_id].append(chunk)
@@ -145,8 +147,8 @@ def test_engine_scorers_and_learner_compute_what_the_whole_model_does(model: Any
     assert_close(streamed(model, made), expected)
     head = output_head(model)
     with training_mode(model):
-        hidden = response_hidden(model, made)
-        logprobs, _ = token_logprobs(head, hidden, response_tokens(made, CPU))
+        hidden = response_hidden(model, told(made))
+        logprobs, _ = token_logprobs(head, hidden, response_tokens(told(made), CPU))
     assert_close(logprobs.detach().split(NEW), expected)
     logprobs.sum().backward()
     trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
@@ -161,7 +163,7 @@ def streamed(model: Any, made: Sequence[Rollout]) -> list[Any]:
     scorer = reference_scorer(model, 1.0, 16, slots=slots, say=said.append)
     assert scorer.streaming
     assert said == []
-    scorer.admit([Rollout(r.id, r.prompt, r.group) for r in made])
+    scorer.admit(told([Rollout(r.id, r.prompt, r.group) for r in made]))
     for start in range(0, NEW, 5):
         end = min(start + 5, NEW)
         scorer.extend(
@@ -187,8 +189,8 @@ def test_gradient_checkpointing_recomputes_without_noise(tmp_path: Path) -> None
     head, gradients = output_head(model), []
     for _ in range(2):
         with training_mode(model):
-            hidden = response_hidden(model, made)
-            logprobs, _ = token_logprobs(head, hidden, response_tokens(made, CPU))
+            hidden = response_hidden(model, told(made))
+            logprobs, _ = token_logprobs(head, hidden, response_tokens(told(made), CPU))
             torch.testing.assert_close(logprobs.detach(), expected, rtol=1e-3, atol=1e-3)
             logprobs.sum().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
@@ -208,7 +210,7 @@ def test_towers_that_no_text_passes_are_frozen(tmp_path: Path) -> None:
     nn.init.normal_(critic.get_submodule("score").weight, std=0.3)  # type: ignore[arg-type]
     made = decoded(model)
     scorer = critic_scorer(critic, 64)
-    scorer.admit(made)
+    scorer.admit(told(made))
     ids = torch.tensor([[*made[1].prompt.tokens, *made[1].tokens[:-1]]])
     with torch.no_grad():
         theirs = critic(input_ids=ids).logits[0, 0]
@@ -317,7 +319,7 @@ def test_a_reference_that_takes_no_masks_scores_whole(name: str, tmp_path: Path)
     scorer = reference_scorer(model, 1.0, 64, slots=slots, say=said.append)
     (line,) = said
     assert line.startswith("'reference' scores rollouts whole, at their end: ")
-    scorer.admit([Rollout(r.id, r.prompt, r.group) for r in made])
+    scorer.admit(told([Rollout(r.id, r.prompt, r.group) for r in made]))
 
 
 def test_a_model_without_a_decoder_of_its_own_is_no_raw_error(tmp_path: Path) -> None:

@@ -19,13 +19,15 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import make_chunk, told
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.text import response_text
 from stretto.tasks.prompts import render
-from stretto.types import Chunk, FinishReason, Message, Prompt, Rollout, Score
+from stretto.types import FinishReason, Message, Prompt, Score
 from test_tasks import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -52,7 +54,7 @@ def judge(
     scorer: FunctionScorer, responses: Sequence[str], prompts: Sequence[Prompt] | None = None
 ) -> list[Score]:
     batch = rollouts(responses, prompts)
-    scorer.admit(batch)
+    scorer.admit(told(batch))
     return list(scorer.finish([rollout.id for rollout in batch]))
 
 
@@ -432,21 +434,23 @@ def test_chunks_add_up_and_are_forgotten(function: Scorers) -> None:
     )
     first, carried = Rollout(1, Prompt(0, (0,), "q"), 0), Rollout(2, Prompt(1, (0,), "q"), 1)
     carried.tokens = ids("x")
-    scorer.admit([first, carried])
+    scorer.admit(told([first, carried]))
     a, b, c = ids("ab"), ids("cd#"), ids("y")
     zeros = (0.0,) * 3
-    scorer.extend([Chunk(1, 0, tuple(a), zeros[:2], 0), Chunk(2, 1, tuple(c), (0.0,), 0, LENGTH)])
+    scorer.extend(
+        [make_chunk(1, 0, tuple(a), zeros[:2], 0), make_chunk(2, 1, tuple(c), (0.0,), 0, LENGTH)]
+    )
     with pytest.raises(LifecycleError, match=r"rollout 1: .* its last chunk has not come"):
         scorer.finish([2, 1])
     with pytest.raises(LifecycleError, match="tokens 5 and on of rollout 1"):
-        scorer.extend([Chunk(1, 5, tuple(b), zeros, 0)])
+        scorer.extend([make_chunk(1, 5, tuple(b), zeros, 0)])
     with pytest.raises(LifecycleError, match="tokens 2 and on of rollout 2"):
-        scorer.extend([Chunk(2, 2, tuple(a), zeros[:2], 0)])
-    scorer.extend([Chunk(1, 2, tuple(b), zeros, 0, STOP)])
+        scorer.extend([make_chunk(2, 2, tuple(a), zeros[:2], 0)])
+    scorer.extend([make_chunk(1, 2, tuple(b), zeros, 0, STOP)])
     assert [(s.rollout_id, s.scalar) for s in scorer.finish([2, 1])] == [(2, 2.0), (1, 1.0)]
     with pytest.raises(LifecycleError, match="rollout 2: it was not admitted"):
         scorer.finish([2])
-    scorer.admit([first])
+    scorer.admit(told([first]))
     scorer.release([1, 77])
     with pytest.raises(LifecycleError):
         scorer.finish([1])
@@ -677,7 +681,7 @@ def test_what_an_object_does_to_its_arguments_stays_there() -> None:
 
     batch = rollouts(["abc"])
     scorer = local(f)
-    scorer.admit(batch)
+    scorer.admit(told(batch))
     scorer.finish([100])
     assert batch[0].tokens == [*ids("abc"), 1]
 

@@ -22,15 +22,18 @@ from helpers import (
     make_learner,
     make_rollouts,
     naive_values,
+    told,
+    train_on,
 )
 from stretto.config import Config, ModelConfig, RolloutConfig, TrainingConfig
-from stretto.errors import EngineError, LearnerError
+from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
 from stretto.models.clone import with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint, load_weights
 from stretto.rollout.engine import TorchEngine
+from stretto.schedules.rollout import Rollout, total_reward, train_batch
 from stretto.training import agreement
 from stretto.training import collate as collating
 from stretto.training.collate import collate, describe
@@ -38,7 +41,7 @@ from stretto.training.learner import PolicyLearner
 from stretto.training.losses import MicroBatch
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
-from stretto.types import FinishReason, Prompt, Rollout, Score, Weights, total_reward
+from stretto.types import FinishReason, Prompt, Score, Weights
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4)]
 """Prompt and response lengths: 32 response tokens, so that 1 / 32 is exact."""
@@ -71,7 +74,7 @@ def learned_gradients(
 
     for name, trained in learner._trained.items():
         keep(trained, name)
-    stats = learner.train(batch)
+    stats = train_on(learner, batch)
     return grads, dict(stats)
 
 
@@ -113,7 +116,7 @@ def given_experience(
     learner: PolicyLearner, batch: Sequence[Rollout]
 ) -> list[dict[str, list[float]]]:
     """The learner's own advantages and returns (float32), for comparisons beyond its precision."""
-    e = learner._prepare(collate(batch, {"task": 1.0}), None)
+    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
     return [
         {
             "advantages": e.advantages[b, : len(r)].tolist(),
@@ -334,7 +337,7 @@ def test_the_side_and_the_width_of_padding_do_not_matter() -> None:
     for shapes in (short, long):
         rollouts = make_rollouts(actor, critic, shapes)
         with torch.no_grad():
-            hidden = forward.response_hidden(actor, rollouts)
+            hidden = forward.response_hidden(actor, told(rollouts))
             ours = [
                 h.log_softmax(-1)
                 for h in (hidden @ actor.lm_head.weight.T).split([len(r) for r in rollouts])
@@ -418,7 +421,7 @@ def test_epochs_of_minibatches_equal_a_naive_loop() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    stats = learner.train(batch)
+    stats = train_on(learner, batch)
     for ours, naive in ((actor, naive_actor), (critic, naive_critic)):
         for (name, p), q in zip(ours.named_parameters(), naive.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=2e-6, msg=name)
@@ -431,7 +434,7 @@ def test_a_batch_smaller_than_its_minibatches_is_refused() -> None:
     learner = make_learner(actor, critic, settings(training={"minibatches": 3}))
     batch = make_rollouts(actor, critic, SHAPES[:2])
     with pytest.raises(LearnerError, match=r"2 responses were left .*minibatches = 3"):
-        learner.train(batch)
+        train_on(learner, batch)
 
 
 def test_a_thinned_batch_splits_into_parts_that_cover_it() -> None:
@@ -447,12 +450,12 @@ def test_the_critic_alone_trains_while_the_actor_is_frozen() -> None:
     learner = make_learner(actor, critic, settings(critic={"freeze_steps": 1}))
     batch = make_rollouts(actor, critic, SHAPES)
     before = [fingerprint(m.named_parameters()) for m in (actor, critic)]
-    stats = learner.train(batch)
+    stats = train_on(learner, batch)
     after = [fingerprint(m.named_parameters()) for m in (actor, critic)]
     assert (after[0] == before[0], after[1] == before[1]) == (True, False)
     assert "loss/value_avg" in stats
     assert "loss/policy_avg" not in stats
-    learner.train(batch)
+    train_on(learner, batch)
     assert fingerprint(actor.named_parameters()) != before[0]
 
 
@@ -461,11 +464,13 @@ def test_kl_coefficient_adapts_and_is_used_next_step() -> None:
     algorithm = {"kl_coef": 0.5, "kl_target": 1e-6, "kl_horizon": 60}
     learner = make_learner(actor, critic, settings(algorithm=algorithm))
     batch = make_rollouts(actor, critic, SHAPES)
-    first = learner.train(batch)
+    first = train_on(learner, batch)
     kl = first["objective/kl"]
     error = min(max(kl / 1e-6 - 1, -0.2), 0.2)
     assert first["objective/kl_coef"] == 0.5
-    assert learner.train(batch)["objective/kl_coef"] == pytest.approx(0.5 * (1 + error * 6 / 60))
+    assert train_on(learner, batch)["objective/kl_coef"] == pytest.approx(
+        0.5 * (1 + error * 6 / 60)
+    )
 
 
 def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights() -> None:
@@ -568,7 +573,7 @@ def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
             return 0.0
 
         learner._actor.update = update  # type: ignore[method-assign]
-        learner.train(batch)
+        train_on(learner, batch)
         return torch.cat(grads)
 
     exact = flat(torch.float32, 4096)
@@ -595,14 +600,14 @@ def test_state_put_back_goes_on_as_if_nothing_had_happened() -> None:
     actor, critic = models()
     batch = make_rollouts(actor, critic, SHAPES)
     learner = make_learner(actor, critic, given)
-    learner.train(batch)
+    train_on(learner, batch)
     learner.publish()
     state = copy.deepcopy(learner.state_dict())
     other_actor, other_critic = models()
     other = make_learner(other_actor, other_critic, given)
     other.load_state_dict(state)
     for _ in range(2):
-        assert learner.train(batch) == other.train(batch)
+        assert train_on(learner, batch) == train_on(other, batch)
     assert learner.publish() == other.publish()
     for ours, theirs in ((actor, other_actor), (critic, other_critic)):
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -634,7 +639,7 @@ def test_no_tensor_grows_with_tokens_times_vocabulary() -> None:
     batch = make_rollouts(actor, critic, [(3, 100), (4, 80), (2, 120)], noise=0.0)
     learner = make_learner(actor, critic, settings(algorithm={"entropy_coef": 0.01}))
     with Largest() as largest:
-        learner.train(batch)
+        train_on(learner, batch)
     slice_elements = (8 << 20) // 4  # what the head works on at a time
     assert largest.numel <= slice_elements
     assert largest.numel < 300 * vocabulary / 10
@@ -656,7 +661,7 @@ def engine_rollouts(
     for i in range(8):
         ids = torch.randint(VOCABULARY, (2 + 3 * i,), generator=rng).tolist()
         rollouts.append(Rollout(i, Prompt(i, tuple(ids), ""), i))
-    engine.admit(rollouts)
+    engine.admit(told(rollouts))
     while any(r.finish is None for r in rollouts):
         for chunk in engine.decode(5):
             rollouts[chunk.rollout_id].append(chunk)
@@ -677,7 +682,7 @@ def test_every_ratio_is_one_on_what_the_engine_just_made(temperature: float) -> 
     rollouts = engine_rollouts(actor, critic, temperature=temperature)
     assert {r.finish for r in rollouts} == {FinishReason.STOP, FinishReason.LENGTH}
     given = {"rollout": {"batch": 8, "temperature": temperature}}
-    stats = make_learner(actor, critic, given).train(rollouts)
+    stats = train_on(make_learner(actor, critic, given), rollouts)
     assert abs(stats["val/ratio_max"] - 1) < 1e-5
     assert abs(stats["val/ratio_min"] - 1) < 1e-5
     assert stats["policy/approxkl_avg"] < 1e-10
@@ -690,7 +695,7 @@ def test_a_learner_that_disagrees_with_the_engine_stops_before_the_actor_moves()
     learner = make_learner(actor, critic, {"rollout": {"batch": 8, "temperature": 0.7}})
     before = fingerprint(actor.named_parameters())
     with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
-        learner.train(rollouts)
+        train_on(learner, rollouts)
     assert fingerprint(actor.named_parameters()) == before
 
 
@@ -699,7 +704,7 @@ def test_older_data_may_differ_and_is_not_checked() -> None:
     rollouts = engine_rollouts(actor, critic, temperature=1.0)
     learner = make_learner(actor, critic, {"rollout": {"batch": 8, "temperature": 0.7}})
     learner.publish()
-    assert learner.train(rollouts)["val/ratio_max"] > 1.01
+    assert train_on(learner, rollouts)["val/ratio_max"] > 1.01
 
 
 def test_publish_counts_and_proves_and_the_engine_checks() -> None:
@@ -711,7 +716,7 @@ def test_publish_counts_and_proves_and_the_engine_checks() -> None:
         expected = fingerprint(model.named_parameters())
         assert one[name].fingerprint == two[name].fingerprint == expected
         assert two[name].tensors is None
-    learner.train(make_rollouts(actor, critic, SHAPES))
+    train_on(learner, make_rollouts(actor, critic, SHAPES))
     three = learner.publish()
     assert all(three[name].fingerprint != two[name].fingerprint for name in ("actor", "critic"))
 
@@ -726,19 +731,19 @@ def test_only_the_first_update_after_a_hand_over_is_checked() -> None:
     }
     learner = make_learner(actor, critic, given)
     rollouts = engine_rollouts(actor, critic, temperature=0.7)
-    learner.train(rollouts)  # the critic alone: what the actor published is still what it is
-    assert abs(learner.train(rollouts)["val/ratio_max"] - 1) > 0.01  # in its second mini-batch
+    train_on(learner, rollouts)  # the critic alone: what the actor published is still what it is
+    assert abs(train_on(learner, rollouts)["val/ratio_max"] - 1) > 0.01  # in its second mini-batch
     state = learner.state_dict()
-    assert abs(learner.train(rollouts)["val/ratio_min"] - 1) > 0.01
+    assert abs(train_on(learner, rollouts)["val/ratio_min"] - 1) > 0.01
     other = make_learner(*models(), given)
     other.load_state_dict(state)
-    other.train(rollouts)
+    train_on(other, rollouts)
     learner.publish()
-    learner.train(rollouts)  # of version 0, and now the version is 1
+    train_on(learner, rollouts)  # of version 0, and now the version is 1
     learner.publish()
     lying = engine_rollouts(actor, critic, temperature=1.0, version=2)
     with pytest.raises(LearnerError, match="engine and learner disagree"):
-        learner.train(lying)
+        train_on(learner, lying)
 
 
 def with_older(honest: list[Rollout], other: list[Rollout]) -> list[Rollout]:
@@ -756,10 +761,10 @@ def test_responses_with_a_stale_token_are_not_checked_and_all_others_are() -> No
     told, lying = (engine_rollouts(actor, critic, temperature=t, version=2) for t in (0.7, 1.0))
     before = fingerprint(actor.named_parameters())
     with pytest.raises(LearnerError, match="engine and learner disagree"):
-        learner.train(with_older(copy.deepcopy(lying), copy.deepcopy(told)))
+        train_on(learner, with_older(copy.deepcopy(lying), copy.deepcopy(told)))
     assert fingerprint(actor.named_parameters()) == before
     rollouts = with_older(told, lying)
-    stats = learner.train(rollouts)
+    stats = train_on(learner, rollouts)
     assert stats["sampling/logp_difference_max"] < 1e-5 < stats["val/ratio_max"] - 1
     tokens = sum(map(len, rollouts))
     assert stats["staleness/mean"] == pytest.approx((1 + 2) / 8)
@@ -781,7 +786,7 @@ def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
         learner = make_learner(actor, critic, given)
         for version in range(2):
             stale = copy.deepcopy(actor)
-            learner.train(engine_rollouts(actor, critic, temperature=1.0, version=version))
+            train_on(learner, engine_rollouts(actor, critic, temperature=1.0, version=version))
             learner.publish()
         state = copy.deepcopy(learner.state_dict())  # what was measured is part of it
         for trained in (learner._actor, learner._critic):
@@ -790,10 +795,10 @@ def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
         other.load_state_dict(state)
         late = engine_rollouts(stale, critic, temperature=1.0, version=2)
         if tolerance:
-            other.train(late)
+            train_on(other, late)
         else:
             with pytest.raises(LearnerError, match="engine and learner disagree"):
-                other.train(late)
+                train_on(other, late)
 
 
 # -- the policy that ratios are taken to ---------------------------------------------------------
@@ -818,7 +823,9 @@ def test_in_bfloat16_a_step_of_one_update_takes_the_ratio_to_itself() -> None:
     def step(**sections: Any) -> dict[str, float]:
         actor, critic = models(torch.bfloat16)
         rollouts = engine_rollouts(actor, critic, temperature=1.0)
-        return make_learner(actor, critic, {"rollout": {"batch": 8}, **sections}).train(rollouts)
+        return train_on(
+            make_learner(actor, critic, {"rollout": {"batch": 8}, **sections}), rollouts
+        )
 
     stats = step()
     assert stats["val/ratio_min"] == stats["val/ratio_max"] == 1.0
@@ -840,15 +847,16 @@ def test_responses_of_older_weights_keep_the_policy_that_sampled_them() -> None:
     learner.publish()
     seen = watched_parts(learner)
     rollouts = engine_rollouts(actor, critic, temperature=1.0, version=2)
-    learner.train(with_older(rollouts, rollouts))
-    learner.train(rollouts)  # batches_per_handover: of this version, but not of these weights
-    own = [{r.id: bool(own) for r, own in zip(p.rollouts, p.part.own, strict=True)} for p in seen]
+    train_on(learner, with_older(rollouts, rollouts))
+    train_on(learner, rollouts)  # batches_per_handover: of this version, but not of these weights
+    sampled = {r.id: r.logprobs for r in rollouts}
+    own = [{r.id: bool(own) for r, own in zip(p.responses, p.part.own, strict=True)} for p in seen]
     assert own == [{i: i not in (3, 5) for i in range(8)}, dict.fromkeys(range(8), False)]
     for p in seen:
-        for row, r in enumerate(p.rollouts):
+        for row, r in enumerate(p.responses):
             behaviour = p.part.behaviour_logprobs
             assert behaviour is not None
-            assert behaviour[row, : len(r)].tolist() == pytest.approx(r.logprobs)
+            assert behaviour[row, : len(r)].tolist() == pytest.approx(sampled[r.id])
 
 
 def test_in_float32_nothing_but_the_engines_log_probs_is_the_default() -> None:
@@ -856,7 +864,7 @@ def test_in_float32_nothing_but_the_engines_log_probs_is_the_default() -> None:
     for algorithm in ({}, {"old_policy": "behaviour"}):
         actor, critic = models()
         learner = make_learner(actor, critic, {"rollout": {"batch": 8}, "algorithm": algorithm})
-        stats = learner.train(engine_rollouts(actor, critic, temperature=1.0))
+        stats = train_on(learner, engine_rollouts(actor, critic, temperature=1.0))
         ends.append((stats, fingerprint(actor.named_parameters())))
     assert ends[0] == ends[1]
     assert ends[0][0]["val/ratio_max"] != 1.0
@@ -877,7 +885,7 @@ def test_the_proximal_policy_costs_a_pass_only_where_a_step_is_several_updates(
         calls += 1
 
     actor.get_input_embeddings().register_forward_hook(count)
-    stats = learner.train(batch)
+    stats = train_on(learner, batch)
     assert calls == passes
     if minibatches == 1:
         assert stats["val/ratio_min"] == stats["val/ratio_max"] == 1.0
@@ -950,11 +958,13 @@ def test_a_snapshot_stays_while_training_goes_on(make: Callable[[], tuple[Any, A
     given = settings(training={"lr": 0.1, "critic_lr": 0.1})
     learner = publisher(actor, critic, given, ["critic", "actor"])
     batch = make_rollouts(actor, critic, SHAPES)
-    learner.train(batch)
-    learner.train(batch)  # the B matrices of adapters begin at zero: now the A matrices move, too
+    train_on(learner, batch)
+    train_on(
+        learner, batch
+    )  # the B matrices of adapters begin at zero: now the A matrices move, too
     published = learner.publish()
     then = {n: copy.deepcopy(m.state_dict()) for n, m in (("actor", actor), ("critic", critic))}
-    learner.train(batch)
+    train_on(learner, batch)
     for name, model in (("actor", actor), ("critic", critic)):
         weights = published[name]
         assert weights.tensors is not None
@@ -976,11 +986,11 @@ def test_an_engine_generates_with_a_snapshot_while_the_learner_trains_on() -> No
     generating = with_own_weights(actor)
     given = {"rollout": {"batch": 8}, "training": {"lr": 0.1, "ratio_tolerance": 100.0}}
     learner = publisher(actor, critic, given, ["actor"])
-    learner.train(engine_rollouts(generating, critic, temperature=1.0))
+    train_on(learner, engine_rollouts(generating, critic, temperature=1.0))
     published = learner.publish()
     assert published["critic"].tensors is None
     first = copy.deepcopy(actor)
-    learner.train(engine_rollouts(generating, critic, temperature=1.0))
+    train_on(learner, engine_rollouts(generating, critic, temperature=1.0))
     load_weights(generating, published["actor"], "the engine")
     rollouts = engine_rollouts(generating, critic, temperature=1.0, version=1)
     for r, expected in zip(rollouts, left_padded_logprobs(first, rollouts), strict=True):
@@ -1020,7 +1030,7 @@ def test_an_interruption_leaves_the_model_in_evaluation_mode() -> None:
 
         handle = model.get_input_embeddings().register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
-            learner.train(batch)
+            train_on(learner, batch)
         handle.remove()
         assert not any(m.training for m in model.modules())
 
@@ -1040,32 +1050,32 @@ def finished(values: Mapping[str, Sequence[float]], length: int = 2) -> Rollout:
 def test_rewards_are_summed_with_their_weights() -> None:
     r = finished({"task": [2.0], "model:x": [3.0], "critic": [0.1, 0.2]})
     assert total_reward(r, {"task": 0.5, "model:x": -2.0}) == -5.0
-    data = collate([r], {"task": 0.5, "model:x": -2.0})
+    data = collate(train_batch([r]), {"task": 0.5, "model:x": -2.0})
     assert data.scores.tolist() == [-5.0]
     assert data.ref_logprobs is None
-    assert describe([r])["reward/model:x"] == 3.0
+    assert describe(train_batch([r]))["reward/model:x"] == 3.0
 
 
 @pytest.mark.parametrize("values", [[0.1], [0.1, 0.2, 0.3]])
 def test_values_that_do_not_fit_the_response_are_refused(values: list[float]) -> None:
-    with pytest.raises(LearnerError, match="rollout 4 needs one score of kind 'values' with 2"):
-        collate([finished({"task": [1.0], "critic": values})], {"task": 1.0})
+    with pytest.raises(LifecycleError, match="rollout 4 needs one score of kind 'values' with 2"):
+        train_batch([finished({"task": [1.0], "critic": values})])
 
 
 def test_a_batch_has_values_for_all_or_for_none() -> None:
     valued, bare = finished({"task": [1.0], "critic": [0.1, 0.2]}), finished({"task": [1.0]})
-    with pytest.raises(LearnerError, match=r"kind 'values' with 2 numbers.*; got none"):
-        collate([valued, bare], {"task": 1.0})
-    assert collate([bare], {"task": 1.0}).values is None
+    with pytest.raises(LifecycleError, match=r"kind 'values' with 2 numbers.*; got none"):
+        train_batch([valued, bare])
+    assert collate(train_batch([bare]), {"task": 1.0}).values is None
     with pytest.raises(LearnerError, match="PPO needs the critic's values"):
-        make_learner(*models(), {"algorithm": {"kl_coef": 0}}).train([bare])
+        train_on(make_learner(*models(), {"algorithm": {"kl_coef": 0}}), [bare])
 
 
 def test_groups_are_prompts() -> None:
     rollouts = [finished({"task": [1.0]}) for _ in range(4)]
     for r, prompt in zip(rollouts, [7, 3, 7, 3], strict=True):
         r.prompt = Prompt(prompt, (1,), "")
-    assert collate(rollouts, {"task": 1.0}).groups.tolist() == [7, 3, 7, 3]
+    assert collate(train_batch(rollouts), {"task": 1.0}).groups.tolist() == [7, 3, 7, 3]
 
 
 # -- LoRA ----------------------------------------------------------------------------------------
@@ -1078,10 +1088,10 @@ def test_warm_up_is_cross_entropy_on_the_answers() -> None:
     examples = make_rollouts(model, critic, SHAPES)
     with torch.no_grad():
         before = -torch.cat(left_padded_logprobs(model, examples)).mean()
-    assert warm_up(model, examples, Config(warmup_lr=1e-2)) == pytest.approx(
+    assert warm_up(model, told(examples), Config(warmup_lr=1e-2)) == pytest.approx(
         before.item(), rel=1e-5
     )
-    assert warm_up(model, examples * 200, Config(warmup_lr=1e-2)) < 0.5 * before.item()
+    assert warm_up(model, told(examples * 200), Config(warmup_lr=1e-2)) < 0.5 * before.item()
 
 
 def test_lora_trains_adapters_alone(tiny_folder: Path) -> None:
@@ -1092,8 +1102,8 @@ def test_lora_trains_adapters_alone(tiny_folder: Path) -> None:
     wrapped = add_lora(actor, lora, "CAUSAL_LM")
     before = {n: p.detach().clone() for m in (wrapped, critic) for n, p in m.named_parameters()}
     learner = make_learner(wrapped, critic, settings(training={"lr": 1e-2, "critic_lr": 1e-2}))
-    learner.train(rollouts)  # B is zero: A has no gradient yet
-    learner.train(rollouts)
+    train_on(learner, rollouts)  # B is zero: A has no gradient yet
+    train_on(learner, rollouts)
     moved = {
         n
         for m in (wrapped, critic)

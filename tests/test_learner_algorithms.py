@@ -11,15 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import critic_of, left_padded_logprobs, llama, make_learner, make_rollouts
+from helpers import (
+    critic_of,
+    left_padded_logprobs,
+    llama,
+    make_learner,
+    make_rollouts,
+    told,
+    train_on,
+)
 from stretto.algorithms.correction import settled
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import TRAITS, AlgorithmConfig
 from stretto.errors import LearnerError
 from stretto.models.weights import fingerprint
+from stretto.schedules.rollout import Rollout, train_batch
 from stretto.training.collate import collate
 from stretto.training.learner import PolicyLearner
-from stretto.types import Rollout, Score
+from stretto.types import Score
 from test_learner import Grads, assert_close, engine_rollouts, learned_gradients
 from test_losses import VARIANTS, loss_of, part_of
 
@@ -75,7 +84,7 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]
     a = learner._config.algorithm
     logprobs = now(actor, batch)
     proximal = logprobs.detach().float() if a.old_policy == "proximal" else None
-    e = learner._prepare(collate(batch, {"task": 1.0}), proximal)
+    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), proximal)
     rows = [row for unit in e.units for row in unit]
     names = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
     part = part_of(
@@ -138,7 +147,7 @@ def test_steps_do_not_depend_on_the_split_or_the_order(name: str) -> None:
         algorithm = {"name": name}
         learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
         batch = make_batch(actor, algorithm)
-        stats = [learner.train([batch[i] for i in order]) for _ in range(2)]
+        stats = [train_on(learner, [batch[i] for i in order]) for _ in range(2)]
         ends.append((stats, {n: p.detach() for n, p in actor.named_parameters()}))
     (first, weights), *others = ends
     start = dict(llama(dtype=torch.float64).named_parameters())
@@ -170,7 +179,7 @@ def test_a_batch_of_nothing_is_refused(old_policy: str) -> None:
     algorithm = {"name": "rloo", "old_policy": old_policy}
     batch = make_batch(actor, algorithm, [(3, 0)] * 8)
     with pytest.raises(LearnerError, match="all 8 responses are empty"):
-        learner_of(algorithm, actor).train(batch)
+        train_on(learner_of(algorithm, actor), batch)
 
 
 def test_a_mini_batch_without_a_token_moves_nothing_by_itself() -> None:
@@ -182,7 +191,7 @@ def test_a_mini_batch_without_a_token_moves_nothing_by_itself() -> None:
         r.prompt, r.finish = replace(r.prompt, id=prompt), batch[1].finish
         r.scores["task"] = replace(r.scores["task"], values=torch.tensor([score]).numpy())
     before = fingerprint(actor.named_parameters())
-    stats = learner_of(algorithm, actor).train(batch)
+    stats = train_on(learner_of(algorithm, actor), batch)
     assert stats["policy/grad_norm"] == 0
     assert fingerprint(actor.named_parameters()) == before
 
@@ -216,7 +225,7 @@ def test_four_algorithms_take_the_same_step_on_policy() -> None:
                 r.scores["critic"] = Score(r.id, "critic", "values", baseline)
         algorithm = {"name": name, **same, **more}
         learner = learner_of(algorithm, actor, reward={"missing_eos": "off"})
-        stats = learner.train(rollouts)
+        stats = train_on(learner, rollouts)
         assert stats["policy/grad_norm"] > 0.1
         ends[name] = {n: p.detach() for n, p in actor.named_parameters()}
     start = dict(llama(dtype=torch.float64).named_parameters())
@@ -236,7 +245,7 @@ def test_pairs_stay_together() -> None:
     algorithm = {"name": "online-dpo"}
     learner = learner_of(algorithm, actor, training={"minibatches": 2, "microbatch_tokens": 1})
     batch = make_batch(actor, algorithm)
-    e = learner._prepare(collate(batch, {"task": 1.0}), None)
+    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
     score = [r.scores["task"].scalar for r in batch]
     cut = [r.finish == "length" for r in batch]
     score = [-1.0 if c else s for s, c in zip(score, cut, strict=True)]
@@ -251,11 +260,11 @@ def test_pairs_stay_together() -> None:
     assert sorted(len(p) for p in parts) == [1, 2]
     assert sorted(unit for part in parts for unit in part) == sorted(pairs)
     for units in parts:
-        made = learner._microbatches(batch, units, e)
-        assert sorted(tuple(r.id for r in m.rollouts) for m in made) == sorted(units)
+        made = learner._microbatches(told(batch), units, e, torch.zeros(8, dtype=torch.bool))
+        assert sorted(tuple(r.id for r in m.responses) for m in made) == sorted(units)
         assert sum(m.part.response_weights.sum().item() for m in made) == pytest.approx(1)
         for m in made:
-            rows = [r.id for r in m.rollouts]
+            rows = [r.id for r in m.responses]
             assert torch.equal(m.part.mask, e.mask[rows])
             assert torch.equal(m.part.ref_logprobs, e.ref_logprobs[rows])
 
@@ -267,8 +276,10 @@ def test_micro_batches_of_pairs_keep_to_the_budget(budget: int) -> None:
     algorithm = {"name": "online-dpo"}
     learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
     batch = make_batch(actor, algorithm)
-    e = learner._prepare(collate(batch, {"task": 1.0}), None)
-    sizes = [[r.total_tokens for r in m.rollouts] for m in learner._microbatches(batch, e.units, e)]
+    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
+    fresh = torch.zeros(8, dtype=torch.bool)
+    made = learner._microbatches(told(batch), e.units, e, fresh)
+    sizes = [[r.total_tokens for r in m.responses] for m in made]
     assert sum(map(len, sizes)) == 6
     assert all(max(s) * len(s) <= budget or len(s) == 2 for s in sizes)
     assert len(sizes) == {30: 3, 60: 2, 90: 2}[budget]
@@ -282,7 +293,7 @@ def test_fewer_units_than_mini_batches_make_one_update_each(name: str) -> None:
     updates = []
     take = learner._actor.update
     learner._actor.update = lambda: updates.append(1) or take()  # type: ignore[method-assign]
-    stats = learner.train(make_batch(actor, algorithm))
+    stats = train_on(learner, make_batch(actor, algorithm))
     assert len(updates) == 2 * 3
     assert stats["policy/grad_norm"] > 0
 
@@ -297,7 +308,7 @@ def test_equal_scores_under_online_dpo_make_a_step_without_an_update() -> None:
         r.finish = batch[1].finish
         r.scores["task"] = replace(r.scores["task"], values=torch.ones(1).numpy())
     before = fingerprint(actor.named_parameters())
-    stats = learner.train(equal)
+    stats = train_on(learner, equal)
     assert fingerprint(actor.named_parameters()) == before
     assert stats["dpo/pairs"] == 0
     assert stats["group/all_equal"] == 1
@@ -306,7 +317,7 @@ def test_equal_scores_under_online_dpo_make_a_step_without_an_update() -> None:
     assert "loss/policy_avg" not in stats
     assert learner.state_dict()["steps"] == 1
     assert learner.publish()["actor"].version == 1
-    again = learner.train(batch)
+    again = train_on(learner, batch)
     assert again["dpo/pairs"] == 3
     assert again["lr"] == pytest.approx(1e-3 * 9 / 10)  # of ten updates planned one has gone by
     assert fingerprint(actor.named_parameters()) != before
@@ -324,10 +335,10 @@ def test_a_disagreeing_engine_is_found_out_under_the_proximal_policy_too() -> No
     learner = make_learner(actor, critic_of(actor), given)
     before = fingerprint(actor.named_parameters())
     with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
-        learner.train(rollouts)
+        train_on(learner, rollouts)
     assert fingerprint(actor.named_parameters()) == before
     honest = engine_rollouts(actor, critic_of(actor), temperature=0.7)
-    learner.train(honest)
+    train_on(learner, honest)
 
 
 def test_ratios_are_to_the_policy_before_the_step_in_all_its_updates() -> None:
@@ -336,7 +347,7 @@ def test_ratios_are_to_the_policy_before_the_step_in_all_its_updates() -> None:
     algorithm = {"name": "ppo", "old_policy": "proximal", "kl_coef": 0}
     learner = learner_of(algorithm, actor, training={"epochs": 2, "lr": 1e-2})
     batch = make_batch(actor, algorithm)
-    mask = collate(batch, {"task": 1.0}).mask
+    mask = collate(train_batch(batch), {"task": 1.0}).mask
     with torch.no_grad():
         before = now(actor, batch)
     seen = []
@@ -348,7 +359,7 @@ def test_ratios_are_to_the_policy_before_the_step_in_all_its_updates() -> None:
         return run(parts, kl_coef, trains_actor=trains_actor)
 
     learner._passes.run = watch  # type: ignore[method-assign]
-    stats = learner.train(batch)
+    stats = train_on(learner, batch)
     ratios = [(x - before).exp()[mask] for x in seen]
     assert ratios[0].max() == pytest.approx(1)
     assert stats["val/ratio_max"] == pytest.approx(ratios[1].max().item(), rel=1e-5)
@@ -364,7 +375,7 @@ def test_without_a_critic_the_actor_alone_is_handed_over_and_kept() -> None:
     algorithm = {"name": "grpo", "kl_target": 0.1}
     learner = learner_of(algorithm, actor, training={"lr_schedule": "cosine", "minibatches": 2})
     batch = make_batch(actor, algorithm)
-    stats = learner.train(batch)
+    stats = train_on(learner, batch)
     assert not [k for k in stats if "critic" in k or "value" in k]
     assert {"policy/clipfrac_avg", "loss/kl_avg", "group/reward_std"} < stats.keys()
     assert set(learner.publish()) == {"actor"}
@@ -374,7 +385,7 @@ def test_without_a_critic_the_actor_alone_is_handed_over_and_kept() -> None:
     other = learner_of(algorithm, other_actor, training={"lr_schedule": "cosine", "minibatches": 2})
     other.load_state_dict(state)
     for _ in range(2):
-        assert learner.train(batch) == other.train(batch)
+        assert train_on(learner, batch) == train_on(other, batch)
     assert learner.publish() == other.publish()
     for p, q in zip(actor.parameters(), other_actor.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -388,7 +399,7 @@ def test_a_beta_that_adapts_is_the_one_in_the_loss() -> None:
     algorithm = {"name": "grpo", "kl_coef": 0.5, "kl_target": 1e-6, "kl_horizon": 40}
     learner = learner_of(algorithm, actor)
     batch = make_batch(actor, algorithm)
-    assert learner.train(batch)["objective/kl_coef"] == 0.5
+    assert train_on(learner, batch)["objective/kl_coef"] == 0.5
     beta = 0.5 * (1 + 0.2 * 8 / 40)
     expected = naive_gradients_with_beta(learner, actor, batch, beta)
     got, stats = learned_gradients(learner, batch)

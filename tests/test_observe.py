@@ -25,7 +25,8 @@ from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
 from stretto.observe.trace import TracedStep, TraceFile
 from stretto.observe.trackers import open_trackers
-from stretto.types import FinishReason, Prompt, Rollout, RolloutState
+from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.types import FinishReason, Prompt
 
 SAMPLE = Sample(prompt="1 + 1 = [/]", response="2 \ud800", reward=1.0, finish="stop", tokens=2)
 STATS = {

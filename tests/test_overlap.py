@@ -19,30 +19,31 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers import told, train_on
 from stretto import runs
 from stretto.config import TRAITS, Config, recipes
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
 from stretto.runtime import inline
-from stretto.types import Batch, Rollout, RolloutState
+from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.workers.threads import Lane
 from test_runtime import Kill, assert_same_run, run, settings, untimed, weights
 
 SIX: dict[str, Any] = {"steps": 6, "rollout": {"batch": 4, "max_new_tokens": 10}}
 
 
-def responses(parts: inline.InlineRun, batch: int, first: int) -> Batch:
+def responses(parts: inline.InlineRun, batch: int, first: int) -> list[Rollout]:
     """A batch generated and scored with plain calls, one after the other."""
     rollouts = [Rollout(first + i, parts.prompts.next(), first + i) for i in range(batch)]
     (engine,) = parts.placement.engines
     by_id = {r.id: r for r in rollouts}
-    engine.admit(rollouts)
+    engine.admit(told(rollouts))
     while any(r.finish is None for r in rollouts):
         for chunk in engine.decode(100):
             by_id[chunk.rollout_id].append(chunk)
     for scorer in parts.scorers:
-        scorer.admit(rollouts)
+        scorer.admit(told(rollouts))
         for score in scorer.finish(list(by_id)):
             by_id[score.rollout_id].scores[scorer.name] = score
     for r in rollouts:
@@ -59,7 +60,7 @@ def by_hand(config: Config, lag: int) -> dict[str, Tensor]:
         for step in range(config.steps):
             if step + lag < config.steps:
                 ready.append(responses(parts, size, (step + lag) * size))
-            parts.learner.train(ready.pop(0))
+            train_on(parts.learner, ready.pop(0))
             new = parts.learner.publish()
             parts.placement.engines[0].load(new["actor"])
             next(s for s in parts.scorers if s.follows).load(new["critic"])

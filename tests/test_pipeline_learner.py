@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-from helpers import critic_of, llama, make_learner, make_rollouts
+from helpers import critic_of, llama, make_learner, make_rollouts, train_on
 from stretto.config import Config, ModelConfig, PipelineConfig, recipes
 from stretto.errors import ConfigError, LearnerError, ModelError, RankError
 from stretto.models.lora import add_lora
@@ -212,7 +212,7 @@ def test_steps_are_those_of_one_process(case: str, lent_ranks: None) -> None:
     local = local_learner(*theirs, given)
     with pipelined_learner(*ours, given) as learner:
         for step, batch in enumerate(batches[:3]):
-            assert_same_figures(learner.train(batch), local.train(batch))
+            assert_same_figures(train_on(learner, batch), train_on(local, batch))
             for got, expected in zip(ours, theirs, strict=True):
                 assert_same_weights(got, expected)
             frozen = step < learner._config.critic.freeze_steps
@@ -225,12 +225,12 @@ def test_steps_are_those_of_one_process(case: str, lent_ranks: None) -> None:
         assert_same_structure(saved, local.state_dict())
         resumed = local_learner(*others, given)
         resumed.load_state_dict(saved)
-        expected_figures = local.train(batches[3])
-        assert_same_figures(resumed.train(batches[3]), expected_figures)
+        expected_figures = train_on(local, batches[3])
+        assert_same_figures(train_on(resumed, batches[3]), expected_figures)
         learner.load_state_dict(copy.deepcopy(resumed.state_dict()))
         for got, expected in zip(ours, others, strict=True):
             assert_same_weights(got, expected, atol=0)
-        assert_same_figures(learner.train(plain), resumed.train(plain))
+        assert_same_figures(train_on(learner, plain), train_on(resumed, plain))
         assert learner.publish()["actor"].version == 1
 
 
@@ -258,7 +258,7 @@ def test_bfloat16_models_have_their_masters_on_the_ranks(lent_ranks: None) -> No
     local = local_learner(*theirs, given)
     with pipelined_learner(*ours, given) as learner:
         for _ in range(2):
-            assert_same_figures(learner.train(batch), local.train(batch), rel=0.02)
+            assert_same_figures(train_on(learner, batch), train_on(local, batch), rel=0.02)
         masters = [x.state_dict()["models"] for x in (learner, local)]
     for name, model in zip(("actor", "critic"), ours, strict=True):
         got, expected = (m[name]["masters"] for m in masters)
@@ -276,7 +276,7 @@ def test_a_snapshot_stays_while_training_goes_on(lent_ranks: None) -> None:
     actor, critic = models()
     batch = make_rollouts(actor, critic, SHAPES)
     with pipelined_learner(actor, critic, settings(), ["actor"]) as learner:
-        learner.train(batch)
+        train_on(learner, batch)
         published = learner.publish()
         then = copy.deepcopy(dict(actor.named_parameters()))
         assert published["critic"].tensors is None
@@ -284,7 +284,7 @@ def test_a_snapshot_stays_while_training_goes_on(lent_ranks: None) -> None:
         assert tensors is not None
         assert set(tensors) == set(then)
         assert published["actor"].fingerprint == fingerprint(then.items())
-        learner.train(batch)
+        train_on(learner, batch)
         for name, p in actor.named_parameters():
             assert torch.equal(tensors[name], then[name])
             assert not torch.equal(tensors[name], p)
@@ -298,7 +298,7 @@ def test_a_disagreeing_engine_stops_the_run_before_a_weight_moves(lent_ranks: No
     batch = make_rollouts(actor, critic, SHAPES)
     with pipelined_learner(actor, critic, settings(training={"ratio_tolerance": 1e-3})) as learner:
         with pytest.raises(LearnerError, match="engine and learner disagree about the policy"):
-            learner.train(batch)
+            train_on(learner, batch)
         masters = learner.state_dict()["models"]["actor"]["masters"]
         for name, p in actor.named_parameters():
             assert torch.equal(masters[name], p)
@@ -314,7 +314,7 @@ def test_an_infinite_gradient_stops_the_run_and_leaves_the_weights(lent_ranks: N
         before[next(n for n, p in critic.named_parameters() if p is last)].fill_(1e38)
         learner.load_state_dict(copy.deepcopy(state))
         with pytest.raises(LearnerError, match="the gradient norm is"):
-            learner.train(batch)
+            train_on(learner, batch)
         after = learner.state_dict()["models"]["critic"]["masters"]
         assert all(torch.equal(after[name], before[name]) for name in before)
 
@@ -331,8 +331,8 @@ def test_pipelines_without_a_response_change_nothing(lent_ranks: None) -> None:
     local = local_learner(*theirs, given)
     with pipelined_learner(*ours, given) as learner:
         for _ in range(3):  # also where latencies would be measured
-            figures = learner.train(one)
-            assert_same_figures(figures, local.train(one))
+            figures = train_on(learner, one)
+            assert_same_figures(figures, train_on(local, one))
             assert "pipeline/predicted_s" not in figures
             for got, expected in zip(ours, theirs, strict=True):
                 assert_same_weights(got, expected)
@@ -346,12 +346,12 @@ def test_a_rank_that_dies_in_the_middle_of_a_step_ends_it_with_the_cause() -> No
 
     def train(learner: PolicyLearner) -> None:
         try:
-            learner.train(batch)
+            train_on(learner, batch)
         except BaseException as error:
             caught.append(error)
 
     with pipelined_learner(actor, critic, settings()) as learner:
-        learner.train(batch)
+        train_on(learner, batch)
         held = fingerprint(actor.named_parameters())
         ranks = ranks_of_this_process()[-2:]
         victim = ranks[1]

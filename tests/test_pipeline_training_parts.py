@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import critic_of, llama, make_rollouts
+from helpers import critic_of, llama, make_rollouts, told
 from stretto.algorithms.experience import Part
 from stretto.assembly import warmup as building
 from stretto.cli import main as command_line
@@ -104,7 +104,8 @@ def test_what_ranks_measured_is_planned_with_and_reported() -> None:
 def a_micro_batch() -> MicroBatch:
     actor = llama()
     rollouts = make_rollouts(actor, critic_of(actor), [(3, 2)])
-    return MicroBatch(rollouts, Part(*torch.ones(3, 1, 2), torch.ones(1), *torch.ones(2, 1, 2)))
+    part = Part(*torch.ones(3, 1, 2), torch.ones(1), *torch.ones(2, 1, 2))
+    return MicroBatch(told(rollouts), part)
 
 
 def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:

@@ -15,7 +15,8 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.recorder import Recorder
 from stretto.observe.remarks import Remarks, scores_by_source
-from stretto.types import FinishReason, Prompt, Rollout, Score
+from stretto.schedules.rollout import Rollout
+from stretto.types import FinishReason, Prompt, Score
 
 
 def settings(rule: str = "replace", **reward: Any) -> Config:

@@ -29,7 +29,8 @@ from stretto.observe.report.runs import Run, StepSpans, differing_settings, load
 from stretto.observe.report.steps import Bar, Wait, bars, waits
 from stretto.observe.spans import Span
 from stretto.observe.trace import TracedStep
-from stretto.types import FinishReason, Prompt, Rollout, RolloutState
+from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.types import FinishReason, Prompt
 
 BATCH = 16
 SCORERS = ("reference", "critic")

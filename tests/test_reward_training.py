@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from helpers import critic_of, llama
+from helpers import critic_of, llama, make_chunk, told
 from stretto.cli import label
 from stretto.cli.main import main
 from stretto.config import PairsConfig, RewardModelConfig, TaskConfig, recipes
@@ -24,6 +24,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs.supervised import train_reward_model
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.base import TaskRow
 from stretto.tasks.pairs import Pair, PairTokens, read_pairs, tokens_of
@@ -31,7 +32,7 @@ from stretto.tasks.prompts import render
 from stretto.tasks.responses import Layout
 from stretto.training.preference import BradleyTerry, Preferences, train
 from stretto.training.supervised import hold_out
-from stretto.types import Chunk, FinishReason, Message, Rollout
+from stretto.types import FinishReason, Message
 
 EOS = 258  # of the byte tokenizer
 HH = Path(__file__).parents[2] / "shared" / "data" / "preferences_hh.jsonl"
@@ -233,8 +234,8 @@ def test_scorers_read_and_score_the_very_tokens_that_were_trained_on(
     asked = render(TaskRow(prompt), TaskConfig(), tokenizer)
     sampled = [*tokenizer("four")["input_ids"], EOS]
     rollout = rollout_of(asked, sampled)
-    assert scorer._tokens(rollout) == [*pair.prompt, *pair.chosen]
-    scorer.admit([rollout])
+    assert scorer._tokens(*told([rollout])) == [*pair.prompt, *pair.chosen]
+    scorer.admit(told([rollout]))
     (score,) = scorer.finish([0])
     chosen, rejected = BradleyTerry(model, 1024, 0.0)._rewards([pair])
     assert score.scalar == pytest.approx(chosen.item(), rel=1e-6)
@@ -263,17 +264,17 @@ def test_so_they_do_with_another_tokenizer_than_the_actors(
     made[1].id = 1
     cut_off = rollout_of(asked, actor("he four")["input_ids"])
     cut_off.finish = FinishReason.LENGTH
-    assert scorer._tokens(made[0]) == [*pair.prompt, *pair.chosen]
-    assert scorer._tokens(made[1]) == [*pair.prompt, *pair.rejected]
-    assert scorer._tokens(cut_off) == [*pair.prompt, *tokenizer("he four")["input_ids"]]
+    assert scorer._tokens(*told([made[0]])) == [*pair.prompt, *pair.chosen]
+    assert scorer._tokens(*told([made[1]])) == [*pair.prompt, *pair.rejected]
+    assert scorer._tokens(*told([cut_off])) == [*pair.prompt, *tokenizer("he four")["input_ids"]]
     assert pair.chosen[-1] == EOS != pair.chosen[-2]
     assert tokenizer.convert_tokens_to_ids("the") in pair.chosen
-    scorer.admit([Rollout(r.id, r.prompt, 0) for r in made] if streamed else made)
+    scorer.admit(told([Rollout(r.id, r.prompt, 0) for r in made] if streamed else made))
     for r in made if streamed else ():
         for start in range(0, len(r), 4):
             part = tuple(r.tokens[start : start + 4])
             finish = r.finish if start + 4 >= len(r) else None
-            scorer.extend([Chunk(r.id, start, part, (0.0,) * len(part), 0, finish)])
+            scorer.extend([make_chunk(r.id, start, part, (0.0,) * len(part), 0, finish)])
     rewards = torch.cat(BradleyTerry(model, 1024, 0.0)._rewards([pair]))
     for score, want in zip(scorer.finish([0, 1]), rewards.tolist(), strict=True):
         assert score.scalar == pytest.approx(want, rel=1e-4)
@@ -459,7 +460,7 @@ def test_a_run_learns_and_what_it_saves_scores_alike_everywhere(
         prompt = render(TaskRow(bytes(p.prompt).decode()), TaskConfig(), tokenizer)
         rollouts.append(rollout_of(prompt, p.chosen))
         rollouts[-1].id = n
-    scorer.admit(rollouts)
+    scorer.admit(told(rollouts))
     scores = torch.tensor([s.scalar for s in scorer.finish(range(len(held)))])
     assert torch.allclose(scores, alone[:-1], atol=1e-5)
 

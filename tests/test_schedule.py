@@ -16,25 +16,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import make_chunk
 from stretto.errors import JudgeError, LifecycleError, StalledError
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.overcommit import FixedOvercommit
+from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import Seat
 from stretto.schedules.settings import Controls, Settings, Step
 from stretto.types import (
-    Batch,
     Chunk,
     FinishReason,
     Parcel,
     Prompt,
-    Rollout,
-    RolloutState,
+    Response,
     Score,
     ScoreKind,
+    TrainBatch,
+    TrainOutput,
     Weights,
 )
 
@@ -83,9 +85,9 @@ class FakeGenerator:
         self.idle = False
         world.loaded[name] = 0
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        self.world.write(f"{self.name} admit {[r.id for r in rollouts]}")
-        self.done |= {r.id: len(r) for r in rollouts}
+    async def admit(self, responses: Sequence[Response]) -> None:
+        self.world.write(f"{self.name} admit {[r.id for r in responses]}")
+        self.done |= {r.id: len(r) for r in responses}
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
         length = self.world.length
@@ -100,7 +102,7 @@ class FakeGenerator:
             n = min(steps, length(id_) - start)
             tokens = tuple(100 * id_ + t for t in range(start, start + n))
             finish = STOP if start + n == length(id_) else None
-            chunks.append(Chunk(id_, start, tokens, (-0.5,) * n, version, finish))
+            chunks.append(make_chunk(id_, start, tokens, (-0.5,) * n, version, finish))
         chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
         for c in chunks:
             self.done[c.rollout_id] += len(c.tokens)
@@ -116,9 +118,9 @@ class FakeGenerator:
         self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
         return [Parcel(i, self.done.pop(i)) for i in rollout_ids]
 
-    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
         await asyncio.sleep(1)
-        self.world.write(f"{self.name} accept {[r.id for r in rollouts]}")
+        self.world.write(f"{self.name} accept {[r.id for r in responses]}")
         self.done |= {p.rollout_id: p.cache for p in parcels}
 
     async def load(self, weights: Weights) -> None:
@@ -137,23 +139,23 @@ class FakeScorer:
         follows: str = "",
         worthwhile_tokens: int = 0,
     ) -> None:
-        self.worthwhile_tokens, self.streams = worthwhile_tokens, True
+        self.worthwhile_tokens, self.streams, self.reads_text = worthwhile_tokens, True, False
         self.world, self.name, self.kind, self.follows = world, name, kind, follows
         self.tokens: dict[int, list[int]] = {}
         self.new: dict[int, int] = {}
         self.hangs = False
         world.loaded[name] = 0
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        for r in rollouts:
-            self.tokens[r.id] = list(r.tokens)
+    async def admit(self, responses: Sequence[Response]) -> None:
+        for r in responses:
+            self.tokens[r.id] = r.tokens.tolist()
             self.new[r.id] = len(r)
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         await asyncio.sleep(0.5 + 0.1 * sum(len(c.tokens) for c in chunks))
         for c in chunks:
             assert c.start == len(self.tokens[c.rollout_id])
-            self.tokens[c.rollout_id] += c.tokens
+            self.tokens[c.rollout_id] += c.tokens.tolist()
 
     async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
         version = self.world.loaded[self.name]
@@ -185,11 +187,10 @@ class FakeLearner:
     def __init__(self, world: World, seconds: float = 2.0) -> None:
         self.world, self.seconds, self.version = world, seconds, 0
 
-    async def train(self, batch: Batch) -> dict[str, float]:
-        self.world.write(f"train {[r.id for r in batch]}")
-        assert all(r.state is RolloutState.SCORED for r in batch)
+    async def train(self, batch: TrainBatch) -> TrainOutput:
+        self.world.write(f"train {batch.ids.tolist()}")
         await asyncio.sleep(self.seconds)
-        return {"objective/scores": 1.25}
+        return TrainOutput({"objective/scores": 1.25}, batch.totals().astype(np.float32))
 
     async def publish(self) -> Mapping[str, Weights]:
         self.version += 1

@@ -12,13 +12,22 @@ import pytest
 import torch
 from torch import nn
 
-from helpers import critic_of, left_padded_logprobs, llama, make_rollouts, naive_values
+from helpers import (
+    critic_of,
+    left_padded_logprobs,
+    llama,
+    make_chunk,
+    make_rollouts,
+    naive_values,
+    told,
+)
 from stretto.config import Config, ModelConfig, recipes
 from stretto.errors import LifecycleError, ModelError
 from stretto.models.heads import critic_from_actor
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
 from stretto.runtime import inline
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import (
     ModelScorer,
     RewardModelScorer,
@@ -26,14 +35,14 @@ from stretto.scoring.models import (
     reads_last_token,
     reference_scorer,
 )
-from stretto.types import Chunk, FinishReason, Message, Prompt, Rollout, Score
+from stretto.types import FinishReason, Message, Prompt, Score
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6)]
 EOS = 258
 
 
 def scores_of(scorer: ModelScorer, rollouts: Sequence[Rollout]) -> list[Score]:
-    scorer.admit(rollouts)
+    scorer.admit(told(rollouts))
     return list(scorer.finish([r.id for r in rollouts]))
 
 
@@ -113,7 +122,7 @@ def test_scores_come_in_the_order_asked() -> None:
     rollouts = make_rollouts(model, critic_of(model), SHAPES)
     scorer = reference_scorer(model, 1.0, 50)
     by_id = {s.rollout_id: s.values for s in scores_of(scorer, rollouts)}
-    scorer.admit(rollouts)
+    scorer.admit(told(rollouts))
     for score, rollout_id in zip(scorer.finish([4, 0, 2]), [4, 0, 2], strict=True):
         assert score.rollout_id == rollout_id
         np.testing.assert_allclose(score.values, by_id[rollout_id], rtol=1e-5, atol=1e-6)
@@ -124,12 +133,14 @@ def test_chunks_add_up_to_the_whole() -> None:
     whole = make_rollouts(model, critic_of(model), SHAPES[:2])
     scorer = reference_scorer(model, 1.0, 1000)
     expected = scores_of(scorer, whole)
-    scorer.admit([Rollout(r.id, r.prompt, r.group) for r in whole])
+    scorer.admit(told([Rollout(r.id, r.prompt, r.group) for r in whole]))
     for r in whole:
         for start in range(0, len(r), 3):
             part = slice(start, start + 3)
             finish = r.finish if start + 3 >= len(r) else None
-            chunk = Chunk(r.id, start, tuple(r.tokens[part]), tuple(r.logprobs[part]), 0, finish)
+            chunk = make_chunk(
+                r.id, start, tuple(r.tokens[part]), tuple(r.logprobs[part]), 0, finish
+            )
             scorer.extend([chunk])
     for got, want in zip(scorer.finish([r.id for r in whole]), expected, strict=True):
         np.testing.assert_array_equal(got.values, want.values)
@@ -140,15 +151,15 @@ def test_what_a_scorer_cannot_do_is_refused_and_forgets_nothing() -> None:
     done, going = make_rollouts(model, critic_of(model), SHAPES[:2])
     going.finish = None
     scorer = reference_scorer(model, 1.0, 1000)
-    scorer.admit([done, going])
+    scorer.admit(told([done, going]))
     with pytest.raises(LifecycleError, match=r"'reference' cannot score rollout 1:.*last chunk"):
         scorer.finish([0, 1])
     with pytest.raises(LifecycleError, match="cannot score rollout 9: it was not admitted"):
         scorer.finish([9])
     with pytest.raises(LifecycleError, match=r"tokens 7 and on of rollout 0: .* has ended"):
-        scorer.extend([Chunk(0, 7, (1,), (0.0,), 0)])
+        scorer.extend([make_chunk(0, 7, (1,), (0.0,), 0)])
     with pytest.raises(LifecycleError, match=r"tokens 3 and on of rollout 1: .* a gap there"):
-        scorer.extend([Chunk(1, 3, (1,), (0.0,), 0)])
+        scorer.extend([make_chunk(1, 3, (1,), (0.0,), 0)])
     assert len(scorer.finish([0])) == 1
     scorer.release([1, 77])
     with pytest.raises(LifecycleError):
@@ -232,7 +243,7 @@ def test_a_reward_model_with_a_tokenizer_of_its_own_reads_the_text(
         tokens = tokenizer(read)["input_ids"]
         if "the" in read:
             assert 259 in tokens
-        assert scorer._tokens(r) == tokens
+        assert scorer._tokens(*told([r])) == tokens
         assert score.scalar == pytest.approx(plain_score(model, tokens), rel=1e-4, abs=1e-5)
 
 
@@ -257,7 +268,7 @@ def test_a_template_that_changes_the_prompt_ends_as_others_do() -> None:
         scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 60)
         read = [tokenizer(part)["input_ids"] for part in ("[U]x<sep>\n[A]", "<sep>")]
         closed = tokenizer("\n<eos>" if closing else "")["input_ids"]
-        assert scorer._tokens(r) == [*read[0], *b"<sep> yes", *read[1], *closed]
+        assert scorer._tokens(*told([r])) == [*read[0], *b"<sep> yes", *read[1], *closed]
 
 
 def test_given_responses_end_with_the_actors_end_token() -> None:
@@ -270,7 +281,7 @@ def test_given_responses_end_with_the_actors_end_token() -> None:
         scorer = RewardModelScorer(
             "model:x", model, tokenizer, byte_tokenizer(), 60, ["#"], given_ends=ends
         )
-        assert scorer._tokens(given) == tokenizer("the end# of it" + closing)["input_ids"]
+        assert scorer._tokens(*told([given])) == tokenizer("the end# of it" + closing)["input_ids"]
 
 
 def bert(vocabulary: int = 259) -> Any:
@@ -304,7 +315,7 @@ def test_an_encoder_reads_the_template_as_it_is() -> None:
     scorer = RewardModelScorer("model:x", model, tokenizer, byte_tokenizer(), 1000)
     for r, text in zip(BYTE_ROLLOUTS, ["3", "yes, it is", "ü and the rest"], strict=True):
         read = f"[U]{r.prompt.text}<sep>\n[A]{text}<sep>\n"
-        assert scorer._tokens(r) == tokenizer(read)["input_ids"]
+        assert scorer._tokens(*told([r])) == tokenizer(read)["input_ids"]
 
 
 def test_an_encoder_is_no_critic() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import make_chunk, told
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.observe.spans import Spans
@@ -47,7 +48,8 @@ from stretto.runtime.sim.lengths import (
 )
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.roles import LearningCurve, SimLearner, SimScorer
-from stretto.types import Chunk, FinishReason, Prompt, Rollout, Score, Weights
+from stretto.schedules.rollout import Rollout, train_batch
+from stretto.types import Chunk, FinishReason, Prompt, Score, Weights
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 FREE = GeneratorCost()
@@ -56,7 +58,7 @@ FREE = GeneratorCost()
 def rollout(id_: int, *, prompt: int = 10, group: int | None = None, tokens: int = 0) -> Rollout:
     r = Rollout(id_, Prompt(id_, (0,) * prompt, ""), id_ if group is None else group)
     if tokens:
-        r.append(Chunk(id_, 0, (0,) * tokens, (-1.0,) * tokens, 0))
+        r.append(make_chunk(id_, 0, (0,) * tokens, (-1.0,) * tokens, 0))
     return r
 
 
@@ -229,7 +231,7 @@ def test_decoding_by_hand() -> None:
 
     async def body(spans: Spans) -> Any:
         g = make(spans, cost, {0: 2, 1: 5, 2: 9}.__getitem__, limit=8)
-        await g.admit([rollout(i) for i in range(3)])
+        await g.admit(told([rollout(i) for i in range(3)]))
         calls = [summary(await g.decode(4)), summary(await g.decode(100))]
         assert await g.decode(5) == []
         return calls, spans.records
@@ -254,7 +256,7 @@ def test_decoding_by_hand() -> None:
 def test_stop_after_returns_once_enough_have_ended() -> None:
     async def body(spans: Spans) -> Any:
         g = make(spans, lengths={5: 3, 1: 6, 2: 6, 3: 7}.__getitem__)
-        await g.admit([rollout(i) for i in (5, 3, 2, 1)])
+        await g.admit(told([rollout(i) for i in (5, 3, 2, 1)]))
         return [summary(await g.decode(100, stop_after=n)) for n in (1, 1, 0)]
 
     assert virtually(body) == [
@@ -267,7 +269,7 @@ def test_stop_after_returns_once_enough_have_ended() -> None:
 def test_slots_are_handed_on_within_a_call() -> None:
     async def body(spans: Spans) -> Any:
         g = make(spans, lengths=lambda i: [2, 7, 3][i], slots=2)
-        await g.admit([rollout(i) for i in range(3)])
+        await g.admit(told([rollout(i) for i in range(3)]))
         return [summary(await g.decode(n)) for n in (4, 4)]
 
     assert virtually(body) == [
@@ -280,7 +282,7 @@ def test_rollouts_wait_until_the_memory_has_room_for_them() -> None:
     async def body(spans: Spans) -> Any:
         cost = GeneratorCost(cache_tokens=40)
         g = make(spans, cost, lambda i: [10, 5, 20, 5][i])  # prompts have 10 tokens each
-        await g.admit([rollout(i) for i in range(4)])
+        await g.admit(told([rollout(i) for i in range(4)]))
         return summary(await g.decode(100))
 
     # 20 + 15 tokens; 2 needs 30 and waits for both, and 3 behind it for 2
@@ -293,7 +295,7 @@ def test_replicas_decode_at_their_own_pace() -> None:
 
     async def body(spans: Spans) -> Any:
         g = make(spans, cost, lambda i: [2, 9, 5][i], replicas=2)
-        await g.admit([rollout(i) for i in range(3)])  # 0 and 2 to one, 1 to the other
+        await g.admit(told([rollout(i) for i in range(3)]))  # 0 and 2 to one, 1 to the other
         calls = [summary(await g.decode(100, stop_after=1)), summary(await g.decode(100))]
         return calls, [s.end_s for s in spans.records]
 
@@ -333,7 +335,7 @@ def test_any_calls_add_up_to_one(
     async def body(spans: Spans) -> Any:
         g = make(spans, lengths=lengths.__getitem__, slots=slots)
         rollouts = {i: rollout(i) for i in lengths}
-        await g.admit(list(rollouts.values()))
+        await g.admit(told(list(rollouts.values())))
         ended: list[int] = []
         while len(ended) < len(lengths):
             max_tokens, stop_after = calls[len(ended) % len(calls)]
@@ -352,7 +354,7 @@ def test_groups_share_the_prefill_of_their_prompt_and_new_weights_void_it() -> N
 
     async def body(spans: Spans, carry: str) -> Any:
         g = make(spans, cost, lambda i: 50, carry=carry)
-        await g.admit([rollout(i, group=i // 2) for i in range(4)])
+        await g.admit(told([rollout(i, group=i // 2) for i in range(4)]))
         await g.decode(5)
         await g.load(Weights(7, "x"))
         chunks = await g.decode(5)
@@ -374,13 +376,13 @@ def test_moving_rollouts_with_and_without_their_cache() -> None:
     async def body(spans: Spans) -> Any:
         a, b = make(spans, cost, lambda i: 50), make(spans, cost, lambda i: 50)
         rollouts = [rollout(i) for i in range(2)]
-        await a.admit(rollouts)
+        await a.admit(told(rollouts))
         for chunk in await a.decode(5):
             rollouts[chunk.rollout_id].append(chunk)
         for r, with_cache in zip(rollouts, (True, False), strict=True):
             parcels = await a.export([r.id], with_cache)
             assert [p.cached_tokens for p in parcels] == [15 if with_cache else 0]
-            await b.accept([r], parcels)
+            await b.accept(told([r]), parcels)
         assert await a.decode(5) == []
         assert summary(await b.decode(3)) == [(0, 5, 3, None), (1, 5, 3, None)]
         return [(s.name, s.end_s - s.start_s) for s in spans.records]
@@ -392,11 +394,11 @@ def test_moving_rollouts_with_and_without_their_cache() -> None:
 def test_a_generator_refuses_what_a_real_one_would() -> None:
     async def body(spans: Spans) -> None:
         g = make(spans, lengths=lambda i: 5)
-        await g.admit([rollout(1)])
+        await g.admit(told([rollout(1)]))
         with pytest.raises(EngineError, match="rollout 1 is in the engine already"):
-            await g.admit([rollout(1)])
+            await g.admit(told([rollout(1)]))
         with pytest.raises(EngineError, match="rollout 2 has ended, at 5 tokens"):
-            await g.admit([rollout(2, tokens=5)])
+            await g.admit(told([rollout(2, tokens=5)]))
         with pytest.raises(EngineError, match="rollout 3 is not in this engine"):
             await g.export([3], True)
         await g.release([1, 99])
@@ -411,7 +413,7 @@ def test_a_generator_refuses_what_a_real_one_would() -> None:
 def chunk(
     id_: int, start: int, count: int, finish: FinishReason | None = None, v: int = 0
 ) -> Chunk:
-    return Chunk(id_, start, (0,) * count, (-1.0,) * count, v, finish)
+    return make_chunk(id_, start, (0,) * count, (-1.0,) * count, v, finish)
 
 
 @pytest.mark.parametrize("streams", [True, False])
@@ -420,7 +422,7 @@ def test_a_streaming_scorer_has_only_the_rest_left(streams: bool) -> None:
         lane = Lane("reward", [Device(0)], spans)
         cost = PrefillCost(call_s=1.0, token_s=0.1)
         s = SimScorer(lane, cost, "reward", reward=lambda i, v: i + v / 10, streams=streams)
-        await s.admit([rollout(1), rollout(2, tokens=4)])
+        await s.admit(told([rollout(1), rollout(2, tokens=4)]))
         await s.extend([chunk(1, 0, 20), chunk(2, 4, 6, STOP)])
         await s.extend([chunk(1, 20, 5, STOP, v=3)])
         scores = await s.finish([2, 1])
@@ -441,7 +443,7 @@ def test_new_weights_void_what_a_critic_has_prefilled() -> None:
         s = SimScorer(
             Lane("critic", [Device(0)], spans), PrefillCost(token_s=1.0), "values", follows="critic"
         )
-        await s.admit([rollout(1)])
+        await s.admit(told([rollout(1)]))
         await s.extend([chunk(1, 0, 5)])
         await s.load(Weights(1, "x"))
         await s.extend([chunk(1, 5, 2, STOP)])
@@ -454,7 +456,7 @@ def test_new_weights_void_what_a_critic_has_prefilled() -> None:
 def test_a_function_costs_by_responses() -> None:
     async def body(spans: Spans) -> Any:
         s = SimScorer(Lane("task", [], spans), SampleCost(call_s=2.0, sample_s=0.5), "reward")
-        await s.admit([rollout(1), rollout(2)])
+        await s.admit(told([rollout(1), rollout(2)]))
         await s.extend([chunk(1, 0, 100, STOP), chunk(2, 0, 3, STOP)])
         await s.finish([1, 2])
         return [(x.name, x.end_s - x.start_s) for x in spans.records]
@@ -465,7 +467,7 @@ def test_a_function_costs_by_responses() -> None:
 def test_a_scorer_refuses_what_is_out_of_order() -> None:
     async def body(spans: Spans) -> None:
         s = SimScorer(Lane("reward", [Device(0)], spans), PrefillCost(), "reward")
-        await s.admit([rollout(1)])
+        await s.admit(told([rollout(1)]))
         for bad in (chunk(2, 0, 1), chunk(1, 1, 1)):
             with pytest.raises(
                 EngineError, match=f"cannot take a chunk of rollout {bad.rollout_id}"
@@ -475,7 +477,7 @@ def test_a_scorer_refuses_what_is_out_of_order() -> None:
         with pytest.raises(EngineError, match="give it the last chunk first"):
             await s.finish([1])
         await s.release([1])
-        await s.admit([rollout(1)])
+        await s.admit(told([rollout(1)]))
 
     virtually(body)
 
@@ -491,8 +493,9 @@ def test_the_learner_costs_by_tokens_and_reports_rewards() -> None:
             r.scores["critic"] = Score(r.id, "critic", "values", np.ones(len(r), np.float32))
         await learner.publish()
         weights = await learner.publish()
-        stats = await learner.train(batch)
-        return stats, weights, [(s.name, s.end_s - s.start_s) for s in spans.records]
+        output = await learner.train(train_batch(batch))
+        assert output.rewards.tolist() == [1.5, 2.0]
+        return output.stats, weights, [(s.name, s.end_s - s.start_s) for s in spans.records]
 
     stats, weights, spans = virtually(body)
     assert stats == {"objective/scores": 1.75, "staleness/mean": 2.0, "staleness/max": 2.0}
@@ -548,7 +551,7 @@ def test_a_call_waits_for_the_faulty_one_before_it() -> None:
             "reward",
         )
         assert (scorer.name, scorer.kind) == ("reward", "reward")
-        await scorer.admit([rollout(1)])
+        await scorer.admit(told([rollout(1)]))
         first = asyncio.create_task(scorer.extend([chunk(1, 0, 5, STOP)]))
         await asyncio.sleep(0)
         (score,) = await scorer.finish([1])
@@ -577,7 +580,7 @@ def test_costs_are_found_again_in_the_spans_they_made() -> None:
         learner = SimLearner(Lane("learner", [Device(2)], spans), training)
         for step in range(12):
             batch = [rollout(100 * step + i, prompt=20 + i) for i in range(4 + step)]
-            await g.admit(batch)
+            await g.admit(told(batch))
             done: list[Rollout] = []
             while len(done) < len(batch):
                 for c in await g.decode(16):
@@ -585,9 +588,9 @@ def test_costs_are_found_again_in_the_spans_they_made() -> None:
                     r.append(c)
                     done += [r] if c.finish else []
             for scorer in (model, judge):
-                await scorer.admit(done)
+                await scorer.admit(told(done))
                 await scorer.finish([r.id for r in done])
-            await learner.train(done)
+            await learner.train(train_batch(done))
             await g.load((await learner.publish())["actor"])
         return spans.records
 

@@ -39,7 +39,8 @@ from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.replay import recorded_cluster
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
 from stretto.schedules.feedback import DecodeSample
-from stretto.types import Prompt, Rollout
+from stretto.schedules.rollout import Rollout
+from stretto.types import Prompt
 
 DEADLINE_S = 100.0
 

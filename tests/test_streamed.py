@@ -17,7 +17,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from helpers import VOCABULARY, critic_of, left_padded_logprobs, llama, naive_values
+from helpers import (
+    VOCABULARY,
+    critic_of,
+    left_padded_logprobs,
+    llama,
+    make_chunk,
+    naive_values,
+    told,
+)
 from stretto.config import ModelConfig
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import CachedPass, slots_within
@@ -25,11 +33,12 @@ from stretto.models.lora import add_lora
 from stretto.models.slots import SlotCache
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.types import Chunk, FinishReason, Message, Prompt, Rollout, Weights
+from stretto.types import Chunk, FinishReason, Message, Prompt, Weights
 
 EOS = 258
 TOLERANCE = 1e-5
@@ -57,19 +66,19 @@ def begun(r: Rollout, tokens: int = 0) -> Rollout:
 def chunk(r: Rollout, start: int, stop: int) -> Chunk:
     finish = r.finish if stop >= len(r) else None
     tokens = tuple(r.tokens[start:stop])
-    return Chunk(r.id, start, tokens, (-1.0,) * len(tokens), 0, finish)
+    return make_chunk(r.id, start, tokens, (-1.0,) * len(tokens), 0, finish)
 
 
 def stream(scorer: ModelScorer, made: Sequence[Rollout], size: int) -> list[np.ndarray[Any, Any]]:
     """Scores of rollouts that all grow by chunks of one size."""
-    scorer.admit([begun(r) for r in made])
+    scorer.admit(told([begun(r) for r in made]))
     for start in range(0, max(map(len, made)), size):
         scorer.extend([chunk(r, start, start + size) for r in made if start <= max(0, len(r) - 1)])
     return [s.values for s in scorer.finish([r.id for r in made])]
 
 
 def whole(scorer: ModelScorer, made: Sequence[Rollout]) -> list[np.ndarray[Any, Any]]:
-    scorer.admit(made)
+    scorer.admit(told(made))
     return [s.values for s in scorer.finish([r.id for r in made])]
 
 
@@ -157,7 +166,7 @@ class Driver:
         here = [i for i in ids if i in self.given]
         if name == "admit":
             new = [i for i in ids if i not in self.given and i not in self.scores]
-            self.scorer.admit([begun(self.made[i], size - 1) for i in new if size <= 3])
+            self.scorer.admit(told([begun(self.made[i], size - 1) for i in new if size <= 3]))
             self.given |= {i: min(size - 1, len(self.made[i])) for i in new if size <= 3}
         elif name == "extend":
             going = [i for i in here if self.given[i] < len(self.made[i])]
@@ -255,7 +264,7 @@ def test_only_the_last_chunk_is_left_when_a_rollout_ends(part: str, extra: int) 
     model, _, _ = case("llama", part)
     (r,) = made = rollouts([(50, 40)])
     scorer = scorer_of(part, model, slots=1)
-    scorer.admit([begun(r)])
+    scorer.admit(told([begun(r)]))
     assert scorer.read_tokens == 49
     for start in range(0, 32, 8):
         scorer.extend([chunk(r, start, start + 8)])
@@ -273,9 +282,9 @@ def test_a_prompt_is_read_once_for_all_its_samples() -> None:
     model, _, _ = case("llama", "reference")
     made = rollouts([(30, 5), (30, 6), (20, 5), (30, 7)])
     scorer = reference_scorer(model, 0.7, 16, slots=4)  # in several passes
-    scorer.admit([begun(r) for r in made[:3]])
+    scorer.admit(told([begun(r) for r in made[:3]]))
     assert scorer.read_tokens == 29 + 19
-    scorer.admit([begun(made[3])])
+    scorer.admit(told([begun(made[3])]))
     assert scorer.read_tokens == 29 + 19
     scorer.extend([chunk(r, 0, 9) for r in made])
     assert scorer.read_tokens == 29 + 19 + sum(map(len, made))
@@ -313,7 +322,7 @@ def test_rollouts_beyond_the_slots_wait_for_one_or_their_end() -> None:
     model, made, expected = case("llama", "critic")
     said: list[str] = []
     scorer = critic_scorer(model, 1000, slots=2, say=said.append)
-    scorer.admit([begun(r) for r in made[:4]])
+    scorer.admit(told([begun(r) for r in made[:4]]))
     assert scorer.read_tokens == 3  # the one prompt of the first two, less its last token
     scorer.extend([chunk(r, 0, 5) for r in made[:4]])
     assert scorer.read_tokens == 3 + 5 + 5
@@ -465,7 +474,7 @@ def test_carried_rollouts() -> None:
     reference = reference_scorer(actor, 1.0, 1000, slots=2)
     values = critic_scorer(critic, 1000, slots=2)
     for scorer in (reference, values):
-        scorer.admit([begun(r) for r in made])
+        scorer.admit(told([begun(r) for r in made]))
         scorer.extend([chunk(r, 0, 8) for r in made])
         scorer.finish([1])
         assert scorer.read_tokens == 9 + 4 + 8 + 8
@@ -670,7 +679,7 @@ def test_little_is_left_of_text_too_and_nothing_is_taken_back(
     tokenizer = other_tokenizer(kind, template)
     r = text_rollout(0, long_text(150), chat=True, finish=FinishReason.LENGTH)
     scorer = judge(tokenizer, slots=1)
-    scorer.admit([begun(r)])
+    scorer.admit(told([begun(r)]))
     last = len(r) - len(r) % 16
     for start in range(0, last, 16):
         scorer.extend([chunk(r, start, start + 16)])
@@ -693,7 +702,7 @@ def test_what_a_template_takes_away_later_is_rolled_back_and_counted() -> None:
     got = stream(scorer, [r], 10)
     read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2}))
     assert scorer.rolled_back_tokens > 10
-    assert tokenizer.decode(read.tokens(r)).endswith("\nIt is cold<sep>")
+    assert tokenizer.decode(read.tokens(*told([r]))).endswith("\nIt is cold<sep>")
     assert_same(got, whole(judge(tokenizer, 0), [r]))
 
 
@@ -709,7 +718,7 @@ def test_the_prompts_tokens_stay_while_the_response_grows(words: int) -> None:
     ids = tokenizer(said)["input_ids"]
     whole_text = said + "ther in the north and the wind is cold"
     assert tokenizer(whole_text)["input_ids"][: len(ids)] != ids
-    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2})).tokens(r)
+    read = Reading("x", tokenizer, byte_tokenizer(), ends=frozenset({2})).tokens(*told([r]))
     behind = "ther in the north and the wind is cold"
     assert read == [*ids, *tokenizer(behind)["input_ids"], 2]
     scorer = judge(tokenizer, slots=1)
@@ -747,10 +756,10 @@ def test_a_prompt_that_is_read_in_another_way_later_is_not_shared() -> None:
     texts = ["it is cold in the north and so is the wind", "the wind is the wind is the wind"]
     made = [text_rollout(i, t, chat=True, finish=FinishReason.LENGTH) for i, t in enumerate(texts)]
     scorer = judge(tokenizer, slots=2)
-    scorer.admit([begun(made[0])])
+    scorer.admit(told([begun(made[0])]))
     for start in (0, 16, 32):
         scorer.extend([chunk(made[0], start, start + 16)])
-    scorer.admit([begun(made[1])])
+    scorer.admit(told([begun(made[1])]))
     scorer.extend([chunk(made[1], 0, 99)])
     assert_same([s.values for s in scorer.finish([0, 1])], whole(judge(tokenizer, 0), made))
 
@@ -822,7 +831,7 @@ def test_a_template_that_refuses_the_conversation_is_named() -> None:
     tokenizer = other_tokenizer("bytes", "{{ raise_exception('no such role') }}")
     r = text_rollout(0, "the", chat=True, finish=FinishReason.STOP)
     with pytest.raises(ModelError, match=r"'model:x' refuses .*no such role"):
-        judge(tokenizer, slots=1).admit([begun(r)])
+        judge(tokenizer, slots=1).admit(told([begun(r)]))
 
 
 def test_a_tokenizer_without_offsets_reads_whole_texts() -> None:

@@ -10,9 +10,10 @@ import torch
 
 from stretto.errors import JudgeError
 from stretto.finite import is_finite
+from stretto.schedules.rollout import Rollout, total_reward, train_batch
 from stretto.schedules.verdicts import reasons_to_reject
 from stretto.training.collate import collate, describe
-from stretto.types import FinishReason, Prompt, Rollout, Score, total_reward
+from stretto.types import FinishReason, Prompt, Score
 
 
 def scored(rollout_id: int, rewards: Mapping[str, float | None], prompt: int = 0) -> Rollout:
@@ -35,8 +36,10 @@ def test_what_does_not_apply_is_left_out_of_sum_and_mean() -> None:
     assert reasons_to_reject(batch, drop_failures=False, group_at_least=1, weights=weights) == {}
     assert [total_reward(r, weights) for r in batch] == [2.0, -4.0, -1.0]
     assert [total_reward(r) for r in batch] == [1.0, 4.0, 2.5]
-    assert collate(batch, weights).scores.tolist() == [2.0, -4.0, -1.0]
-    figures = {name: value for name, value in describe(batch).items() if "reward/" in name}
+    assert collate(train_batch(batch), weights).scores.tolist() == [2.0, -4.0, -1.0]
+    figures = {
+        name: value for name, value in describe(train_batch(batch)).items() if "reward/" in name
+    }
     assert figures == {"reward/math": 0.75, "reward/code": 3.0}
 
 

@@ -10,14 +10,23 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from stretto.types import Batch, Chunk, Parcel, Rollout, Score, ScoreKind, Stats, Weights
+from stretto.types import (
+    Chunk,
+    Parcel,
+    Response,
+    Score,
+    ScoreKind,
+    TrainBatch,
+    TrainOutput,
+    Weights,
+)
 
 
 class Generator(Protocol):
     """Decodes rollouts with the actor."""
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Queue rollouts for decoding. One that already has tokens goes on after them."""
+    async def admit(self, responses: Sequence[Response]) -> None:
+        """Queue responses for decoding. One that already has tokens goes on after them."""
         ...
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
@@ -43,7 +52,7 @@ class Generator(Protocol):
         """
         ...
 
-    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
         """Go on with rollouts that another generator exported, one parcel each."""
         ...
 
@@ -75,6 +84,11 @@ class Scorer(Protocol):
         ...
 
     @property
+    def reads_text(self) -> bool:
+        """Whether it looks at prompts' text, messages and data, and not at tokens alone."""
+        ...
+
+    @property
     def streams(self) -> bool:
         """Whether it works on rollouts before they have ended; else it gets whole ones."""
         ...
@@ -84,8 +98,8 @@ class Scorer(Protocol):
         """Tokens that make a call worth its fixed cost; it gets fewer only when someone waits."""
         ...
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Learn of rollouts whose chunks will follow; their prompts may be worked on already."""
+    async def admit(self, responses: Sequence[Response]) -> None:
+        """Learn of responses whose chunks will follow; their prompts may be worked on already."""
         ...
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
@@ -114,8 +128,8 @@ class Scorer(Protocol):
 class Learner(Protocol):
     """Owns the trained weights."""
 
-    async def train(self, batch: Batch) -> Stats:
-        """Take one step on scored rollouts.
+    async def train(self, batch: TrainBatch) -> TrainOutput:
+        """Take one step on scored responses.
 
         Among the figures must be ``objective/scores``, the mean reward, which controllers follow.
         """

@@ -1,4 +1,6 @@
-"""What flows: prompts, rollouts, chunks, scores, weights. No torch here, and no clock.
+"""What flows between roles: prompts, responses, chunks, scores, batches, weights.
+
+All of it is frozen and can be pickled. No torch here, and no clock.
 
 A *batch size* counts responses, everywhere. A *step* takes one batch to the learner, whatever
 mini-batches and epochs happen inside. A *version* counts hand-overs of weights to the generator.
@@ -10,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import LifecycleError
-
 FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int32]
+T = TypeVar("T", bound=np.generic)
 
 
 class Message(TypedDict):
@@ -45,6 +47,11 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def bare(self) -> Prompt:
+        """Only what models read."""
+        return Prompt(self.id, self.tokens, "")
+
 
 class FinishReason(StrEnum):
     """Why a response ended. Comes from the engine, never from the padding."""
@@ -55,31 +62,6 @@ class FinishReason(StrEnum):
     """The token limit."""
 
 
-class RolloutState(StrEnum):
-    """Where a rollout stands between the queue and the gradient."""
-
-    QUEUED = "queued"
-    DECODING = "decoding"
-    CARRIED = "carried"
-    FINISHED = "finished"
-    SCORED = "scored"
-    TRAINED = "trained"
-    REJECTED = "rejected"
-
-
-_EDGES: Mapping[RolloutState, frozenset[RolloutState]] = {
-    RolloutState.QUEUED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
-    RolloutState.DECODING: frozenset(
-        {RolloutState.CARRIED, RolloutState.FINISHED, RolloutState.REJECTED}
-    ),
-    RolloutState.CARRIED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
-    RolloutState.FINISHED: frozenset({RolloutState.SCORED, RolloutState.REJECTED}),
-    RolloutState.SCORED: frozenset({RolloutState.TRAINED, RolloutState.REJECTED}),
-    RolloutState.TRAINED: frozenset(),
-    RolloutState.REJECTED: frozenset(),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """The tokens that one decode call added to one rollout.
@@ -87,18 +69,48 @@ class Chunk:
     Attributes:
         rollout_id: whose tokens these are.
         start: index of the first of them in the response.
-        tokens: token ids; may be empty only when ``finish`` is set.
-        logprobs: log-probability of each token under the distribution it was sampled from.
+        tokens: token ids [t]; none only when ``finish`` is set.
+        logprobs: [t], of each token under the distribution it was sampled from.
         version: the policy version that sampled them.
         finish: why the rollout ended with this chunk; ``None`` while it goes on.
     """
 
     rollout_id: int
     start: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    tokens: IntArray
+    logprobs: FloatArray
     version: int
     finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A rollout as roles are told of it: a prompt, and the response to it so far.
+
+    Attributes:
+        id: the rollout's.
+        group: shared by the rollouts of one prompt in one draw.
+        prompt: with text, messages and data only for those who read them.
+        tokens: ids of the response so far, [T].
+        version: of the policy that sampled the last of them; 0 where there is none.
+        finish: why the response ended; ``None`` while it goes on.
+    """
+
+    id: int
+    group: int
+    prompt: Prompt
+    tokens: IntArray
+    version: int = 0
+    finish: FinishReason | None = None
+
+    def __len__(self) -> int:
+        """Response tokens so far."""
+        return len(self.tokens)
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and response tokens so far."""
+        return len(self.prompt.tokens) + len(self.tokens)
 
 
 ScoreKind = Literal["reward", "logprobs", "values"]
@@ -143,120 +155,6 @@ class Score:
         return cls(**{**state, "values": np.array(state["values"], np.float32)})
 
 
-@dataclass(slots=True)
-class Rollout:
-    """One response to one prompt, from queue to gradient.
-
-    Append-only: tokens are only ever added, so that the per-token fields always have one length.
-
-    Attributes:
-        id: stable over the run, in dispatch order.
-        group: shared by the rollouts of one prompt in one draw.
-        tokens, logprobs, versions: one entry a response token. The log-probability is the
-            behaviour policy's: of the distribution the token was sampled from.
-        carries: rounds that went by without it since it was dispatched.
-        rejected_because: set when the state is ``REJECTED``.
-    """
-
-    id: int
-    prompt: Prompt
-    group: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: FinishReason | None = None
-    state: RolloutState = RolloutState.QUEUED
-    scores: dict[str, Score] = field(default_factory=dict)
-    carries: int = 0
-    rejected_because: str = ""
-
-    def __len__(self) -> int:
-        """Response tokens so far."""
-        return len(self.tokens)
-
-    def move(self, state: RolloutState, because: str = "") -> None:
-        """Go to ``state``.
-
-        Raises:
-            LifecycleError: there is no such edge from the present state.
-        """
-        if state not in _EDGES[self.state]:
-            raise LifecycleError(f"rollout {self.id} cannot go from {self.state} to {state}")
-        self.state = state
-        self.rejected_because = because
-
-    def append(self, chunk: Chunk) -> None:
-        """Add a chunk's tokens at the end.
-
-        Raises:
-            LifecycleError: the chunk is another rollout's, leaves a gap, or comes after the end.
-        """
-        if chunk.rollout_id != self.id or chunk.start != len(self.tokens) or self.finish:
-            raise LifecycleError(
-                f"rollout {self.id} holds {len(self.tokens)} tokens (finish: {self.finish}) and "
-                f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}"
-            )
-        self.tokens.extend(chunk.tokens)
-        self.logprobs.extend(chunk.logprobs)
-        self.versions.extend([chunk.version] * len(chunk.tokens))
-        self.finish = chunk.finish
-
-    @property
-    def total_tokens(self) -> int:
-        """Prompt and response tokens so far."""
-        return len(self.prompt.tokens) + len(self.tokens)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the prompt (known by its id), as plain data."""
-        return {
-            "id": self.id,
-            "prompt": self.prompt.id,
-            "group": self.group,
-            "tokens": list(self.tokens),
-            "logprobs": list(self.logprobs),
-            "versions": list(self.versions),
-            "finish": self.finish and str(self.finish),
-            "state": str(self.state),
-            "carries": self.carries,
-            "scores": [score.state_dict() for score in self.scores.values()],
-        }
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
-        """The inverse of :meth:`state_dict`."""
-        return cls(
-            id=state["id"],
-            prompt=prompt,
-            group=state["group"],
-            tokens=list(state["tokens"]),
-            logprobs=list(state["logprobs"]),
-            versions=list(state["versions"]),
-            finish=FinishReason(state["finish"]) if state["finish"] else None,
-            state=RolloutState(state["state"]),
-            carries=state["carries"],
-            scores={s["source"]: Score.from_state(s) for s in state["scores"]},
-        )
-
-
-def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
-    """A rollout's scores of one kind."""
-    return [s for s in rollout.scores.values() if s.kind == kind]
-
-
-def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float:
-    """The weighted sum of a rollout's rewards; those that do not apply are left out.
-
-    Args:
-        rollout: with its scores.
-        weights: factor of each reward source, by name; without them each counts once.
-    """
-    return sum(
-        reward * (1.0 if weights is None else weights[score.source])
-        for score in of_kind(rollout, "reward")
-        if (reward := score.scalar) is not None
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Weights:
     """One hand-over of one model's weights from the learner to a generator or a scorer.
@@ -271,6 +169,10 @@ class Weights:
     version: int
     fingerprint: str
     tensors: Mapping[str, Any] | None = None
+
+
+Stats = Mapping[str, float]
+"""Figures of one step, by metric name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,8 +191,80 @@ class Parcel:
     cached_tokens: int = 0
 
 
-Stats = Mapping[str, float]
-"""Figures of one step, by metric name."""
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """Scored responses on their way to the learner, in columns.
 
-Batch = Sequence[Rollout]
-"""Scored rollouts on their way to the learner."""
+    B responses; N tokens of them all, those of one response after those of another.
+
+    Attributes:
+        ids: of the rollouts, [B].
+        prompts: token ids of each prompt.
+        prompt_ids: [B]; responses to one prompt have one.
+        lengths: tokens of each response, [B].
+        ended: [B] bool, true where the response ended by itself.
+        tokens: [N].
+        logprobs: [N], of the distribution that each token was sampled from.
+        versions: [N], of the policy that sampled each token.
+        rewards: [B], by reward source; 0 where a source does not apply.
+        applies: [B] bool, by reward source.
+        per_token: [N], by the kind of the score: ``logprobs`` of the reference, ``values``.
+    """
+
+    ids: npt.NDArray[np.int64]
+    prompts: Sequence[tuple[int, ...]]
+    prompt_ids: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    ended: npt.NDArray[np.bool_]
+    tokens: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    rewards: Mapping[str, FloatArray] = field(default_factory=dict)
+    applies: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    per_token: Mapping[ScoreKind, FloatArray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Responses."""
+        return len(self.ids)
+
+    @property
+    def total_tokens(self) -> int:
+        """Of all prompts and responses."""
+        return sum(map(len, self.prompts)) + len(self.tokens)
+
+    def split(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
+        """A column of tokens [N] as one array a response."""
+        return np.split(column, np.cumsum(self.lengths)[:-1])
+
+    def responses(self) -> list[Response]:
+        """Prompt and response tokens of each."""
+        return [
+            Response(int(id_), int(prompt_id), Prompt(int(prompt_id), prompt, ""), tokens)
+            for id_, prompt_id, prompt, tokens in zip(
+                self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), strict=True
+            )
+        ]
+
+    def totals(self, weights: Mapping[str, float] | None = None) -> npt.NDArray[np.float64]:
+        """The weighted sum of each response's rewards, [B]; those that do not apply count 0.
+
+        Args:
+            weights: factor of each reward source, by name; without them each counts once.
+        """
+        total = np.zeros(len(self))
+        for source, values in self.rewards.items():
+            total += values.astype(np.float64) * (1.0 if weights is None else weights[source])
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOutput:
+    """What a step of training gives back.
+
+    Attributes:
+        stats: its figures.
+        rewards: [B], as trained on: the weighted sums, after the rule for missing ends.
+    """
+
+    stats: Stats
+    rewards: FloatArray

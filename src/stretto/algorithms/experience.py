@@ -71,6 +71,7 @@ class Experience:
         behaviour_logprobs: [B, T], of the policy that sampled, as the engine stored them.
         ref_logprobs, returns, old_values: [B, T], each ``None`` where there is none.
         units: as in :class:`Targets`, every row accounted for.
+        rewards: [B], the scores after the rule for missing ends.
         stats: figures of the batch, by metric name.
     """
 
@@ -82,6 +83,7 @@ class Experience:
     returns: Tensor | None
     old_values: Tensor | None
     units: Sequence[Sequence[int]]
+    rewards: Tensor
     stats: Mapping[str, float]
 
 

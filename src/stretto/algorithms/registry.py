@@ -93,5 +93,6 @@ def prepare(
         returns=targets.returns,
         old_values=clean(data.values),
         units=singles if targets.units is None else targets.units,
+        rewards=rewards.scores,
         stats={**rewards.stats, **targets.stats},
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain, count, islice
 
+import numpy as np
 from torch import nn
 
 from stretto.assembly.models import Given, Say
@@ -13,7 +14,7 @@ from stretto.tasks.base import INDEX_KEY, Task
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import PromptSource
 from stretto.training.warmup import warm_up, warm_up_once
-from stretto.types import Rollout
+from stretto.types import FinishReason, Response
 
 
 def warmed_up(
@@ -35,7 +36,7 @@ def warmed_up(
     say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
 
 
-def _examples(config: Config, task: Task, prompts: PromptSource) -> list[Rollout]:
+def _examples(config: Config, task: Task, prompts: PromptSource) -> list[Response]:
     """The task's own answers as finished responses, from the end of the first epoch's order on:
     the rows that RL reaches last. Again and again where there are too few.
     """
@@ -53,5 +54,6 @@ def _examples(config: Config, task: Task, prompts: PromptSource) -> list[Rollout
         answer = encoder.ids(encoder.escape(reference))
         if tokenizer.eos_token_id is not None:
             answer.append(tokenizer.eos_token_id)
-        examples.append(Rollout(i, prompt, i, tokens=answer))
+        tokens = np.array(answer, np.int32)
+        examples.append(Response(i, i, prompt, tokens, finish=FinishReason.STOP))
     return examples

@@ -17,10 +17,11 @@ from stretto.errors import JudgeError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.rollout.engine import TorchEngine
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.prompts import render
-from stretto.types import FinishReason, Prompt, Rollout, Score
+from stretto.types import FinishReason, Prompt, Response, Score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -115,7 +116,7 @@ def say(text: str) -> None:
 class WholeScorer(Protocol):
     """What judges finished rollouts."""
 
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
+    def admit(self, responses: Sequence[Response]) -> None:
         """Learn of them."""
 
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
@@ -132,7 +133,7 @@ def judge_all(judge: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> li
     values = []
     for start in range(0, len(rollouts), batch):
         part = rollouts[start : start + batch]
-        judge.admit(part)
+        judge.admit([r.response(text=True) for r in part])
         for score in judge.finish([r.id for r in part]):
             if score.failure:
                 raise JudgeError(score.failure, [score.rollout_id])
@@ -149,7 +150,7 @@ def judge_all(judge: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> li
 def _decode_all(engine: TorchEngine, rollouts: Sequence[Rollout]) -> Iterator[Rollout]:
     """Decode rollouts to their ends; each is yielded when it is finished."""
     by_id = {r.id: r for r in rollouts}
-    engine.admit(rollouts)
+    engine.admit([r.response() for r in rollouts])
     left = len(rollouts)
     while left:
         for chunk in engine.decode(16):

@@ -13,8 +13,9 @@ from stretto.assembly.scorers import MODEL, open_function, reward_scorer
 from stretto.config import Config
 from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
 from stretto.evaluation.answers import WholeScorer, judge_all, say
+from stretto.schedules.rollout import Rollout
 from stretto.tasks.base import INDEX_KEY
-from stretto.types import FinishReason, Prompt, Rollout
+from stretto.types import FinishReason, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

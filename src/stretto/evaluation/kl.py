@@ -29,8 +29,8 @@ from stretto.models.forward import (
 from stretto.models.load import load_tokenizer
 from stretto.models.logits import token_logprobs
 from stretto.models.resolve import resolve
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import same_tokenizer
-from stretto.types import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,9 +111,10 @@ def logprob_sums(
     head = output_head(model)
     device = next(model.parameters()).device
     budget = token_budget(config.training.microbatch_tokens, device)
-    sums = [[0.0] * len(rollouts) for _ in temperatures]
-    for chosen in microbatches(rollouts, budget):
-        part = [rollouts[i] for i in chosen]
+    responses = [r.response() for r in rollouts]
+    sums = [[0.0] * len(responses) for _ in temperatures]
+    for chosen in microbatches(responses, budget):
+        part = [responses[i] for i in chosen]
         hidden = response_hidden(model, part)
         tokens = response_tokens(part, hidden.device)
         for of_temperature, temperature in zip(sums, temperatures, strict=True):

@@ -26,6 +26,7 @@ from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.conversations import cells_of
 from stretto.tasks.encode import utf8
@@ -34,7 +35,7 @@ from stretto.tasks.pairs import Pair, read_pairs
 from stretto.tasks.prompts import PromptSource
 from stretto.tasks.responses import Layout, attempt
 from stretto.tasks.tables import as_prompt
-from stretto.types import FinishReason, Message, Prompt, Rollout
+from stretto.types import FinishReason, Message, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,9 +25,9 @@ from stretto.evaluation.rates import WinRate, compare
 from stretto.evaluation.rows import Questions, measured_on, questions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.responses import Layout
-from stretto.types import Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
 from stretto.models.logits import OutputHead
-from stretto.types import Rollout
+from stretto.types import Response
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -111,23 +112,23 @@ def hidden_states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
     return cast(Tensor, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
 
 
-def response_hidden(model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+def response_hidden(model: nn.Module, responses: Sequence[Response]) -> Tensor:
     """Hidden states [N, H] at the positions that predict each response token.
 
     The state that predicts response token t is the one at prompt length + t - 1; it is also the
-    state whose value is V(s_t). Rollouts follow one another in the order given. The last response
+    state whose value is V(s_t). Responses follow one another in the order given. The last response
     token is never an input: nothing is predicted from it.
     """
-    rows = [[*r.prompt.tokens, *r.tokens[:-1]] for r in rollouts]
+    rows = [[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses]
     hidden = hidden_states(model, rows)
-    first = [len(r.prompt.tokens) - 1 for r in rollouts]
-    return torch.cat([h[f : f + len(r)] for h, f, r in zip(hidden, first, rollouts, strict=True)])
+    first = [len(r.prompt.tokens) - 1 for r in responses]
+    return torch.cat([h[f : f + len(r)] for h, f, r in zip(hidden, first, responses, strict=True)])
 
 
-def response_tokens(rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
-    """Response tokens [N] of all rollouts, one after another."""
-    tokens = [t for r in rollouts for t in r.tokens]
-    return torch.tensor(tokens, dtype=torch.long, device=device)  # none at all are integers, too
+def response_tokens(responses: Sequence[Response], device: torch.device) -> Tensor:
+    """Tokens [N] of all responses, one after another."""
+    tokens = torch.from_numpy(np.concatenate([r.tokens for r in responses]))
+    return tokens.to(device, torch.long)
 
 
 def token_budget(setting: int, device: torch.device) -> int:
@@ -161,6 +162,6 @@ def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def microbatches(rollouts: Sequence[Rollout], budget: int) -> Iterable[list[int]]:
-    """Micro-batches of whole rollouts by token budget, as indices into ``rollouts``."""
-    return by_token_budget([r.total_tokens for r in rollouts], budget)
+def microbatches(responses: Sequence[Response], budget: int) -> Iterable[list[int]]:
+    """Micro-batches of whole responses by token budget, as indices into ``responses``."""
+    return by_token_budget([r.total_tokens for r in responses], budget)

@@ -14,7 +14,8 @@ from stretto.observe.remarks import Remarks
 from stretto.observe.run_directory import RunDirectory, Sample
 from stretto.observe.spans import Window
 from stretto.observe.trackers import open_trackers
-from stretto.types import Rollout, Stats
+from stretto.schedules.rollout import Rollout
+from stretto.types import Stats
 
 
 class Recorder:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stretto.config import Config
-from stretto.types import FinishReason, Rollout, short_name
+from stretto.schedules.rollout import Rollout
+from stretto.types import FinishReason, short_name
 
 AGAIN = 10
 """Steps after which a remark that still holds is made again; then twice as many, and so on."""

@@ -32,7 +32,7 @@ from stretto.errors import ConfigError, StateError, StorageError
 from stretto.observe import records
 from stretto.observe.lock import locked
 from stretto.observe.trace import TraceFile
-from stretto.types import Rollout
+from stretto.schedules.rollout import Rollout
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +26,7 @@ from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs, check_cached_pass
 from stretto.rollout.stop import StopStrings
-from stretto.types import Chunk, FinishReason, Parcel, Rollout, Weights
+from stretto.types import Chunk, FinishReason, Parcel, Response, Weights
 
 
 class TorchEngine:
@@ -91,14 +92,14 @@ class TorchEngine:
         """Cache positions read by decode steps, in all; padding up to the longest row counted."""
         self._longest = positions(model, generating=True)
 
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Queue rollouts; each goes on after the tokens it already has.
+    def admit(self, responses: Sequence[Response]) -> None:
+        """Queue responses; each goes on after the tokens it already has.
 
         Raises:
             EngineError: a rollout is here already, has ended, has an empty prompt, or does not fit
                 the model's positions.
         """
-        for r in rollouts:
+        for r in responses:
             self._admit(r)
 
     @torch.inference_mode()
@@ -170,7 +171,7 @@ class TorchEngine:
         self.release(rollout_ids)
         return parcels
 
-    def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+    def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
         """Go on with rollouts that another engine of the same model has exported.
 
         They join the queue; one that brought its keys and values is decoded as soon as it has a
@@ -179,7 +180,7 @@ class TorchEngine:
         Raises:
             EngineError: a parcel is not its rollout's, or one cannot be admitted.
         """
-        for r, parcel in zip(rollouts, parcels, strict=True):
+        for r, parcel in zip(responses, parcels, strict=True):
             if parcel.rollout_id != r.id or parcel.cached_tokens >= r.total_tokens:
                 raise EngineError(
                     f"rollout {r.id} with {r.total_tokens} tokens came with the "
@@ -215,9 +216,9 @@ class TorchEngine:
         """The inverse of :meth:`state_dict`."""
         self.version = state["version"]
 
-    def _admit(self, r: Rollout, parcel: Parcel | None = None) -> None:
+    def _admit(self, r: Response, parcel: Parcel | None = None) -> None:
         self._check(r)
-        tokens = [*r.prompt.tokens, *r.tokens]
+        tokens = [*r.prompt.tokens, *r.tokens.tolist()]
         row = Row(
             r.id, r.prompt.tokens, tokens, stream_seed(self._seed, r.id), len(r), self.version
         )
@@ -247,7 +248,7 @@ class TorchEngine:
             cache = self._cache.take(slot, row.cached, row.cache_version)
         return Parcel(row.id, cache, row.cached)
 
-    def _check(self, r: Rollout) -> None:
+    def _check(self, r: Response) -> None:
         if r.id in self._ids:
             raise EngineError(f"rollout {r.id} is in the engine already; release it first")
         if not r.prompt.tokens:
@@ -361,6 +362,6 @@ class TorchEngine:
 
     def _chunk(self, row: Row, finish: FinishReason | None) -> Chunk:
         start, row.reported = row.reported, row.generated
-        logprobs, row.logprobs = tuple(row.logprobs), []
-        tokens = tuple(row.tokens[len(row.prompt) + start :])
+        logprobs, row.logprobs = np.array(row.logprobs, np.float32), []
+        tokens = np.array(row.tokens[len(row.prompt) + start :], np.int32)
         return Chunk(row.id, start, tokens, logprobs, self.version, finish)

@@ -8,23 +8,20 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from stretto.algorithms.rewards import apply_missing_eos
+from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config
 from stretto.errors import StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
+from stretto.runs import checkpoint
 from stretto.runs.ending import saved_at_the_end
-from stretto.runtime.start import start
 from stretto.runtime.base import Running
-from stretto.workers.drive import drive
-from stretto.assembly.models import NOTHING, Given
+from stretto.runtime.start import start
+from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
-from stretto.runs import checkpoint
-from stretto.types import FinishReason, Rollout, Stats, total_reward
+from stretto.types import Stats
+from stretto.workers.drive import drive
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,48 +124,35 @@ class _Run:
 
     def _record(self, step: Step) -> None:
         self.done += 1
-        config, recorder, spans = self.config, self.recorder, self.running.spans
+        recorder, spans, shown = self.recorder, self.running.spans, self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
         self.stats = {**step.stats, **timings}
-        rewards = {r.id: _reward(r, config) for r in step.batch}
         recorder.step(
             self.done,
             self.stats,
-            [_sample(r, config, self.running.tokenizer) for r in step.batch[: config.observe.samples]],
+            [self._sample(r, step.rewards[r.id]) for r in step.batch[:shown]],
             window=spans.take(),
             rollouts=[*step.batch, *step.rejected],
-            rewards=rewards,
+            rewards=step.rewards,
         )
         for rollout in step.rejected:
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {_reason(rollout)}")
+
+    def _sample(self, rollout: Rollout, reward: float) -> Sample:
+        tokenizer, stop = self.running.tokenizer, self.config.rollout.stop
+        return Sample(
+            prompt=rollout.prompt.text,
+            response=response_text(tokenizer, rollout.tokens, rollout.finish, stop),
+            reward=reward,
+            finish=str(rollout.finish),
+            tokens=len(rollout),
+            scores=scores_by_source(rollout),
+        )
 
 
 def _due(step: int, config: Config) -> bool:
     every = config.observe.checkpoint_every
     return bool(every) and (step % every == 0 or step == config.steps)
-
-
-def _reward(rollout: Rollout, config: Config) -> float:
-    """What the rollout was trained on, after the missing-EOS rule."""
-    rule = config.reward
-    reward = apply_missing_eos(
-        torch.tensor([total_reward(rollout, rule.factors)]),
-        torch.tensor([rollout.finish is FinishReason.STOP]),
-        rule.missing_eos,
-        rule.missing_eos_penalty,
-    )
-    return reward.item()
-
-
-def _sample(rollout: Rollout, config: Config, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    return Sample(
-        prompt=rollout.prompt.text,
-        response=response_text(tokenizer, rollout.tokens, rollout.finish, config.rollout.stop),
-        reward=_reward(rollout, config),
-        finish=str(rollout.finish),
-        tokens=len(rollout),
-        scores=scores_by_source(rollout),
-    )
 
 
 def _reason(rollout: Rollout) -> str:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from stretto.assembly.models import prepare_torch
 from stretto.config import RewardModelConfig, RowsConfig, SftConfig, SupervisedConfig
 from stretto.errors import TaskError
 from stretto.models.forward import text_config, unwrapped
@@ -28,7 +29,6 @@ from stretto.models.load import (
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe import Progress, Recorder, RunDirectory
-from stretto.assembly.models import prepare_torch
 from stretto.runs.ending import saved_at_the_end
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.pairs import read_pairs, tokens_of

@@ -15,7 +15,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from stretto.errors import LifecycleError
-from stretto.types import Prompt, Rollout
+from stretto.schedules.rollout import Rollout
+from stretto.types import Prompt
 
 
 @dataclass(slots=True, eq=False)

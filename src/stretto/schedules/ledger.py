@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stretto.errors import LifecycleError
-from stretto.types import Rollout, RolloutState
+from stretto.schedules.rollout import Rollout, RolloutState
 
 
 class Ledger:

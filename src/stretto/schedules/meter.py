@@ -9,7 +9,8 @@ from typing import Any
 
 from stretto.clock import Clock
 from stretto.schedules.feedback import DecodeSample, Feedback
-from stretto.types import Rollout, Stats
+from stretto.schedules.rollout import Rollout
+from stretto.types import Stats
 
 REWARD = "objective/scores"
 """The learner's figure that controllers follow: the mean reward of the batch."""

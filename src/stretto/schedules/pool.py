@@ -15,8 +15,9 @@ from stretto.errors import LifecycleError
 from stretto.protocols import Generator
 from stretto.schedules.feedback import DecodeSample
 from stretto.schedules.migration import MigrationPolicy, Move
+from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Phases, answered
-from stretto.types import Chunk, Rollout, Weights
+from stretto.types import Chunk, Weights
 
 T = TypeVar("T")
 
@@ -76,7 +77,8 @@ class Pool:
             self._held[i].update((r.id, r) for r in share)
             self._carried[i] = sum(len(r) > 0 for r in self._held[i].values())
             if share:
-                await self._answer(i, self._generators[i].admit(share), [r.id for r in share])
+                told = [r.response() for r in share]
+                await self._answer(i, self._generators[i].admit(told), [r.id for r in share])
 
     async def load(self, weights: Weights) -> None:
         """Give new weights to all generators."""
@@ -198,7 +200,7 @@ class Pool:
         giver, taker = self._generators[source], self._generators[destination]
         parcels = await self._answer(source, giver.export(ids, with_cache), ids)
         self._held[destination].update((r.id, r) for r in moved)
-        await self._answer(destination, taker.accept(moved, parcels), ids)
+        await self._answer(destination, taker.accept([r.response() for r in moved], parcels), ids)
 
     async def _answer(self, i: int, work: Awaitable[T], rollout_ids: Iterable[int]) -> T:
         return await answered(work, self._deadline_s, self._names[i], rollout_ids)

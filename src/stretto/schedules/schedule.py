@@ -24,11 +24,12 @@ from stretto.schedules.buffer import Buffer
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.meter import Meter
 from stretto.schedules.pool import Pool
+from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.schedules.scoring import Scoring, Seat
 from stretto.schedules.settings import Controls, Step
 from stretto.schedules.verdicts import reasons_to_reject
 from stretto.schedules.waits import Phases, answered, first_of
-from stretto.types import Chunk, Prompt, Rollout, RolloutState, Stats, Weights
+from stretto.types import Chunk, Prompt, Stats, Weights
 
 
 class Schedule:
@@ -85,11 +86,11 @@ class Schedule:
         """Take one batch from prompts to new weights."""
         batch = await self._next_batch()
         kept, rejected = self._sort_out(batch)
-        stats = await self._train(kept)
+        stats, rewards = await self._train(kept)
         await self._publish()
         rejections = {"rejected": float(self.ledger.rejected.total())}
         figures = {**self._figures.popleft(), **rejections, **self._meter.figures(batch)}
-        return Step(kept, rejected, {**stats, **figures})
+        return Step(kept, rejected, {**stats, **figures}, rewards)
 
     async def _generate(self) -> None:
         """Make rounds of responses.
@@ -249,16 +250,17 @@ class Schedule:
             self.ledger.move(rollout, RolloutState.SCORED)
         return kept, rejected
 
-    async def _train(self, batch: Sequence[Rollout]) -> Stats:
+    async def _train(self, batch: Sequence[Rollout]) -> tuple[Stats, Mapping[int, float]]:
         if not self._settings.lag:  # the learner's weights are the followers' own
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
         deadline_s = self._settings.deadline_s
-        stats = await answered(self._learner.train(batch), deadline_s, "the learner", ids)
+        work = self._learner.train(train_batch(batch))
+        output = await answered(work, deadline_s, "the learner", ids)
         for rollout in batch:
             self._finish(rollout, RolloutState.TRAINED)
-        self._meter.trained(stats)
-        return stats
+        self._meter.trained(output.stats)
+        return output.stats, dict(zip(ids, output.rewards.tolist(), strict=True))
 
     def _adapt(self) -> None:
         """Let the controllers learn from a round, before anyone acts on its version."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from stretto.clock import Clock
 from stretto.errors import LifecycleError
 from stretto.protocols import Scorer
+from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import ScoreOn
 from stretto.schedules.waits import Phases, answered
-from stretto.types import Chunk, Rollout, Score, Weights, short_name
+from stretto.types import Chunk, Score, Weights, short_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +112,10 @@ class Feed:
             self.admit(rollout)
             self.finish(rollout.id)
             self._worthwhile.set()  # look again afterwards: there may be more
-        admitted = [_as_of_now(r) for r in self._admitted.values()]
+        scorer = self.scorer
+        admitted = [r.response(text=scorer.reads_text) for r in self._admitted.values()]
         chunks, wanted = self._chunks, self._wanted
         self._admitted, self._chunks, self._wanted, self._tokens = {}, [], [], 0
-        scorer = self.scorer
         if admitted:
             ids = [r.id for r in admitted]
             await answered(scorer.admit(admitted), self._deadline_s, scorer.name, ids)
@@ -147,15 +148,6 @@ class Feed:
     def asked(self) -> bool:
         """Whether scores are wanted that it has not been asked for."""
         return bool(self._wanted)
-
-
-def _as_of_now(r: Rollout) -> Rollout:
-    """The rollout, or a copy of one that may grow while the scorer reads it."""
-    if r.finish is not None:
-        return r
-    return replace(
-        r, tokens=list(r.tokens), logprobs=list(r.logprobs), versions=list(r.versions), scores={}
-    )
 
 
 class _Team:

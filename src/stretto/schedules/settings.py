@@ -9,7 +9,8 @@ from typing import Literal
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
-from stretto.types import Rollout, Stats
+from stretto.schedules.rollout import Rollout
+from stretto.types import Stats
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
 
@@ -72,8 +73,10 @@ class Step:
         batch: the rollouts that were trained on, with their scores.
         rejected: the rollouts that were left out, each with its reason.
         stats: the learner's figures, and the schedule's own.
+        rewards: of the rollouts that were trained on, by id, as trained on.
     """
 
     batch: Sequence[Rollout]
     rejected: Sequence[Rollout]
     stats: Stats
+    rewards: Mapping[int, float]

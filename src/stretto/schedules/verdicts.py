@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from stretto.errors import JudgeError
 from stretto.finite import is_finite
-from stretto.types import Rollout, of_kind, total_reward
+from stretto.schedules.rollout import Rollout, of_kind, total_reward
 
 JUDGE_FAILED = "judge failed"
 NOTHING_APPLIES = "no reward source applies"

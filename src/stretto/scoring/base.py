@@ -16,7 +16,7 @@ from stretto.models.weights import load_weights
 from stretto.scoring.pending import Pending
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
 from stretto.scoring.worthwhile import worthwhile_tokens
-from stretto.types import Chunk, Rollout, Score, ScoreKind, Weights
+from stretto.types import Chunk, Response, Score, ScoreKind, Weights
 
 Say = Callable[[str], None]
 
@@ -71,15 +71,20 @@ class ModelScorer:
         return worthwhile_tokens(self._budget, streaming=self.streaming)
 
     @property
+    def reads_text(self) -> bool:
+        """Whether it looks at prompts' text, and not at the actor's tokens alone."""
+        return False
+
+    @property
     def streaming(self) -> bool:
         """Whether rollouts are read while they are being decoded."""
         return self._streams is not None
 
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Learn of rollouts whose chunks will follow; with slots, read their prompts."""
-        self.release([r.id for r in rollouts])
-        self._pending.admit(rollouts)
-        self._read_on([self._pending[r.id] for r in rollouts])
+    def admit(self, responses: Sequence[Response]) -> None:
+        """Learn of responses whose chunks will follow; with slots, read their prompts."""
+        self.release([r.id for r in responses])
+        self._pending.admit(responses)
+        self._read_on(responses)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts, in order for each; with slots, read them.
@@ -107,11 +112,11 @@ class ModelScorer:
         Raises:
             LifecycleError: a rollout is unknown or has not ended; nothing is forgotten then.
         """
-        rollouts = self._pending.take(rollout_ids)
-        self._read_on(rollouts)
+        responses = self._pending.take(rollout_ids)
+        self._read_on(responses)
         values: dict[int, Tensor] = {}
         whole = []
-        for r in rollouts:
+        for r in responses:
             stream = self._streams.get(r.id) if self._streams else None
             if stream is None:
                 whole.append(r)
@@ -122,7 +127,7 @@ class ModelScorer:
         for part, scores in self._score(whole):
             values |= {r.id: s for r, s in zip(part, scores, strict=True)}
         scored = []
-        for r in rollouts:
+        for r in responses:
             numbers, failure = values.get(r.id, torch.empty(0)), self._failures.pop(r.id, None)
             numpy = numbers.float().cpu().numpy()
             scored.append(Score(r.id, self.name, self.kind, numpy, failure))
@@ -151,12 +156,12 @@ class ModelScorer:
             return None
 
     @torch.no_grad()
-    def _read_on(self, rollouts: Sequence[Rollout]) -> None:
-        """Run what is new of those rollouts that have a slot, or can have one."""
+    def _read_on(self, responses: Sequence[Response]) -> None:
+        """Run what is new of those responses that have a slot, or can have one."""
         if self._streams is None:
             return
         try:
-            seated = [s for r in rollouts if (s := self._seat(self._streams, r)) is not None]
+            seated = [s for r in responses if (s := self._seat(self._streams, r)) is not None]
             self.read_tokens += self._streams.advance(seated, self._take)
             return
         except RuntimeError as error:
@@ -167,17 +172,17 @@ class ModelScorer:
         self._streams = None
         self._say(f"'{self.name}' scores rollouts whole from now on, at their end: {reason}")
 
-    def _seat(self, streams: Streams, rollout: Rollout) -> Stream | None:
-        """The stream of a rollout, up to date with its tokens."""
-        stream = streams.get(rollout.id)
+    def _seat(self, streams: Streams, response: Response) -> Stream | None:
+        """The stream of a response, up to date with its tokens."""
+        stream = streams.get(response.id)
         if stream is None:
-            if rollout.finish:
+            if response.finish:
                 return None  # in one piece it is scored faster without a cache
             if streams.full:
                 self._say_full()
                 return None
-            stream = self._open(streams, rollout)
-        self._update(stream, rollout)
+            stream = self._open(streams, response)
+        self._update(stream, response)
         return stream
 
     def _say_full(self) -> None:
@@ -188,15 +193,15 @@ class ModelScorer:
                 "beyond its slots whole, at their end"
             )
 
-    def _open(self, streams: Streams, rollout: Rollout) -> Stream:
+    def _open(self, streams: Streams, response: Response) -> Stream:
         """A new stream that holds the prompt."""
-        prompt = rollout.prompt.tokens
-        return streams.open(rollout.id, prompt[:-1], prompt)
+        prompt = response.prompt.tokens
+        return streams.open(response.id, prompt[:-1], prompt)
 
-    def _update(self, stream: Stream, rollout: Rollout) -> None:
-        """Add a rollout's new tokens to its stream, and set the stream's goal."""
-        known = len(stream.tokens) - len(rollout.prompt.tokens)
-        stream.tokens += rollout.tokens[known:]
+    def _update(self, stream: Stream, response: Response) -> None:
+        """Add a response's new tokens to its stream, and set the stream's goal."""
+        known = len(stream.tokens) - len(response.prompt.tokens)
+        stream.tokens += response.tokens[known:].tolist()
         stream.goal = len(stream.tokens) - 1
 
     def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
@@ -204,7 +209,7 @@ class ModelScorer:
         raise NotImplementedError
 
     def _score(
-        self, rollouts: Sequence[Rollout]
-    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
-        """Micro-batches of rollouts with one tensor each: [1] for a reward, else [T]."""
+        self, responses: Sequence[Response]
+    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
+        """Micro-batches of responses with one tensor each: [1] for a reward, else [T]."""
         raise NotImplementedError

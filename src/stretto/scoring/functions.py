@@ -23,7 +23,7 @@ from stretto.scoring.local import LocalJudge
 from stretto.scoring.pending import Pending
 from stretto.scoring.text import response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
-from stretto.types import Chunk, Prompt, Rollout, Score, ScoreKind, Weights
+from stretto.types import Chunk, Prompt, Response, Score, ScoreKind, Weights
 from stretto.workers.judge import JudgeProcess
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class FunctionScorer:
     kind: ScoreKind = "reward"
     worthwhile_tokens = 0
     streaming = False
+    reads_text = True
     follows = ""
 
     def __init__(
@@ -120,9 +121,9 @@ class FunctionScorer:
                 f"{', '.join(sorted(columns or ()))}. Rename them, or give them defaults"
             )
 
-    def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Learn of rollouts whose chunks will follow; tokens that one already has are kept."""
-        self._pending.admit(rollouts)
+    def admit(self, responses: Sequence[Response]) -> None:
+        """Learn of responses whose chunks will follow; tokens that one already has are kept."""
+        self._pending.admit(responses)
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts, in order for each rollout.
@@ -142,12 +143,7 @@ class FunctionScorer:
             LifecycleError: a rollout is unknown or has not ended.
             ConfigError, TaskError, JudgeError: the judge's process cannot be started again.
         """
-        responses = [
-            _Response(
-                r.prompt, r.tokens, response_text(self._tokenizer, r.tokens, r.finish, self._stop)
-            )
-            for r in self._pending.take(rollout_ids)
-        ]
+        responses = [self._judged(r) for r in self._pending.take(rollout_ids)]
         verdicts = self._judge(responses)
         return [self._score(*each) for each in zip(rollout_ids, responses, verdicts, strict=True)]
 
@@ -166,6 +162,11 @@ class FunctionScorer:
     def close(self) -> None:
         """End the judge's process; what it is doing is lost."""
         self._process.close()
+
+    def _judged(self, response: Response) -> _Response:
+        tokens = response.tokens.tolist()
+        text = response_text(self._tokenizer, tokens, response.finish, self._stop)
+        return _Response(response.prompt, tokens, text)
 
     def _score(self, rollout_id: int, response: _Response, verdict: _Verdict) -> Score:
         if verdict.failure is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,7 +32,7 @@ from stretto.models.positions import positions
 from stretto.scoring.base import ModelScorer, Say, warn
 from stretto.scoring.retokenise import Reading, StablePrefix
 from stretto.scoring.streamed import Piece, Stream, Streams
-from stretto.types import Prompt, Rollout, ScoreKind
+from stretto.types import Prompt, Response, ScoreKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,10 +76,10 @@ class TokenScorer(ModelScorer):
             piece.stream.numbers.append(part)
 
     def _score(
-        self, rollouts: Sequence[Rollout]
-    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
-        for chosen in microbatches(rollouts, self._budget):
-            part = [rollouts[i] for i in chosen]
+        self, responses: Sequence[Response]
+    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
+        for chosen in microbatches(responses, self._budget):
+            part = [responses[i] for i in chosen]
             self.read_tokens += sum(r.total_tokens - 1 for r in part)
             hidden = response_hidden(self.model, part)
             numbers = self._read(hidden, response_tokens(part, hidden.device))
@@ -209,6 +210,11 @@ class RewardModelScorer(ModelScorer):
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
         super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether it has a tokenizer of its own."""
+        return not self.same_tokenizer
+
     def _open_streams(self, slots: int) -> Streams | None:
         if self._causal and self._has_offsets:
             return super()._open_streams(slots)
@@ -220,31 +226,31 @@ class RewardModelScorer(ModelScorer):
         self._say(f"'{self.name}' scores rollouts whole, at their end: {why}")
         return None
 
-    def _open(self, streams: Streams, rollout: Rollout) -> Stream:
+    def _open(self, streams: Streams, response: Response) -> Stream:
         if self.same_tokenizer:
-            return super()._open(streams, rollout)
-        text = self._reading.prefix(rollout.prompt)
-        text.grow(self._reading.begun(rollout))
-        return streams.open(rollout.id, text.tokens[:-1], text.tokens, text)
+            return super()._open(streams, response)
+        text = self._reading.prefix(response.prompt)
+        text.grow(self._reading.begun(response))
+        return streams.open(response.id, text.tokens[:-1], text.tokens, text)
 
-    def _update(self, stream: Stream, rollout: Rollout) -> None:
+    def _update(self, stream: Stream, response: Response) -> None:
         if stream.numbers:
             return  # it has its score
         if stream.text is None:
-            super()._update(stream, rollout)
+            super()._update(stream, response)
         else:
-            self._retokenise(stream, stream.text, rollout)
-        if rollout.finish:
-            fits = self._fits(rollout, stream.tokens)
+            self._retokenise(stream, stream.text, response)
+        if response.finish:
+            fits = self._fits(response, stream.tokens)
             stream.goal = len(stream.tokens) if fits else 0
         elif self._positions is not None:
             stream.goal = min(stream.goal, self._positions)
 
-    def _retokenise(self, stream: Stream, text: StablePrefix, rollout: Rollout) -> None:
-        if rollout.finish:
-            kept = text.close(self._reading.tokens(rollout))
+    def _retokenise(self, stream: Stream, text: StablePrefix, response: Response) -> None:
+        if response.finish:
+            kept = text.close(self._reading.tokens(response))
         else:
-            kept = text.grow(self._reading.begun(rollout))
+            kept = text.grow(self._reading.begun(response))
         if kept < stream.cached:
             self.rolled_back_tokens += stream.cached - kept
             stream.cached = kept
@@ -262,15 +268,15 @@ class RewardModelScorer(ModelScorer):
                 piece.stream.numbers.append(score[None])
 
     def _score(
-        self, rollouts: Sequence[Rollout]
-    ) -> Iterator[tuple[Sequence[Rollout], Sequence[Tensor]]]:
-        read = [(r, self._tokens(r)) for r in rollouts]
+        self, responses: Sequence[Response]
+    ) -> Iterator[tuple[Sequence[Response], Sequence[Tensor]]]:
+        read = [(r, self._tokens(r)) for r in responses]
         read = [(r, row) for r, row in read if self._fits(r, row)]
-        rollouts, rows = [r for r, _ in read], [row for _, row in read]
+        responses, rows = [r for r, _ in read], [row for _, row in read]
         self.read_tokens += sum(map(len, rows))
         for chosen in by_token_budget([len(row) for row in rows], self._budget):
             part = [rows[i] for i in chosen]
-            yield [rollouts[i] for i in chosen], list(self._read(part)[:, None])
+            yield [responses[i] for i in chosen], list(self._read(part)[:, None])
 
     def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Scores [b] of rows of token ids."""
@@ -291,7 +297,9 @@ class RewardModelScorer(ModelScorer):
         """
         if self._positions is None:
             return
-        shortest = min(len(self._reading.tokens(Rollout(0, prompt, 0))) for prompt in prompts)
+        nothing = np.empty(0, np.int32)
+        read = (self._reading.tokens(Response(0, 0, prompt, nothing)) for prompt in prompts)
+        shortest = min(map(len, read))
         if shortest >= self._positions:
             raise ModelError(
                 f"reward model '{self.name}' has {self._positions} positions, and of the first "
@@ -299,21 +307,21 @@ class RewardModelScorer(ModelScorer):
                 "lower task.max_prompt_tokens, or choose another reward model"
             )
 
-    def _fits(self, rollout: Rollout, tokens: Sequence[int]) -> bool:
-        """Whether the model has positions for a finished rollout; else notes the failure."""
+    def _fits(self, response: Response, tokens: Sequence[int]) -> bool:
+        """Whether the model has positions for a finished response; else notes the failure."""
         if self._positions is None or len(tokens) <= self._positions:
             return True
-        self._failures[rollout.id] = (
-            f"'{self.name}' has {self._positions} positions, and reads rollout {rollout.id} with "
+        self._failures[response.id] = (
+            f"'{self.name}' has {self._positions} positions, and reads rollout {response.id} with "
             f"its prompt as {len(tokens)} tokens. Lower rollout.max_new_tokens or "
             "task.max_prompt_tokens, or choose another reward model"
         )
         return False
 
-    def _tokens(self, rollout: Rollout) -> list[int]:
+    def _tokens(self, response: Response) -> list[int]:
         if self.same_tokenizer:
-            return [*rollout.prompt.tokens, *rollout.tokens]
-        return self._reading.tokens(rollout)
+            return [*response.prompt.tokens, *response.tokens.tolist()]
+        return self._reading.tokens(response)
 
 
 def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -20,7 +20,7 @@ from stretto.errors import ModelError
 from stretto.scoring.text import response_text
 from stretto.tasks.encode import MARK, Encoder, Pieces
 from stretto.tasks.responses import continued, turn_of
-from stretto.types import FinishReason, Message, Prompt, Rollout
+from stretto.types import FinishReason, Message, Prompt, Response
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,19 +75,21 @@ class Reading:
         self._encoder = Encoder(tokenizer)
         self._stop, self._ends, self._given_ends = tuple(stop), ends, given_ends
 
-    def tokens(self, rollout: Rollout) -> list[int]:
-        """All that is read of a finished rollout.
+    def tokens(self, response: Response) -> list[int]:
+        """All that is read of a finished response.
 
         Raises:
             ModelError: the chat template refuses the conversation.
         """
-        prompt = rollout.prompt
-        text = response_text(self._actor_tokenizer, rollout.tokens, rollout.finish, self._stop)
+        prompt = response.prompt
+        text = response_text(
+            self._actor_tokenizer, response.tokens.tolist(), response.finish, self._stop
+        )
         read, special = self._render(prompt, text), not self._templated(prompt)
         if not self._ends:
             return self._ids(read, special)
         shown, _, closing = self._render(prompt, text, unfinished=True).partition(MARK)
-        ended = self._has_ended(rollout)
+        ended = self._has_ended(response)
         read = read if ended else shown
         asked = self._asked(prompt)
         if not read.startswith(asked):  # the template shows it in another way once it is answered
@@ -100,8 +102,8 @@ class Reading:
             said.append(self._end)
         return [*before, *said]
 
-    def begun(self, rollout: Rollout) -> str:
-        """The text that is read of an unfinished rollout, up to the end of its response so far,
+    def begun(self, response: Response) -> str:
+        """The text that is read of an unfinished response, up to the end of its response so far,
         escaped.
 
         It may end in replacement characters, for a character of which some bytes are still to come.
@@ -112,8 +114,8 @@ class Reading:
         Raises:
             ModelError: the chat template refuses the conversation.
         """
-        text = response_text(self._actor_tokenizer, rollout.tokens, None)
-        return self._render(rollout.prompt, text, unfinished=True).partition(MARK)[0]
+        text = response_text(self._actor_tokenizer, response.tokens.tolist(), None)
+        return self._render(response.prompt, text, unfinished=True).partition(MARK)[0]
 
     def prefix(self, prompt: Prompt) -> StablePrefix:
         """What :meth:`begun` gives, in tokens; empty as yet."""
@@ -139,9 +141,9 @@ class Reading:
     def _end(self) -> int:
         return cast(int, self._tokenizer.eos_token_id)
 
-    def _has_ended(self, rollout: Rollout) -> bool:
-        given = bool(rollout.tokens) and rollout.tokens[-1] in self._given_ends
-        return given or rollout.finish is FinishReason.STOP
+    def _has_ended(self, response: Response) -> bool:
+        given = len(response) > 0 and int(response.tokens[-1]) in self._given_ends
+        return given or response.finish is FinishReason.STOP
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return self._encoder.ids(text, special=special)

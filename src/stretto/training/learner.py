@@ -31,7 +31,7 @@ from stretto.training.agreement import Agreement, difference_rms, is_coarse
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses, Passes, Trained
-from stretto.types import Batch, Rollout, Weights
+from stretto.types import Response, TrainBatch, TrainOutput, Weights
 
 
 class PolicyLearner:
@@ -93,24 +93,24 @@ class PolicyLearner:
         self._coarse = is_coarse(dtype)
         self._version, self._steps, self._moved = 0, 0, False
 
-    def train(self, batch: Batch) -> dict[str, float]:
+    def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step.
 
         Raises:
             LearnerError: the batch is too small for its mini-batches, its numbers are not finite,
                 or engine and learner disagree about on-policy data.
         """
-        data = collate(batch, self._reward_weights)
-        age = staleness(batch, self._version)
+        data, responses = collate(batch, self._reward_weights), batch.responses()
+        age, fresh = staleness(batch, self._version), self._fresh(batch)
         t, proximal = self._config.training, None
         if self._config.algorithm.old_policy == "proximal" and t.updates > 1:
-            proximal = self._logprobs(batch, data.mask)
+            proximal = self._logprobs(responses, data.mask)
         experience = self._prepare(data, proximal)
         tally, norms = Tally(), dict.fromkeys(self._trained, 0.0)
         lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
         parts = list(self._minibatches(len(batch), experience.units))
         for units in parts:
-            tally += self._train_minibatch(batch, units, experience, norms)
+            tally += self._train_minibatch(responses, units, experience, fresh, norms)
         for _ in range(t.updates - len(parts)):
             self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
         figures = self._passes.finish()
@@ -119,7 +119,7 @@ class PolicyLearner:
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
         names = {"actor": "policy", "critic": "critic"}
-        return {
+        stats = {
             **describe(batch),
             **age,
             **experience.stats,
@@ -128,6 +128,7 @@ class PolicyLearner:
             **{f"{names[m]}/grad_norm": norm / max(len(parts), 1) for m, norm in norms.items()},
             **lr,
         }
+        return TrainOutput(stats, experience.rewards.numpy())
 
     def publish(self) -> dict[str, Weights]:
         """The next version of ``actor`` and, where there is one, ``critic``.
@@ -169,13 +170,13 @@ class PolicyLearner:
         return prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
 
     @torch.no_grad()
-    def _logprobs(self, batch: Batch, mask: Tensor) -> Tensor:
+    def _logprobs(self, responses: Sequence[Response], mask: Tensor) -> Tensor:
         """Log-probs [B, T] of the policy as it is now."""
         logprobs = torch.zeros(mask.shape)
-        for rows in microbatches(batch, self._budget):
-            rollouts = [batch[row] for row in rows]
-            hidden = response_hidden(self._actor.model, rollouts)
-            targets = response_tokens(rollouts, hidden.device)
+        for rows in microbatches(responses, self._budget):
+            part = [responses[row] for row in rows]
+            hidden = response_hidden(self._actor.model, part)
+            targets = response_tokens(part, hidden.device)
             here = mask[rows].to(hidden.device)
             chosen, _ = self._losses.logprobs(self._head, hidden, targets, here)
             logprobs[rows] = chosen.float().cpu()
@@ -204,12 +205,15 @@ class PolicyLearner:
 
     def _train_minibatch(
         self,
-        batch: Batch,
+        responses: Sequence[Response],
         units: Sequence[Sequence[int]],
         experience: Experience,
+        fresh: Tensor,
         norms: dict[str, float],
     ) -> Tally:
-        parts = self._microbatches(batch, units, experience)
+        if self._moved:
+            fresh = torch.zeros_like(fresh)
+        parts = self._microbatches(responses, units, experience, fresh)
         thawed = self._steps >= self._config.critic.freeze_steps
         tallies = self._passes.run(parts, self._kl.coef, trains_actor=thawed)
         if self._critic:
@@ -221,21 +225,28 @@ class PolicyLearner:
         return sum(tallies.values(), Tally())
 
     def _microbatches(
-        self, batch: Batch, units: Sequence[Sequence[int]], experience: Experience
+        self,
+        responses: Sequence[Response],
+        units: Sequence[Sequence[int]],
+        experience: Experience,
+        fresh: Tensor,
     ) -> list[MicroBatch]:
-        """Split a mini-batch as the passes ask, units whole; weights count over all of it."""
+        """Split a mini-batch as the passes ask, units whole; weights count over all of it.
+
+        Args:
+            fresh: responses [B] that the actor's weights, as they are now, have sampled.
+        """
         e, a = experience, self._config.algorithm
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
         mask = e.mask[rows]
         weights = token_weights(mask, a.averaging, self._config.rollout.max_new_tokens)
         means, of_responses = token_weights(mask, "token_mean"), response_weights(mask)
-        longest = [max(batch[row].total_tokens for row in unit) * len(unit) for unit in units]
+        longest = [max(responses[row].total_tokens for row in unit) * len(unit) for unit in units]
         parts = []
         for chosen in self._passes.divide(longest):
             rows = [row for i in chosen for row in units[i]]
             at = [place[row] for row in rows]
-            fresh = torch.tensor([self._is_fresh(batch[row]) for row in rows])
             part = Part(
                 mask=e.mask[rows],
                 weights=weights[at],
@@ -247,15 +258,16 @@ class PolicyLearner:
                 returns=None if e.returns is None else e.returns[rows],
                 old_values=None if e.old_values is None else e.old_values[rows],
                 behaviour_logprobs=e.behaviour_logprobs[rows],
-                fresh=fresh,
-                own=self._own(fresh),
+                fresh=fresh[rows],
+                own=self._own(fresh[rows]),
             )
-            parts.append(MicroBatch([batch[row] for row in rows], part))
+            parts.append(MicroBatch([responses[row] for row in rows], part))
         return parts
 
-    def _is_fresh(self, rollout: Rollout) -> bool:
-        """Whether the actor's weights, as they are now, have sampled all of a response."""
-        return not self._moved and all(v == self._version for v in rollout.versions)
+    def _fresh(self, batch: TrainBatch) -> Tensor:
+        """Responses [B] all of which the weights have sampled that were handed over last."""
+        fresh = [bool((v == self._version).all()) for v in batch.split(batch.versions)]
+        return torch.tensor(fresh)
 
     def _own(self, fresh: Tensor) -> Tensor | None:
         """Rows whose old policy is the actor as it is now, which costs nothing where a step is one

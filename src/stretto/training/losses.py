@@ -20,14 +20,14 @@ from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import AlgorithmConfig
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.types import Rollout
+from stretto.types import Response
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some rollouts of a mini-batch, and what the losses need of them, in the same order."""
+    """Some responses of a mini-batch, and what the losses need of them, in the same order."""
 
-    rollouts: Sequence[Rollout]
+    responses: Sequence[Response]
     part: Part
 
 

@@ -45,19 +45,19 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> PaddedBatch:
-        """From rollouts, on the CPU."""
-        cpu, rollouts = torch.device("cpu"), micro_batch.rollouts
+        """From responses, on the CPU."""
+        cpu, responses = torch.device("cpu"), micro_batch.responses
         places = [
             (row, len(r.prompt.tokens) - 1 + t)
-            for row, r in enumerate(rollouts)
+            for row, r in enumerate(responses)
             for t in range(len(r))
         ]
         at = torch.tensor(places, dtype=torch.long).reshape(-1, 2)
         return cls(
-            tokens=pad_right([[*r.prompt.tokens, *r.tokens[:-1]] for r in rollouts], cpu),
+            tokens=pad_right([[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses], cpu),
             rows=at[:, 0].clone(),
             positions=at[:, 1].clone(),
-            targets=response_tokens(rollouts, cpu),
+            targets=response_tokens(responses, cpu),
             part=micro_batch.part.to(cpu),
         )
 

@@ -146,8 +146,8 @@ class LocalPasses:
         tally = Tally()
         with training_mode(self._actor):
             for p in parts:
-                hidden = response_hidden(self._actor, p.rollouts)
-                targets = response_tokens(p.rollouts, hidden.device)
+                hidden = response_hidden(self._actor, p.responses)
+                targets = response_tokens(p.responses, hidden.device)
                 term = self._losses.of_actor(self._head, hidden, targets, p.part, kl_coef)
                 term.loss.backward()
                 tally += term.tally
@@ -157,7 +157,7 @@ class LocalPasses:
         tally = Tally()
         with training_mode(critic):
             for p in parts:
-                hidden = response_hidden(critic, p.rollouts)
+                hidden = response_hidden(critic, p.responses)
                 term = self._losses.of_critic(critic, hidden, p.part)
                 term.loss.backward()
                 tally += term.tally

@@ -19,13 +19,13 @@ from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.models.weights import fingerprint
 from stretto.training.trained import TrainedModel
-from stretto.types import Rollout
+from stretto.types import Response
 
 BATCH = 32
 """Examples an update."""
 
 
-def warm_up(model: nn.Module, examples: Sequence[Rollout], config: Config) -> float:
+def warm_up(model: nn.Module, examples: Sequence[Response], config: Config) -> float:
     """One pass of cross-entropy on the examples' response tokens, in batches of :data:`BATCH`.
 
     Args:
@@ -53,7 +53,7 @@ def warm_up(model: nn.Module, examples: Sequence[Rollout], config: Config) -> fl
 
 
 def warm_up_once(
-    model: nn.Module, examples: Sequence[Rollout], config: Config, file: Path
+    model: nn.Module, examples: Sequence[Response], config: Config, file: Path
 ) -> float:
     """The same for several runs: the first keeps what came out in a file, which the others take.
 
@@ -82,11 +82,11 @@ def warm_up_once(
 _WEIGHT, _RANDOM = "weight ", "random "
 
 
-def _key(model: nn.Module, examples: Sequence[Rollout], config: Config) -> str:
+def _key(model: nn.Module, examples: Sequence[Response], config: Config) -> str:
     """A hash of all that a warm-up depends on."""
     known = {
         "model": fingerprint(model.named_parameters()),
-        "examples": [[e.prompt.tokens, e.tokens] for e in examples],
+        "examples": [[e.prompt.tokens, e.tokens.tolist()] for e in examples],
         "lr": config.warmup_lr,
         "training": config.training.model_dump(mode="json"),
         "random": {d: s.tolist() for d, s in _random_states(model).items()},

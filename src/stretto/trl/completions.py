@@ -9,11 +9,11 @@ from stretto.assembly.engines import make_engine
 from stretto.assembly.models import Given, made_ready
 from stretto.config import Config
 from stretto.models.forward import token_budget
+from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render
 from stretto.trl.arguments import REWARD_MODEL
 from stretto.trl.prompts import TokenTask
-from stretto.types import Rollout
 
 
 def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[dict[str, Any]]:
@@ -42,11 +42,11 @@ def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[d
     ]
     by_id = {r.id: r for r in rollouts}
     engine = make_engine(config, actor, tokenizer, config.rollout.batch, given.end_tokens)
-    engine.admit(rollouts)
+    engine.admit([r.response() for r in rollouts])
     while any(r.finish is None for r in rollouts):
         for chunk in engine.decode(16):
             by_id[chunk.rollout_id].append(chunk)
-    scorer.admit(rollouts)
+    scorer.admit([r.response() for r in rollouts])
     scores = scorer.finish([r.id for r in rollouts])
     return [
         {

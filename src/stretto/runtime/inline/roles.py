@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from stretto.protocols import Tracer
 from stretto.types import (
-    Batch,
     Chunk,
     Parcel,
-    Rollout,
+    Response,
     Score,
     ScoreKind,
-    Stats,
+    TrainBatch,
+    TrainOutput,
     Weights,
     short_name,
 )
@@ -67,6 +67,10 @@ class InlineScorer(_Role):
         return self._scorer.follows
 
     @property
+    def reads_text(self) -> bool:
+        return self._scorer.reads_text
+
+    @property
     def streams(self) -> bool:
         return self._scorer.streaming
 
@@ -74,8 +78,8 @@ class InlineScorer(_Role):
     def worthwhile_tokens(self) -> int:
         return self._scorer.worthwhile_tokens
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        await self._lane.run(lambda: self._scorer.admit(rollouts))
+    async def admit(self, responses: Sequence[Response]) -> None:
+        await self._lane.run(lambda: self._scorer.admit(responses))
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         ids = [c.rollout_id for c in chunks]
@@ -113,8 +117,8 @@ class InlineGenerator(_Role):
         super().__init__(role, lane, tracer)
         self._engine = engine
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        await self._lane.run(lambda: self._engine.admit(rollouts))
+    async def admit(self, responses: Sequence[Response]) -> None:
+        await self._lane.run(lambda: self._engine.admit(responses))
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
         engine = self._engine
@@ -143,9 +147,11 @@ class InlineGenerator(_Role):
             "migrate", lambda: self._engine.export(rollout_ids, with_cache), lambda _: about
         )
 
-    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
-        about = {"rollouts": [r.id for r in rollouts]}
-        await self._work("migrate", lambda: self._engine.accept(rollouts, parcels), lambda _: about)
+    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
+        about = {"rollouts": [r.id for r in responses]}
+        await self._work(
+            "migrate", lambda: self._engine.accept(responses, parcels), lambda _: about
+        )
 
     async def load(self, weights: Weights) -> None:
         about = {"version": weights.version}
@@ -159,10 +165,10 @@ class InlineLearner(_Role):
         super().__init__("learner", lane, tracer)
         self._learner = learner
 
-    async def train(self, batch: Batch) -> Stats:
+    async def train(self, batch: TrainBatch) -> TrainOutput:
         about = {
-            "rollouts": [r.id for r in batch],
-            "tokens": sum(r.total_tokens for r in batch),
+            "rollouts": batch.ids.tolist(),
+            "tokens": batch.total_tokens,
         }
         return await self._work("update", lambda: self._learner.train(batch), lambda _: about)
 

@@ -7,21 +7,21 @@ Tokens are placeholders, and lengths come from a distribution. Calls that break 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from heapq import merge
 from typing import Literal
+
+import numpy as np
 
 from stretto.errors import EngineError
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.decoding import Replica, Row, decode
 from stretto.runtime.sim.devices import Lane
-from stretto.types import Chunk, FinishReason, Parcel, Rollout, Weights
+from stretto.types import Chunk, FinishReason, Parcel, Response, Weights
 
-
-@lru_cache(maxsize=4096)
-def _placeholders(count: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Token ids and log-probabilities that stand for ``count`` sampled tokens."""
-    return (0,) * count, (-1.0,) * count
+_TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
+"""What stands for sampled tokens; longer than any response."""
+for _stand_in in (_TOKENS, _LOGPROBS):
+    _stand_in.flags.writeable = False
 
 
 class SimGenerator:
@@ -60,15 +60,15 @@ class SimGenerator:
         self._home: dict[int, Replica] = {}
         self.version = 0
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Queue rollouts; each goes on after the tokens it already has.
+    async def admit(self, responses: Sequence[Response]) -> None:
+        """Queue responses; each goes on after the tokens it already has.
 
         Raises:
             EngineError: a rollout is here already, or has ended.
         """
         async with self._lane.turn:
-            for rollout in rollouts:
-                self._add(rollout, 0)
+            for response in responses:
+                self._add(response, 0)
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
         """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
@@ -115,20 +115,20 @@ class SimGenerator:
                 parcels.append(Parcel(id_, "cache" if moved else None, cached if moved else 0))
             return parcels
 
-    async def accept(self, rollouts: Sequence[Rollout], parcels: Sequence[Parcel]) -> None:
+    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
         """Go on with rollouts that another generator exported, one parcel each.
 
         Raises:
             EngineError: a rollout is here already, or has ended.
         """
         async with self._lane.turn:
-            for rollout, parcel in zip(rollouts, parcels, strict=True):
-                self._add(rollout, parcel.cached_tokens)
+            for response, parcel in zip(responses, parcels, strict=True):
+                self._add(response, parcel.cached_tokens)
             size_bytes = self._cost.cache_bytes * sum(p.cached_tokens for p in parcels)
             await self._lane.work(
                 "migrate",
                 self._cost.transfer.seconds(size_bytes),
-                rollouts=[r.id for r in rollouts],
+                rollouts=[r.id for r in responses],
                 bytes=size_bytes,
             )
 
@@ -141,33 +141,33 @@ class SimGenerator:
                 for replica in self._replicas:
                     replica.void_cache()
 
-    def _add(self, rollout: Rollout, cached: int) -> None:
-        wanted = self._lengths(rollout.id)
+    def _add(self, response: Response, cached: int) -> None:
+        wanted = self._lengths(response.id)
         length = min(wanted, self._max_new_tokens)
-        if rollout.id in self._home:
-            raise EngineError(f"rollout {rollout.id} is in the engine already; release it first")
-        if rollout.finish or len(rollout) >= length:
+        if response.id in self._home:
+            raise EngineError(f"rollout {response.id} is in the engine already; release it first")
+        if response.finish or len(response) >= length:
             raise EngineError(
-                f"rollout {rollout.id} has ended, at {len(rollout)} tokens; admit only those that "
-                "go on"
+                f"rollout {response.id} has ended, at {len(response)} tokens; admit only those "
+                "that go on"
             )
         replica = min(self._replicas, key=lambda r: r.load)
         row = Row(
-            id=rollout.id,
-            group=rollout.group,
-            prompt=len(rollout.prompt.tokens),
-            tokens=len(rollout),
+            id=response.id,
+            group=response.group,
+            prompt=len(response.prompt.tokens),
+            tokens=len(response),
             length=length,
             finish=FinishReason.LENGTH if wanted > length else FinishReason.STOP,
             cached=cached,
         )
         replica.waiting.append(row)
-        self._home[rollout.id] = replica
+        self._home[response.id] = replica
 
     def _last_chunk(self, row: Row) -> Chunk:
         del self._home[row.id]
-        tokens, logprobs = _placeholders(row.length - row.tokens)
-        return Chunk(row.id, row.tokens, tokens, logprobs, self.version, row.finish)
+        new = row.length - row.tokens
+        return Chunk(row.id, row.tokens, _TOKENS[:new], _LOGPROBS[:new], self.version, row.finish)
 
     def _chunks(self) -> list[Chunk]:
         """Of the rollouts that go on, by id."""
@@ -178,7 +178,8 @@ class SimGenerator:
                 start, now = row.tokens, step - row.base
                 if now > start:
                     row.tokens = now
-                    tokens, logprobs = _placeholders(now - start)
-                    chunks.append(Chunk(row.id, start, tokens, logprobs, self.version))
+                    new = now - start
+                    chunk = Chunk(row.id, start, _TOKENS[:new], _LOGPROBS[:new], self.version)
+                    chunks.append(chunk)
             found.append(sorted(chunks, key=lambda c: c.rollout_id))
         return list(merge(*found, key=lambda c: c.rollout_id)) if len(found) > 1 else found[0]

@@ -18,7 +18,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.devices import Lane
 from stretto.runtime.sim.lengths import uniform
-from stretto.types import Batch, Chunk, Rollout, Score, ScoreKind, Stats, Weights, total_reward
+from stretto.types import Chunk, Response, Score, ScoreKind, TrainBatch, TrainOutput, Weights
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
 """What per-token scores are slices of; longer than any response."""
@@ -106,6 +106,11 @@ class SimScorer:
         return self._follows
 
     @property
+    def reads_text(self) -> bool:
+        """Never: there is none."""
+        return False
+
+    @property
     def streams(self) -> bool:
         """Whether tokens are prefilled as they come."""
         return self._streams
@@ -115,22 +120,18 @@ class SimScorer:
         """Tokens that make a call worth its fixed cost."""
         return self._worthwhile_tokens
 
-    async def admit(self, rollouts: Sequence[Rollout]) -> None:
-        """Learn of rollouts; their prompts are worked on with their first chunk.
+    async def admit(self, responses: Sequence[Response]) -> None:
+        """Learn of responses; their prompts are worked on with their first chunk.
 
         Raises:
             EngineError: one is here already.
         """
         async with self._lane.turn:
-            for r in rollouts:
+            for r in responses:
                 if r.id in self._pending:
                     raise EngineError(f"{self.name} has rollout {r.id} already; release it first")
-                self._pending[r.id] = _Pending(
-                    len(r.prompt.tokens),
-                    len(r),
-                    r.versions[-1] if r.versions else 0,
-                    bool(r.finish),
-                )
+                prompt_tokens = len(r.prompt.tokens)
+                self._pending[r.id] = _Pending(prompt_tokens, len(r), r.version, bool(r.finish))
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts.
@@ -212,18 +213,19 @@ class SimLearner:
         self._lane, self._cost, self._models = lane, cost, tuple(models)
         self.version = 0
 
-    async def train(self, batch: Batch) -> Stats:
+    async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step; returns the mean reward and what was trained on."""
         async with self._lane.turn:
-            tokens = sum(r.total_tokens for r in batch)
+            tokens = batch.total_tokens
             await self._lane.work("update", self._cost.seconds(tokens), tokens=tokens)
-            rewards = [total_reward(r) for r in batch]
-            stale = [self.version - min(r.versions, default=self.version) for r in batch]
-            return {
-                "objective/scores": sum(rewards) / max(len(rewards), 1),
+            rewards, now = batch.totals(), self.version
+            stale = [now - int(v.min(initial=now)) for v in batch.split(batch.versions)]
+            stats = {
+                "objective/scores": sum(rewards.tolist()) / max(len(rewards), 1),
                 "staleness/mean": sum(stale) / max(len(stale), 1),
                 "staleness/max": float(max(stale, default=0)),
             }
+            return TrainOutput(stats, rewards.astype(np.float32))
 
     async def publish(self) -> Mapping[str, Weights]:
         """The next version of every model."""

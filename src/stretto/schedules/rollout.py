@@ -1,0 +1,224 @@
+"""The schedule's record of one response: the only thing that grows.
+
+Roles are told of it by value (:class:`~stretto.types.Response`), and answer with chunks and scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from stretto.errors import LifecycleError
+from stretto.types import (
+    Chunk,
+    FinishReason,
+    FloatArray,
+    Prompt,
+    Response,
+    Score,
+    ScoreKind,
+    TrainBatch,
+)
+
+
+class RolloutState(StrEnum):
+    """Where a rollout stands between the queue and the gradient."""
+
+    QUEUED = "queued"
+    DECODING = "decoding"
+    CARRIED = "carried"
+    FINISHED = "finished"
+    SCORED = "scored"
+    TRAINED = "trained"
+    REJECTED = "rejected"
+
+
+_EDGES: Mapping[RolloutState, frozenset[RolloutState]] = {
+    RolloutState.QUEUED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
+    RolloutState.DECODING: frozenset(
+        {RolloutState.CARRIED, RolloutState.FINISHED, RolloutState.REJECTED}
+    ),
+    RolloutState.CARRIED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
+    RolloutState.FINISHED: frozenset({RolloutState.SCORED, RolloutState.REJECTED}),
+    RolloutState.SCORED: frozenset({RolloutState.TRAINED, RolloutState.REJECTED}),
+    RolloutState.TRAINED: frozenset(),
+    RolloutState.REJECTED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One response to one prompt, from queue to gradient.
+
+    Append-only: tokens are only ever added, so that the per-token fields always have one length.
+
+    Attributes:
+        id: stable over the run, in dispatch order.
+        group: shared by the rollouts of one prompt in one draw.
+        tokens, logprobs, versions: one entry a response token. The log-probability is the
+            behaviour policy's: of the distribution the token was sampled from.
+        carries: rounds that went by without it since it was dispatched.
+        rejected_because: set when the state is ``REJECTED``.
+    """
+
+    id: int
+    prompt: Prompt
+    group: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    state: RolloutState = RolloutState.QUEUED
+    scores: dict[str, Score] = field(default_factory=dict)
+    carries: int = 0
+    rejected_because: str = ""
+
+    def __len__(self) -> int:
+        """Response tokens so far."""
+        return len(self.tokens)
+
+    def move(self, state: RolloutState, because: str = "") -> None:
+        """Go to ``state``.
+
+        Raises:
+            LifecycleError: there is no such edge from the present state.
+        """
+        if state not in _EDGES[self.state]:
+            raise LifecycleError(f"rollout {self.id} cannot go from {self.state} to {state}")
+        self.state = state
+        self.rejected_because = because
+
+    def append(self, chunk: Chunk) -> None:
+        """Add a chunk's tokens at the end.
+
+        Raises:
+            LifecycleError: the chunk is another rollout's, leaves a gap, or comes after the end.
+        """
+        if chunk.rollout_id != self.id or chunk.start != len(self.tokens) or self.finish:
+            raise LifecycleError(
+                f"rollout {self.id} holds {len(self.tokens)} tokens (finish: {self.finish}) and "
+                f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}"
+            )
+        self.tokens.extend(chunk.tokens.tolist())
+        self.logprobs.extend(chunk.logprobs.tolist())
+        self.versions.extend([chunk.version] * len(chunk.tokens))
+        self.finish = chunk.finish
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and response tokens so far."""
+        return len(self.prompt.tokens) + len(self.tokens)
+
+    def response(self, *, text: bool = False) -> Response:
+        """What roles are told of it as it is now.
+
+        Args:
+            text: with the prompt's text, messages and data.
+        """
+        return Response(
+            self.id,
+            self.group,
+            self.prompt if text else self.prompt.bare,
+            np.array(self.tokens, np.int32),
+            self.versions[-1] if self.versions else 0,
+            self.finish,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but the prompt (known by its id), as plain data."""
+        return {
+            "id": self.id,
+            "prompt": self.prompt.id,
+            "group": self.group,
+            "tokens": list(self.tokens),
+            "logprobs": list(self.logprobs),
+            "versions": list(self.versions),
+            "finish": self.finish and str(self.finish),
+            "state": str(self.state),
+            "carries": self.carries,
+            "scores": [score.state_dict() for score in self.scores.values()],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
+        """The inverse of :meth:`state_dict`."""
+        return cls(
+            id=state["id"],
+            prompt=prompt,
+            group=state["group"],
+            tokens=list(state["tokens"]),
+            logprobs=list(state["logprobs"]),
+            versions=list(state["versions"]),
+            finish=FinishReason(state["finish"]) if state["finish"] else None,
+            state=RolloutState(state["state"]),
+            carries=state["carries"],
+            scores={s["source"]: Score.from_state(s) for s in state["scores"]},
+        )
+
+
+def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
+    """A rollout's scores of one kind."""
+    return [s for s in rollout.scores.values() if s.kind == kind]
+
+
+def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float:
+    """The weighted sum of a rollout's rewards; those that do not apply are left out.
+
+    Args:
+        rollout: with its scores.
+        weights: factor of each reward source, by name; without them each counts once.
+    """
+    return sum(
+        reward * (1.0 if weights is None else weights[score.source])
+        for score in of_kind(rollout, "reward")
+        if (reward := score.scalar) is not None
+    )
+
+
+def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
+    """Scored rollouts in columns.
+
+    Args:
+        rollouts: at least one, each with the same scorers' scores.
+
+    Raises:
+        LifecycleError: a per-token score has another length than its response, or is missing.
+    """
+    sources = dict.fromkeys(s.source for r in rollouts for s in of_kind(r, "reward"))
+    found = {
+        source: [r.scores[source].scalar if source in r.scores else None for r in rollouts]
+        for source in sources
+    }
+    kinds: tuple[ScoreKind, ...] = ("logprobs", "values")
+    return TrainBatch(
+        ids=np.array([r.id for r in rollouts], np.int64),
+        prompts=tuple(r.prompt.tokens for r in rollouts),
+        prompt_ids=np.array([r.prompt.id for r in rollouts], np.int64),
+        lengths=np.array([len(r) for r in rollouts], np.int64),
+        ended=np.array([r.finish is FinishReason.STOP for r in rollouts], np.bool_),
+        tokens=np.array([t for r in rollouts for t in r.tokens], np.int32),
+        logprobs=np.array([x for r in rollouts for x in r.logprobs], np.float32),
+        versions=np.array([v for r in rollouts for v in r.versions], np.int32),
+        rewards={s: np.array([v or 0.0 for v in each], np.float32) for s, each in found.items()},
+        applies={s: np.array([v is not None for v in each]) for s, each in found.items()},
+        per_token={
+            kind: np.concatenate([_per_token(r, kind) for r in rollouts])
+            for kind in kinds
+            if of_kind(rollouts[0], kind)
+        },
+    )
+
+
+def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
+    scores = of_kind(rollout, kind)
+    if len(scores) != 1 or len(scores[0].values) != len(rollout):
+        got = [len(s.values) for s in scores]
+        raise LifecycleError(
+            f"rollout {rollout.id} needs one score of kind '{kind}' with {len(rollout)} numbers, "
+            f"one a response token; got {got or 'none'}"
+        )
+    return scores[0].values
