@@ -16,7 +16,8 @@ from stretto.models.heads import critic_from_actor
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
-from stretto.types import Chunk, FinishReason, Prompt, Response, Score
+from stretto.types import Chunk, FinishReason, Prompt, Response, Score, WeightsRef
+from stretto.weights.channel import SharedChannel
 
 VOCABULARY = 61
 
@@ -158,6 +159,21 @@ def make_chunk(
     """A chunk out of plain numbers."""
     columns = np.array(tokens, np.int32), np.array(logprobs, np.float32)
     return Chunk(rollout_id, start, *columns, version, finish)
+
+
+CHANNEL = SharedChannel()
+"""Connects what tests make."""
+
+
+def ticket(
+    version: int, fingerprint: str, tensors: Mapping[str, Tensor] | None = None
+) -> WeightsRef:
+    """Of weights that lie in :data:`CHANNEL`, or in shared memory where there are no tensors."""
+    if tensors is None:
+        return WeightsRef("actor", version, fingerprint)
+    ref = WeightsRef("actor", version, fingerprint, CHANNEL.name)
+    CHANNEL.put(ref, tensors)
+    return ref
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers import VOCABULARY, llama, make_chunk, told
+from helpers import CHANNEL, VOCABULARY, llama, make_chunk, ticket, told
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
 from stretto.models.clone import with_own_structure, with_own_weights
@@ -39,7 +39,7 @@ from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
 from stretto.rollout.stop import StopStrings
 from stretto.schedules.rollout import Rollout
 from stretto.training.trained import TrainedModel
-from stretto.types import Chunk, FinishReason, Prompt, Weights
+from stretto.types import Chunk, FinishReason, Prompt, WeightsRef
 
 SEED = 5
 LIMIT = 12
@@ -68,7 +68,7 @@ def engine(
         end_tokens=frozenset(end),
         seed=SEED,
         stop=StopStrings(stop, tokenizer or Letters()) if stop else None,
-        **own or {},
+        **{"channel": CHANNEL, **(own or {})},
     )
 
 
@@ -130,10 +130,10 @@ def assert_greedy_as_transformers(model: Any, made: Sequence[Rollout], tolerance
         assert_logprobs(model, r, tolerance)
 
 
-def weights_of(model: Any, version: int, *, copied: bool = True) -> Weights:
+def weights_of(model: Any, version: int, *, copied: bool = True) -> WeightsRef:
     named = dict(model.named_parameters())
     tensors = {k: v.detach().clone() for k, v in named.items()}
-    return Weights(version, fingerprint(named.items()), tensors if copied else None)
+    return ticket(version, fingerprint(named.items()), tensors if copied else None)
 
 
 # -- as transformers -----------------------------------------------------------------------------
@@ -852,9 +852,8 @@ def test_weights_that_did_not_arrive_are_refused() -> None:
         e.load(weights_of(llama(seed=1), 1, copied=False))
     assert e.version == 0
     given = weights_of(m, 2)
-    assert given.tensors is not None
     with pytest.raises(EngineError, match="nothing_like_it"):
-        e.load(Weights(2, given.fingerprint, {"nothing_like_it": torch.zeros(1)}))
+        e.load(ticket(2, given.fingerprint, {"nothing_like_it": torch.zeros(1)}))
 
 
 def test_the_engine_works_on_the_models_own_memory() -> None:
@@ -1007,7 +1006,7 @@ def test_own_weights_follow_only_what_is_loaded(make: Callable[[], Any]) -> None
     r = run(e, PROMPTS[:1])[0]
     assert (r.tokens, r.logprobs) == (before.tokens, before.logprobs)
     assert (plain_logprobs(m, r) - torch.tensor(r.logprobs)).abs().max() > 0.1
-    e.load(Weights(1, fingerprint(m.named_parameters()), trained.snapshot()))
+    e.load(ticket(1, fingerprint(m.named_parameters()), trained.snapshot()))
     e.admit(told(made := rollouts(PROMPTS[:1])))
     assert_logprobs(m, finish(e, made)[0], 1e-4)
     assert {n: p.data_ptr() for n, p in body.named_parameters()} == where

@@ -22,6 +22,7 @@ from helpers import (
     make_learner,
     make_rollouts,
     naive_values,
+    ticket,
     told,
     train_on,
 )
@@ -41,7 +42,7 @@ from stretto.training.learner import PolicyLearner
 from stretto.training.losses import MicroBatch
 from stretto.training.trained import TrainedModel
 from stretto.training.warmup import warm_up
-from stretto.types import FinishReason, Prompt, Score, Weights
+from stretto.types import FinishReason, Prompt, Score
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4)]
 """Prompt and response lengths: 32 response tokens, so that 1 / 32 is exact."""
@@ -715,7 +716,7 @@ def test_publish_counts_and_proves_and_the_engine_checks() -> None:
         assert (one[name].version, two[name].version) == (1, 2)
         expected = fingerprint(model.named_parameters())
         assert one[name].fingerprint == two[name].fingerprint == expected
-        assert two[name].tensors is None
+        assert not two[name].channel
     train_on(learner, make_rollouts(actor, critic, SHAPES))
     three = learner.publish()
     assert all(three[name].fingerprint != two[name].fingerprint for name in ("actor", "critic"))
@@ -966,19 +967,18 @@ def test_a_snapshot_stays_while_training_goes_on(make: Callable[[], tuple[Any, A
     then = {n: copy.deepcopy(m.state_dict()) for n, m in (("actor", actor), ("critic", critic))}
     train_on(learner, batch)
     for name, model in (("actor", actor), ("critic", critic)):
-        weights = published[name]
-        assert weights.tensors is not None
+        weights, tensors = published[name], learner._channel.get(published[name])
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        assert set(weights.tensors) == trained
+        assert set(tensors) == trained
         for n in trained:
-            assert torch.equal(weights.tensors[n], then[name][n])
-            assert not torch.equal(weights.tensors[n], model.get_parameter(n))
-        load_weights(copies[name], weights, "the test")
+            assert torch.equal(tensors[n], then[name][n])
+            assert not torch.equal(tensors[n], model.get_parameter(n))
+        load_weights(copies[name], weights, tensors, "the test")
         held = copies[name].state_dict()
         assert held.keys() == then[name].keys()
         assert all(torch.equal(held[n], then[name][n]) for n in held)
         with pytest.raises(EngineError, match="fingerprint"):
-            load_weights(copies[name], Weights(9, "other"), "the test")
+            load_weights(copies[name], ticket(9, "other"), {}, "the test")
 
 
 def test_an_engine_generates_with_a_snapshot_while_the_learner_trains_on() -> None:
@@ -988,10 +988,11 @@ def test_an_engine_generates_with_a_snapshot_while_the_learner_trains_on() -> No
     learner = publisher(actor, critic, given, ["actor"])
     train_on(learner, engine_rollouts(generating, critic, temperature=1.0))
     published = learner.publish()
-    assert published["critic"].tensors is None
+    assert not published["critic"].channel
     first = copy.deepcopy(actor)
     train_on(learner, engine_rollouts(generating, critic, temperature=1.0))
-    load_weights(generating, published["actor"], "the engine")
+    actor_ref = published["actor"]
+    load_weights(generating, actor_ref, learner._channel.get(actor_ref), "the engine")
     rollouts = engine_rollouts(generating, critic, temperature=1.0, version=1)
     for r, expected in zip(rollouts, left_padded_logprobs(first, rollouts), strict=True):
         torch.testing.assert_close(torch.tensor(r.logprobs), expected, rtol=0, atol=1e-4)

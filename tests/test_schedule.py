@@ -37,7 +37,7 @@ from stretto.types import (
     ScoreKind,
     TrainBatch,
     TrainOutput,
-    Weights,
+    WeightsRef,
 )
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class FakeGenerator:
         self.world.write(f"{self.name} accept {[r.id for r in responses]}")
         self.done |= {p.rollout_id: p.cache for p in parcels}
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         self.world.loaded[self.name] = weights.version
         self.world.write(f"{self.name} load {weights.version}")
 
@@ -179,7 +179,7 @@ class FakeScorer:
         for i in rollout_ids:
             self.tokens.pop(i, None)
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         self.world.loaded[self.name] = weights.version
 
 
@@ -192,11 +192,10 @@ class FakeLearner:
         await asyncio.sleep(self.seconds)
         return TrainOutput({"objective/scores": 1.25}, batch.totals().astype(np.float32))
 
-    async def publish(self) -> Mapping[str, Weights]:
+    async def publish(self) -> Mapping[str, WeightsRef]:
         self.version += 1
         self.world.write(f"publish {self.version}")
-        weights = Weights(self.version, "x")
-        return {"actor": weights, "critic": weights}
+        return {m: WeightsRef(m, self.version, "x") for m in ("actor", "critic")}
 
 
 def make(
@@ -751,7 +750,7 @@ def test_a_scorer_that_never_answers_is_named_with_what_it_holds_up(score_on: st
 
 def test_a_role_that_raises_ends_the_run_with_its_error() -> None:
     class Broken(FakeGenerator):
-        async def load(self, weights: Weights) -> None:
+        async def load(self, weights: WeightsRef) -> None:
             raise ValueError("no room")
 
     async def two(schedule: Schedule) -> None:

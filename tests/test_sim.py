@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import make_chunk, told
+from helpers import make_chunk, ticket, told
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.observe.spans import Spans
@@ -49,7 +49,7 @@ from stretto.runtime.sim.lengths import (
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.roles import LearningCurve, SimLearner, SimScorer
 from stretto.schedules.rollout import Rollout, train_batch
-from stretto.types import Chunk, FinishReason, Prompt, Score, Weights
+from stretto.types import Chunk, FinishReason, Prompt, Score
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 FREE = GeneratorCost()
@@ -356,7 +356,7 @@ def test_groups_share_the_prefill_of_their_prompt_and_new_weights_void_it() -> N
         g = make(spans, cost, lambda i: 50, carry=carry)
         await g.admit(told([rollout(i, group=i // 2) for i in range(4)]))
         await g.decode(5)
-        await g.load(Weights(7, "x"))
+        await g.load(ticket(7, "x"))
         chunks = await g.decode(5)
         assert {c.version for c in chunks} == {7}
         return [s.end_s - s.start_s for s in spans.records]
@@ -445,7 +445,7 @@ def test_new_weights_void_what_a_critic_has_prefilled() -> None:
         )
         await s.admit(told([rollout(1)]))
         await s.extend([chunk(1, 0, 5)])
-        await s.load(Weights(1, "x"))
+        await s.load(ticket(1, "x"))
         await s.extend([chunk(1, 5, 2, STOP)])
         (score,) = await s.finish([1])
         return score.values.shape, [x.end_s - x.start_s for x in spans.records]

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from helpers import (
+    CHANNEL,
     VOCABULARY,
     critic_of,
     left_padded_logprobs,
     llama,
     make_chunk,
     naive_values,
+    ticket,
     told,
 )
 from stretto.config import ModelConfig
@@ -38,7 +40,7 @@ from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.types import Chunk, FinishReason, Message, Prompt, Weights
+from stretto.types import Chunk, FinishReason, Message, Prompt
 
 EOS = 258
 TOLERANCE = 1e-5
@@ -449,7 +451,7 @@ def test_the_critic_scores_with_its_newest_weights_alone(
     operations: list[tuple[str, list[int], int]], copied: bool, budget: int
 ) -> None:
     critic, made = critic_of(llama()), rollouts(SHAPES)
-    scorer = critic_scorer(critic, budget, slots=5, say=lambda _: None)
+    scorer = critic_scorer(critic, budget, slots=5, say=lambda _: None, channel=CHANNEL)
     driver = Driver(scorer, made)
     version = 0
     for name, ids, size in operations:
@@ -461,7 +463,7 @@ def test_the_critic_scores_with_its_newest_weights_alone(
         mark = fingerprint(tensors.items())
         if not copied:
             put(critic, tensors)  # as a learner does that shares memory
-        scorer.load(Weights(version, mark, tensors if copied else None))
+        scorer.load(ticket(version, mark, tensors if copied else None))
         driver.scores.clear()  # what came out before is of other weights
     got = driver.complete()
     assert_same(got, whole(critic_scorer(critic, 1000), made))
@@ -472,14 +474,14 @@ def test_carried_rollouts() -> None:
     actor = llama()
     critic, made = critic_of(actor), rollouts([(10, 20), (5, 8)])
     reference = reference_scorer(actor, 1.0, 1000, slots=2)
-    values = critic_scorer(critic, 1000, slots=2)
+    values = critic_scorer(critic, 1000, slots=2, channel=CHANNEL)
     for scorer in (reference, values):
         scorer.admit(told([begun(r) for r in made]))
         scorer.extend([chunk(r, 0, 8) for r in made])
         scorer.finish([1])
         assert scorer.read_tokens == 9 + 4 + 8 + 8
     weights = moved(critic, 1)
-    values.load(Weights(1, fingerprint(weights.items()), weights))
+    values.load(ticket(1, fingerprint(weights.items()), weights))
     for scorer, read in ((reference, 12), (values, 29)):
         before = scorer.read_tokens
         scorer.extend([chunk(made[0], 8, 20)])
@@ -493,16 +495,16 @@ def test_carried_rollouts() -> None:
 
 def test_weights_that_did_not_arrive_are_refused() -> None:
     critic = critic_of(llama())
-    scorer = critic_scorer(critic, 100, slots=1)
+    scorer = critic_scorer(critic, 100, slots=1, channel=CHANNEL)
     assert scorer.follows == "critic"
     with pytest.raises(EngineError, match=r"version 4 .* fingerprint abc, but scorer 'critic'"):
-        scorer.load(Weights(4, "abc"))
+        scorer.load(ticket(4, "abc"))
     with pytest.raises(EngineError, match="brings 'other', which the model of scorer 'critic'"):
-        scorer.load(Weights(4, "abc", {"other": torch.zeros(1)}))
+        scorer.load(ticket(4, "abc", {"other": torch.zeros(1)}))
     frozen = reference_scorer(llama(), 1.0, 100)
     assert frozen.follows == ""
     with pytest.raises(EngineError, match="'reference' is frozen and takes no weights"):
-        frozen.load(Weights(4, fingerprint(frozen.model.named_parameters())))
+        frozen.load(ticket(4, fingerprint(frozen.model.named_parameters())))
 
 
 # -- models that cannot be streamed --------------------------------------------------------------
@@ -867,4 +869,4 @@ def test_functions_follow_no_model() -> None:
     scorer = object.__new__(FunctionScorer)  # without a process
     scorer.name = "task"
     with pytest.raises(EngineError, match="'task' is a function and takes no weights"):
-        scorer.load(Weights(1, ""))
+        scorer.load(ticket(1, ""))

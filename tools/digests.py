@@ -37,6 +37,9 @@ SHORT = {"steps": 4, "warmup_examples": 256, "threads": 1, "rollout__batch": 16}
 LENGTHS = {"tiny": {}, "tiny-tail": {"rollout__max_new_tokens": 96}}
 """What each recipe changes besides."""
 
+UNSTEADY = "does not repeat"
+"""In place of a digest that is another each time."""
+
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
 """How the metrics begin that hold times, which differ from run to run."""
 
@@ -104,9 +107,10 @@ def main() -> int:
         if options.only not in name:
             continue
         first, second = (digest(name, recipe, changes) for _ in range(2))
-        found[name] = {k: v if v == second[k] else "does not repeat" for k, v in first.items()}
+        found[name] = {k: v if v == second[k] else UNSTEADY for k, v in first.items()}
         before = known.get(name, found[name])
-        differs = [k for k, v in found[name].items() if before.get(k, v) != v and v[0] != "d"]
+        both = {k: {v, before.get(k, v)} for k, v in found[name].items()}
+        differs = [k for k, values in both.items() if len(values) > 1 and UNSTEADY not in values]
         differing += bool(differs)
         parts = "  ".join(f"{k} {v}" for k, v in found[name].items())
         remark = f"  DIFFERS: {', '.join(differs)}" if differs else ""

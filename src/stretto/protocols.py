@@ -18,7 +18,7 @@ from stretto.types import (
     ScoreKind,
     TrainBatch,
     TrainOutput,
-    Weights,
+    WeightsRef,
 )
 
 
@@ -56,7 +56,7 @@ class Generator(Protocol):
         """Go on with rollouts that another generator exported, one parcel each."""
         ...
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         """Decode with these weights from now on, and prove it.
 
         Raises:
@@ -114,7 +114,7 @@ class Scorer(Protocol):
         """Forget rollouts without a score; unknown ids are ignored."""
         ...
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on; what was computed with older ones is void.
 
         Never called on a frozen scorer.
@@ -135,7 +135,7 @@ class Learner(Protocol):
         """
         ...
 
-    async def publish(self) -> Mapping[str, Weights]:
+    async def publish(self) -> Mapping[str, WeightsRef]:
         """The next version of the weights, by trained model: ``actor``, and ``critic`` if any."""
         ...
 

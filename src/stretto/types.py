@@ -156,19 +156,21 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """One hand-over of one model's weights from the learner to a generator or a scorer.
+class WeightsRef:
+    """A ticket for one version of one model's weights, from the learner to who follows it.
 
     Attributes:
+        model: the trained model: ``actor`` or ``critic``.
         version: how many hand-overs came before.
         fingerprint: of the tensors, as the learner sees them; who loads them computes its own
             afterwards and refuses to go on if they differ.
-        tensors: by parameter name; ``None`` when both share memory.
+        channel: where the tensors are; empty where both sides share memory, and none travel.
     """
 
+    model: str
     version: int
     fingerprint: str
-    tensors: Mapping[str, Any] | None = None
+    channel: str = ""
 
 
 Stats = Mapping[str, float]

@@ -18,6 +18,7 @@ from stretto.models.forward import backbone, unwrapped
 from stretto.models.load import end_token_ids
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.stop import StopStrings
+from stretto.weights.channel import WeightChannel
 
 MEMORY_SHARE = 0.15
 """Of the free memory, for the keys and values of one scorer."""
@@ -29,10 +30,17 @@ def make_engine(
     tokenizer: PreTrainedTokenizerBase,
     rows: int,
     end_tokens: frozenset[int] | None = None,
+    channel: WeightChannel | None = None,
 ) -> TorchEngine:
-    """A generation engine over the actor's own weights, for up to so many rollouts at a time.
+    """A generation engine over the actor's own weights.
 
-    ``end_tokens`` end a response; without them the model's and the tokenizer's do.
+    Args:
+        config: of the run.
+        actor: decodes.
+        tokenizer: the actor's.
+        rows: rollouts decoded at a time, at most.
+        end_tokens: that end a response; without them the model's and the tokenizer's do.
+        channel: where new weights come from, if any do.
     """
     ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
     stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
@@ -44,6 +52,7 @@ def make_engine(
         stop=stop,
         slots=config.rollout.slots or rows,
         carry=config.schedule.carry,
+        channel=channel,
     )
 
 

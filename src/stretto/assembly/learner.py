@@ -11,6 +11,7 @@ from stretto.config import Config
 from stretto.pipelines.executor.layout import Name
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import Course, TrainedModel
+from stretto.weights.channel import WeightChannel
 from stretto.workers.ranks import Ranks
 
 
@@ -21,6 +22,7 @@ def make_learner(
     stack: ExitStack,
     *,
     snapshots: Sequence[str],
+    channel: WeightChannel,
     threads: int,
 ) -> tuple[PolicyLearner, Ranks | None]:
     """The learner, and the ranks that train for it, where there are any.
@@ -30,6 +32,7 @@ def make_learner(
         actor, critic: to train.
         stack: ends the ranks.
         snapshots: the models of which copies are published.
+        channel: takes them to who follows.
         threads: CPU threads of training, for the ranks together.
     """
     t = config.training
@@ -48,6 +51,7 @@ def make_learner(
             config,
             factors,
             snapshots=snapshots,
+            channel=channel,
         )
         return learner, None
     # Imported here, as planning brings a compiler that nothing else needs.
@@ -62,6 +66,7 @@ def make_learner(
         config,
         factors,
         snapshots=snapshots,
+        channel=channel,
         passes=staged.passes,
     )
     return learner, staged.ranks

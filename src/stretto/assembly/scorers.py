@@ -18,6 +18,7 @@ from stretto.models.forward import token_budget
 from stretto.models.load import pick_device
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.weights.channel import WeightChannel
 from stretto.workers.protocols import ScorerWorker
 
 MODEL = "model:"
@@ -128,9 +129,13 @@ def reward_models(
 
 
 def model_scorers(
-    config: Config, reference: nn.Module | None, critic: nn.Module | None, say: Say
+    config: Config,
+    reference: nn.Module | None,
+    critic: nn.Module | None,
+    channel: WeightChannel,
+    say: Say,
 ) -> list[ScorerWorker]:
-    """Reference and critic, where the algorithm has them."""
+    """Reference and critic, where there are any; the critic's weights come by a channel."""
     budget = _budget(config)
     scorers: list[ScorerWorker] = []
     if reference is not None:
@@ -139,7 +144,7 @@ def model_scorers(
         scorers.append(reference_scorer(reference, temperature, budget, slots=slots, say=say))
     if critic is not None:
         slots = scorer_slots(config, critic, say)
-        scorers.append(critic_scorer(critic, budget, slots=slots, say=say))
+        scorers.append(critic_scorer(critic, budget, slots=slots, say=say, channel=channel))
     return scorers
 
 

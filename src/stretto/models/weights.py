@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError
-from stretto.types import Weights
+from stretto.types import WeightsRef
 
 SAMPLES = 256
 """Elements looked at in each tensor, evenly spread."""
@@ -84,14 +84,15 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 @torch.no_grad()
-def load_weights(module: nn.Module, weights: Weights, who: str) -> None:
+def load_weights(
+    module: nn.Module, ref: WeightsRef, tensors: Mapping[str, Tensor], who: str
+) -> None:
     """Copy the tensors that were handed over into a module, and prove that it holds them.
-
-    Where learner and module share memory, nothing is handed over but the proof.
 
     Args:
         module: the receiving copy; tensors go to its parameters of the same names.
-        weights: from the learner.
+        ref: their ticket, from the learner.
+        tensors: by parameter name; none where learner and module share memory.
         who: the receiver, as the subject of a message.
 
     Raises:
@@ -99,17 +100,17 @@ def load_weights(module: nn.Module, weights: Weights, who: str) -> None:
             one handed over.
     """
     parameters = dict(module.named_parameters())
-    if unknown := set(weights.tensors or ()) - set(parameters):
+    if unknown := set(tensors) - set(parameters):
         raise EngineError(
-            f"version {weights.version} brings '{min(unknown)}', which the model of {who} does not "
+            f"version {ref.version} brings '{min(unknown)}', which the model of {who} does not "
             f"have; learner and {who} must hold the same model"
         )
-    for name, tensor in (weights.tensors or {}).items():
+    for name, tensor in tensors.items():
         parameters[name].copy_(tensor)
     found = fingerprint(parameters.items())
-    if found != weights.fingerprint:
+    if found != ref.fingerprint:
         raise EngineError(
-            f"version {weights.version} was handed over with fingerprint {weights.fingerprint}, "
-            f"but {who} holds {found}: it did not get the new weights. Nothing that it computes "
+            f"version {ref.version} was handed over with fingerprint {ref.fingerprint}, "
+            f"but {who} holds {found}: it did not get the new ref. Nothing that it computes "
             "from here on could be trusted"
         )

@@ -26,7 +26,8 @@ from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs, check_cached_pass
 from stretto.rollout.stop import StopStrings
-from stretto.types import Chunk, FinishReason, Parcel, Response, Weights
+from stretto.types import Chunk, FinishReason, Parcel, Response, WeightsRef
+from stretto.weights.channel import WeightChannel, fetched
 
 
 class TorchEngine:
@@ -53,6 +54,7 @@ class TorchEngine:
             ``recompute`` makes them again, so that every token is sampled from the present policy.
             ``reuse`` keeps them, which costs nothing, but then the later tokens of these rollouts
             are sampled from a mixture of policies, and a resumed run does not repeat them exactly.
+        channel: where new weights come from; ``None`` where the learner trains the same module.
 
     Raises:
         EngineError: the model cannot be driven over slots, or ``slots`` is below 1.
@@ -68,9 +70,11 @@ class TorchEngine:
         stop: StopStrings | None = None,
         slots: int | None = None,
         carry: Literal["recompute", "reuse"] = "recompute",
+        channel: WeightChannel | None = None,
     ) -> None:
         self._model, self._config, self._seed = model, config, seed
         self._end_tokens, self._stop, self._carry = end_tokens, stop, carry
+        self._channel = channel
         self._slots = (config.slots or config.batch) if slots is None else slots
         if self._slots < 1:
             raise EngineError(f"an engine needs at least one slot; got slots = {slots}")
@@ -190,14 +194,14 @@ class TorchEngine:
                 )
             self._admit(r, parcel)
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: WeightsRef) -> None:
         """Decode with these weights from now on; ``carry`` says what becomes of rows in flight.
 
         Raises:
             EngineError: a tensor has no parameter to go to, or the model's fingerprint is then not
                 the one handed over.
         """
-        load_weights(self._model, weights, "the engine")
+        load_weights(self._model, weights, fetched(self._channel, weights), "the engine")
         self.version = weights.version
         self._packed.invalidate()
         rows = [*self._rows, *self._waiting]

@@ -29,7 +29,7 @@ from stretto.errors import StateError
 KEPT = 2
 """Checkpoints of a run that stay; older ones go."""
 
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"step-(\d+)")
 _STATE, _MANIFEST = "state.pt", "manifest.json"
 

@@ -17,7 +17,7 @@ from stretto.schedules.feedback import DecodeSample
 from stretto.schedules.migration import MigrationPolicy, Move
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Phases, answered
-from stretto.types import Chunk, Weights
+from stretto.types import Chunk, WeightsRef
 
 T = TypeVar("T")
 
@@ -80,13 +80,13 @@ class Pool:
                 told = [r.response() for r in share]
                 await self._answer(i, self._generators[i].admit(told), [r.id for r in share])
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all generators."""
         async with asyncio.TaskGroup() as group:
             for i in range(len(self._generators)):
                 group.create_task(self._load(i, weights))
 
-    async def _load(self, i: int, weights: Weights) -> None:
+    async def _load(self, i: int, weights: WeightsRef) -> None:
         await self._answer(i, self._generators[i].load(weights), ())
 
     async def decode(

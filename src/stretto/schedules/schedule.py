@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +30,7 @@ from stretto.schedules.scoring import Scoring, Seat
 from stretto.schedules.settings import Controls, Step
 from stretto.schedules.verdicts import reasons_to_reject
 from stretto.schedules.waits import Phases, answered, first_of
-from stretto.types import Chunk, Prompt, Stats, Weights
+from stretto.types import Chunk, Prompt, Stats, WeightsRef
 
 
 class Schedule:
@@ -76,7 +77,7 @@ class Schedule:
         self._figures: deque[dict[str, float]] = deque()  # of each batch that was generated
         self.steady = asyncio.Lock()
         self.abandoned: Sequence[Rollout] = ()
-        self._weights: Mapping[str, Weights] = {}  # published and not loaded
+        self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
         self._changed = asyncio.Condition()
         self._work = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
@@ -351,12 +352,8 @@ class Schedule:
             "figures": [dict(self._filled), *map(dict, self._figures)],
             "meter": self._meter.state_dict(),
             "weights": {
-                name: {
-                    "version": w.version,
-                    "fingerprint": w.fingerprint,
-                    "tensors": dict(w.tensors) if w.tensors is not None else None,
-                }
-                for name, w in self._weights.items()
+                name: asdict(ref)
+                for name, ref in self._weights.items()
                 if self._loaded < self._version
             },
             "chunk": self._chunk.state_dict(),
@@ -385,7 +382,7 @@ class Schedule:
         self._filled, *figures = map(dict, state["figures"])
         self._figures = deque(figures)
         self._meter.load_state_dict(state["meter"])
-        self._weights = {name: Weights(**w) for name, w in state["weights"].items()}
+        self._weights = {name: WeightsRef(**w) for name, w in state["weights"].items()}
         self._chunk.load_state_dict(state["chunk"])
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:

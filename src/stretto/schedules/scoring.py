@@ -17,7 +17,7 @@ from stretto.protocols import Scorer
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import ScoreOn
 from stretto.schedules.waits import Phases, answered
-from stretto.types import Chunk, Score, Weights, short_name
+from stretto.types import Chunk, Score, WeightsRef, short_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Feed:
             await self._turn.acquire()
             self.paused = True
 
-    async def load_weights(self, weights: Weights) -> None:
+    async def load_weights(self, weights: WeightsRef) -> None:
         """Give the paused scorer new weights, and let it work again."""
         await answered(self.scorer.load(weights), self._deadline_s, self.scorer.name)
         self.paused = False
@@ -198,7 +198,7 @@ class _Team:
         for feed in self.feeds:
             feed.hurry()
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all seats at once.
 
         What was asked for before is scored with the old ones; but not by seats that were paused, as
@@ -254,7 +254,7 @@ class Scoring:
             for feed in team.feeds if team.follows else ():
                 await feed.pause()
 
-    async def load(self, weights: Mapping[str, Weights]) -> None:
+    async def load(self, weights: Mapping[str, WeightsRef]) -> None:
         """Give new weights to scorers that follow a trained model."""
         for team in self._teams:
             if team.follows:

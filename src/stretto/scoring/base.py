@@ -16,7 +16,8 @@ from stretto.models.weights import load_weights
 from stretto.scoring.pending import Pending
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
 from stretto.scoring.worthwhile import worthwhile_tokens
-from stretto.types import Chunk, Response, Score, ScoreKind, Weights
+from stretto.types import Chunk, Response, Score, ScoreKind, WeightsRef
+from stretto.weights.channel import WeightChannel, fetched
 
 Say = Callable[[str], None]
 
@@ -41,6 +42,7 @@ class ModelScorer:
             rollouts of a model that cannot be streamed, and all that follow an out-of-memory error.
         say: told once of each reason to score whole what should have been streamed.
         follows: the trained model whose weights it loads; empty when it is frozen.
+        channel: where those come from; ``None`` where the learner trains the same module.
 
     Attributes:
         read_tokens: tokens that went through the model so far, padding not counted.
@@ -56,10 +58,11 @@ class ModelScorer:
         slots: int = 0,
         say: Say = warn,
         follows: str = "",
+        channel: WeightChannel | None = None,
     ) -> None:
         self.name, self.kind, self.model, self.follows = name, kind, model, follows
         self.read_tokens = 0
-        self._budget, self._say = token_budget, say
+        self._budget, self._say, self._channel = token_budget, say, channel
         self._pending = Pending(name)
         self._failures: dict[int, str] = {}
         self._said_full = False
@@ -133,7 +136,7 @@ class ModelScorer:
             scored.append(Score(r.id, self.name, self.kind, numpy, failure))
         return scored
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on; what was computed with older ones is void.
 
         What rollouts in slots have so far is read again with their next tokens.
@@ -143,7 +146,8 @@ class ModelScorer:
         """
         if not self.follows:
             raise EngineError(f"scorer '{self.name}' is frozen and takes no weights")
-        load_weights(self.model, weights, f"scorer '{self.name}'")
+        tensors = fetched(self._channel, weights)
+        load_weights(self.model, weights, tensors, f"scorer '{self.name}'")
         if self._streams:
             self._streams.void()
 

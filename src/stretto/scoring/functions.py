@@ -23,7 +23,7 @@ from stretto.scoring.local import LocalJudge
 from stretto.scoring.pending import Pending
 from stretto.scoring.text import response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
-from stretto.types import Chunk, Prompt, Response, Score, ScoreKind, Weights
+from stretto.types import Chunk, Prompt, Response, Score, ScoreKind, WeightsRef
 from stretto.workers.judge import JudgeProcess
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class FunctionScorer:
         """Forget rollouts without a score; unknown ids are ignored."""
         self._pending.release(rollout_ids)
 
-    def load(self, weights: Weights) -> None:
+    def load(self, weights: WeightsRef) -> None:
         """Never called, as a function follows no trained model.
 
         Raises:

@@ -33,6 +33,7 @@ from stretto.scoring.base import ModelScorer, Say, warn
 from stretto.scoring.retokenise import Reading, StablePrefix
 from stretto.scoring.streamed import Piece, Stream, Streams
 from stretto.types import Prompt, Response, ScoreKind
+from stretto.weights.channel import WeightChannel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,7 +138,12 @@ def reads_last_token(model: nn.Module) -> bool:
 
 
 def critic_scorer(
-    model: nn.Module, token_budget: int, *, slots: int = 0, say: Say = warn
+    model: nn.Module,
+    token_budget: int,
+    *,
+    slots: int = 0,
+    say: Say = warn,
+    channel: WeightChannel | None = None,
 ) -> TokenScorer:
     """V(s_t), the value of the state before response token t. It follows the trained critic.
 
@@ -159,6 +165,7 @@ def critic_scorer(
         slots=slots,
         say=say,
         follows="critic",
+        channel=channel,
     )
 
 

@@ -31,7 +31,8 @@ from stretto.training.agreement import Agreement, difference_rms, is_coarse
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses, Passes, Trained
-from stretto.types import Response, TrainBatch, TrainOutput, Weights
+from stretto.types import Response, TrainBatch, TrainOutput, WeightsRef
+from stretto.weights.channel import SharedChannel, WeightChannel
 
 
 class PolicyLearner:
@@ -54,6 +55,7 @@ class PolicyLearner:
         reward_weights: factor of each reward source, by name.
         snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
             published. Needed for one that is generated or scored with while training goes on.
+        channel: takes those copies to who follows; without one, one of this process.
         passes: makes the passes of mini-batches; without one they are made in this process.
 
     Raises:
@@ -68,6 +70,7 @@ class PolicyLearner:
         reward_weights: Mapping[str, float],
         *,
         snapshots: Collection[str] = (),
+        channel: WeightChannel | None = None,
         passes: Passes | None = None,
     ) -> None:
         self._actor, self._critic, self._config = actor, critic, config
@@ -79,6 +82,7 @@ class PolicyLearner:
                     f"{nearest(name, self._trained)}"
                 )
         self._snapshots = frozenset(snapshots)
+        self._channel = channel or SharedChannel()
         self._reward_weights = reward_weights
         self._head = output_head(actor.model)
         self._budget = token_budget(config.training.microbatch_tokens, actor.device)
@@ -130,7 +134,7 @@ class PolicyLearner:
         }
         return TrainOutput(stats, experience.rewards.numpy())
 
-    def publish(self) -> dict[str, Weights]:
+    def publish(self) -> dict[str, WeightsRef]:
         """The next version of ``actor`` and, where there is one, ``critic``.
 
         The fingerprint is of all parameters of a model, frozen ones too: so under LoRA it proves
@@ -140,10 +144,15 @@ class PolicyLearner:
         self._version, self._moved = self._version + 1, False
         return {name: self._publish(name, trained) for name, trained in self._trained.items()}
 
-    def _publish(self, name: str, trained: Trained) -> Weights:
+    def _publish(self, name: str, trained: Trained) -> WeightsRef:
         # The fingerprint comes last, as it waits for the device: then the copies are there too.
         tensors = trained.snapshot() if name in self._snapshots else None
-        return Weights(self._version, fingerprint(trained.model.named_parameters()), tensors)
+        mark = fingerprint(trained.model.named_parameters())
+        if tensors is None:
+            return WeightsRef(name, self._version, mark)
+        ref = WeightsRef(name, self._version, mark, self._channel.name)
+        self._channel.put(ref, tensors)
+        return ref
 
     def state_dict(self) -> dict[str, Any]:
         """See the class."""

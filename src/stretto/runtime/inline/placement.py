@@ -31,6 +31,7 @@ from stretto.protocols import Tracer
 from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer
 from stretto.schedules.migration import MigrationLimits
 from stretto.schedules.scoring import Seat
+from stretto.weights.channel import WeightChannel
 from stretto.workers.protocols import FunctionWorker, LearnerWorker, ScorerWorker
 from stretto.workers.ranks import Ranks
 from stretto.workers.threads import Lane
@@ -62,7 +63,8 @@ class Placement:
         critic: nn.Module | None,
         tokenizer: PreTrainedTokenizerBase,
         stack: ExitStack,
-        end_tokens: frozenset[int] | None = None,
+        end_tokens: frozenset[int],
+        channel: WeightChannel,
     ) -> None:
         knobs = config.schedule
         self.streams = knobs.knob("score_on") != "batch"
@@ -85,7 +87,7 @@ class Placement:
         self._generating = with_own_weights(actor) if self._lagging else actor
         rows = most_in_flight(config)
         self.engines = [
-            make_engine(config, model, tokenizer, rows, end_tokens)
+            make_engine(config, model, tokenizer, rows, end_tokens, channel)
             for model in (
                 self._generating,
                 *(with_own_structure(self._generating) for _ in range(config.rollout.engines - 1)),

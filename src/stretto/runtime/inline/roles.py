@@ -14,7 +14,7 @@ from stretto.types import (
     ScoreKind,
     TrainBatch,
     TrainOutput,
-    Weights,
+    WeightsRef,
     short_name,
 )
 from stretto.workers.protocols import GeneratorWorker, LearnerWorker, ScorerWorker
@@ -105,7 +105,7 @@ class InlineScorer(_Role):
     async def release(self, rollout_ids: Sequence[int]) -> None:
         await self._lane.run(lambda: self._scorer.release(rollout_ids))
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         about = {"version": weights.version}
         await self._work("load", lambda: self._scorer.load(weights), lambda _: about)
 
@@ -153,7 +153,7 @@ class InlineGenerator(_Role):
             "migrate", lambda: self._engine.accept(responses, parcels), lambda _: about
         )
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         about = {"version": weights.version}
         await self._work("load", lambda: self._engine.load(weights), lambda _: about)
 
@@ -172,5 +172,5 @@ class InlineLearner(_Role):
         }
         return await self._work("update", lambda: self._learner.train(batch), lambda _: about)
 
-    async def publish(self) -> Mapping[str, Weights]:
+    async def publish(self) -> Mapping[str, WeightsRef]:
         return await self._work("publish", self._learner.publish)

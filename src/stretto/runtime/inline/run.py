@@ -25,6 +25,7 @@ from stretto.schedules.schedule import Schedule
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import end_updates
+from stretto.weights.channel import SharedChannel
 from stretto.workers.protocols import ScorerWorker
 
 
@@ -38,6 +39,7 @@ class InlineRun:
     scorers: Sequence[ScorerWorker]
     learner: PolicyLearner
     placement: Placement
+    weights: SharedChannel
     schedule: Schedule
     spans: Spans
 
@@ -46,6 +48,7 @@ class InlineRun:
             "prompts": self.prompts.state_dict(),
             "learner": self.learner.state_dict(),
             "placement": self.placement.state_dict(),
+            "weights": self.weights.state_dict(),
             "schedule": self.schedule.state_dict(),
         }
 
@@ -53,6 +56,7 @@ class InlineRun:
         self.prompts.load_state_dict(state["prompts"])
         self.learner.load_state_dict(state["learner"])
         self.placement.load_state_dict(state["placement"])
+        self.weights.load_state_dict(state["weights"])
         self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
 
     def save(self, folder: Path) -> None:
@@ -68,13 +72,20 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     """Put a run together; arguments as those of :func:`~stretto.assembly.parts.make_parts`."""
     parts = make_parts(config, stack, say, given)
     actor, critic = parts.actor, parts.critic
-    place = Placement(config, actor, critic, parts.tokenizer, stack, parts.end_tokens)
+    weights = SharedChannel()
+    place = Placement(config, actor, critic, parts.tokenizer, stack, parts.end_tokens, weights)
     models = [
-        [*own, *model_scorers(config, parts.reference, values, say)]
+        [*own, *model_scorers(config, parts.reference, values, weights, say)]
         for own, values in zip(parts.rewards, place.critics, strict=True)
     ]
     learner, ranks = make_learner(
-        config, actor, critic, stack, snapshots=place.snapshots, threads=place.training_threads
+        config,
+        actor,
+        critic,
+        stack,
+        snapshots=place.snapshots,
+        channel=weights,
+        threads=place.training_threads,
     )
     spans = Spans(RealClock())
     schedule = Schedule(
@@ -88,5 +99,5 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     )
     scorers = [*parts.functions, *(scorer for seat in models for scorer in seat)]
     return InlineRun(
-        actor, parts.tokenizer, parts.prompts, scorers, learner, place, schedule, spans
+        actor, parts.tokenizer, parts.prompts, scorers, learner, place, weights, schedule, spans
     )

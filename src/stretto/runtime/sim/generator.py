@@ -16,7 +16,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.decoding import Replica, Row, decode
 from stretto.runtime.sim.devices import Lane
-from stretto.types import Chunk, FinishReason, Parcel, Response, Weights
+from stretto.types import Chunk, FinishReason, Parcel, Response, WeightsRef
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
 """What stands for sampled tokens; longer than any response."""
@@ -132,7 +132,7 @@ class SimGenerator:
                 bytes=size_bytes,
             )
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         """Decode with these weights from now on."""
         async with self._lane.turn:
             await self._lane.work("load", self._cost.load_s, version=weights.version)

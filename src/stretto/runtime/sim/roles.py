@@ -18,7 +18,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.devices import Lane
 from stretto.runtime.sim.lengths import uniform
-from stretto.types import Chunk, Response, Score, ScoreKind, TrainBatch, TrainOutput, Weights
+from stretto.types import Chunk, Response, Score, ScoreKind, TrainBatch, TrainOutput, WeightsRef
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
 """What per-token scores are slices of; longer than any response."""
@@ -175,7 +175,7 @@ class SimScorer:
             for id_ in rollout_ids:
                 self._pending.pop(id_, None)
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on; what is prefilled is void."""
         async with self._lane.turn:
             for entry in self._pending.values():
@@ -227,9 +227,9 @@ class SimLearner:
             }
             return TrainOutput(stats, rewards.astype(np.float32))
 
-    async def publish(self) -> Mapping[str, Weights]:
+    async def publish(self) -> Mapping[str, WeightsRef]:
         """The next version of every model."""
         async with self._lane.turn:
             await self._lane.work("publish", self._cost.publish_s, version=self.version + 1)
             self.version += 1
-            return {m: Weights(self.version, f"{m} {self.version}") for m in self._models}
+            return {m: WeightsRef(m, self.version, f"{m} {self.version}") for m in self._models}

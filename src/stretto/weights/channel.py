@@ -1,0 +1,90 @@
+"""What a channel of weights does, and the one for a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from stretto.errors import EngineError
+from stretto.types import WeightsRef
+
+
+class WeightChannel(Protocol):
+    """Takes tensors from the learner to its followers.
+
+    Attributes:
+        name: what tickets call it.
+    """
+
+    name: str
+
+    def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
+        """Offer the tensors of a ticket; they do not change afterwards.
+
+        Args:
+            ref: their ticket.
+            tensors: by parameter name; only what is trained.
+        """
+        ...
+
+    def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
+        """The tensors of a ticket. Older versions of the model are not asked for again.
+
+        Raises:
+            EngineError: they are not here.
+        """
+        ...
+
+
+def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Tensor]:
+    """The tensors of a ticket; none where its two sides share memory.
+
+    Raises:
+        EngineError: they are in a channel that the receiver is not connected to.
+    """
+    if not ref.channel:
+        return {}
+    if channel is None or channel.name != ref.channel:
+        raise EngineError(
+            f"version {ref.version} of the {ref.model} is in the channel '{ref.channel}', to which "
+            "who is to load it has no access"
+        )
+    return channel.get(ref)
+
+
+class SharedChannel:
+    """Within one process: tensors are handed on as they are.
+
+    State: the tensors that have been offered and not been superseded.
+    """
+
+    name = "shared"
+
+    def __init__(self) -> None:
+        self._offered: dict[str, dict[int, Mapping[str, Tensor]]] = {}
+
+    def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
+        """See :class:`WeightChannel`."""
+        self._offered.setdefault(ref.model, {})[ref.version] = tensors
+
+    def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
+        """See :class:`WeightChannel`."""
+        versions = self._offered.get(ref.model, {})
+        if ref.version not in versions:
+            raise EngineError(
+                f"version {ref.version} of the {ref.model} is not in the channel '{self.name}', "
+                f"which holds {sorted(versions) or 'none'}"
+            )
+        # Replaced, not changed: the learner may be putting the next version meanwhile.
+        self._offered[ref.model] = {v: t for v, t in versions.items() if v >= ref.version}
+        return versions[ref.version]
+
+    def state_dict(self) -> dict[str, Any]:
+        """See the class."""
+        return {model: {v: dict(t) for v, t in o.items()} for model, o in self._offered.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._offered = {model: dict(versions) for model, versions in state.items()}
