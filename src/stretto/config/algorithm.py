@@ -1,4 +1,4 @@
-"""Settings of the losses, whichever algorithm it is; which of them it looks at, it says itself."""
+"""Settings of the losses. Which of them an algorithm looks at stands in the algorithm's own file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.config.base import Fraction, NonNegative, Positive, PositiveInt, Se
 if TYPE_CHECKING:
     AlgorithmName = str
 else:
-    AlgorithmName = Literal[tuple(ALGORITHMS)]
+    AlgorithmName = Literal[tuple(ALGORITHMS)]  # what the command line offers
 
 
 class AlgorithmConfig(Section):
