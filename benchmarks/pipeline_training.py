@@ -101,8 +101,7 @@ def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> Padde
         advantages=noise[0],
         old_logprobs=noise[1] - 7,
         ref_logprobs=noise[1] - 7,
-        returns=noise[2],
-        old_values=noise[3],
+        tensors={"returns": noise[2], "old_values": noise[3]},
     )
     return PaddedBatch(
         tokens=ids[:, :-1].clone(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +18,7 @@ from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
 from stretto.algorithms.policy import drift, entropy_bonus
 from stretto.algorithms.ppo import explained_variance, policy_loss, value_loss
+from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import (
     Tally,
     masked_mean,
@@ -26,7 +26,6 @@ from stretto.algorithms.reductions import (
     response_weights,
     token_weights,
 )
-from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import apply_missing_eos, make_rewards, token_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.errors import LearnerError, StateError
@@ -50,25 +49,22 @@ def soiled(x: Tensor, mask: Tensor, value: float) -> Tensor:
     return torch.where(mask, wide, value)
 
 
-def part_of(
-    mask: Tensor, mode: Any = "token_mean", longest: int = 1, **tensors: Tensor | None
-) -> Part:
+def part_of(mask: Tensor, mode: Any = "token_mean", longest: int = 1, **named: Any) -> Part:
     """A whole mini-batch; advantages and old log-probs are 0 where not given."""
-    dtype = next((t.dtype for t in tensors.values() if t is not None), torch.float32)
+    dtype = next((t.dtype for t in named.values() if isinstance(t, Tensor)), torch.float32)
     zeros = torch.zeros(mask.shape, dtype=dtype)
     return Part(
         mask=mask,
         weights=token_weights(mask, mode, longest).to(dtype),
         means=token_weights(mask, "token_mean").to(dtype),
         response_weights=response_weights(mask).to(dtype),
-        **{"advantages": zeros, "old_logprobs": zeros, **tensors},  # type: ignore[arg-type]
+        **{"advantages": zeros, "old_logprobs": zeros, **named},
     )
 
 
 def rows_of(part: Part, rows: slice | list[int]) -> Part:
     """Some rows of a part, with the weights that they have in the whole."""
-    names = [name for name in Part.__slots__ if getattr(part, name) is not None]
-    return replace(part, **{name: getattr(part, name)[rows] for name in names})
+    return part.each(lambda tensor: tensor[rows])
 
 
 def naive_gae(
@@ -283,12 +279,14 @@ def test_value_loss_by_hand() -> None:
     # Old value 1, eps 0.5, returns 2. New values 1.2, 3, 0: clipped to 1.2, 1.5, 0.5.
     # squares: 0.64, 1, 4; clipped: 0.64, 0.25, 2.25; larger: 0.64, 1, 4.
     # And a token whose value ran past the return: V = 2 clipped to 1.5: max(0, 0.25) = 0.25.
-    values = torch.tensor([1.2, 3.0, 0.0, 2.0])
-    old, returns, weights = torch.ones(4), torch.full((4,), 2.0), torch.full((4,), 0.25)
-    term = value_loss(values, old, returns, weights, 0.5)
+    # The second response has one token; nothing outside the mask counts.
+    values = torch.tensor([[1.2, 3.0, 0.0], [2.0, 9.0, 9.0]])
+    own = {"old_values": torch.ones(2, 3), "returns": torch.full((2, 3), 2.0)}
+    part = part_of(mask_of((3, 1)), tensors=own)
+    term = value_loss(values, part, AlgorithmConfig(value_clip=0.5))
     assert term.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0.25) / 4, rel=1e-6)
     assert term.tally.floats()["val/clipfrac_avg"] == 0.25
-    plain = value_loss(values, old, returns, weights, 0.0)
+    plain = value_loss(values, part, AlgorithmConfig(value_clip=0))
     assert plain.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0) / 4, rel=1e-6)
     assert plain.tally.floats()["val/clipfrac_avg"] == 0
 
@@ -306,19 +304,20 @@ def test_entropy_bonus_by_hand() -> None:
 
 
 def terms(logprobs: Tensor, values: Tensor, part: Part) -> list[LossTerm]:
-    m = part.mask
     return [
         policy_loss(logprobs, part, AlgorithmConfig(clip=0.2)),
-        value_loss(values[m], part.old_values[m], part.returns[m], part.weights[m], 0.3),
+        value_loss(values, part, AlgorithmConfig(value_clip=0.3)),
         entropy_bonus(-logprobs, part, 0.01),
         LossTerm(torch.zeros(()), drift(logprobs, part)),
     ]
 
 
 def fixed_of(mask: Tensor, mode: str = "token_mean", dtype: torch.dtype = torch.float32) -> Part:
-    names = ("old_logprobs", "old_values", "advantages", "returns")
-    tensors = {name: randn(4 + i, *mask.shape, dtype=dtype) for i, name in enumerate(names)}
-    return part_of(mask, mode, **tensors)
+    old, old_values, advantages, returns = (
+        randn(seed, *mask.shape, dtype=dtype) for seed in range(4, 8)
+    )
+    own = {"old_values": old_values, "returns": returns}
+    return part_of(mask, mode, old_logprobs=old, advantages=advantages, tensors=own)
 
 
 def total(parts: list[LossTerm]) -> Tensor:
@@ -330,7 +329,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
     mask = mask_of(LENGTHS)
     fixed = fixed_of(mask, mode)
     new = (fixed.old_logprobs + 0.3 * randn(8, *mask.shape)).requires_grad_()
-    values = (fixed.old_values + 0.3 * randn(9, *mask.shape)).requires_grad_()
+    values = (fixed.tensors["old_values"] + 0.3 * randn(9, *mask.shape)).requires_grad_()
 
     whole = terms(new, values, fixed)
     expected = torch.autograd.grad(total(whole), [new, values])
@@ -368,8 +367,11 @@ def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
     clean = terms(*clean_inputs, fixed)
     clean_gradients = torch.autograd.grad(total(clean), clean_inputs)
 
-    names = ("old_logprobs", "old_values", "advantages", "returns")
-    soiled_fixed = part_of(wide, **{n: soiled(getattr(fixed, n), wide, garbage) for n in names})
+    soiled_fixed = part_of(
+        wide,
+        **{n: soiled(getattr(fixed, n), wide, garbage) for n in ("old_logprobs", "advantages")},
+        tensors={n: soiled(t, wide, garbage) for n, t in fixed.tensors.items()},
+    )
     inputs = [soiled(x.detach(), wide, garbage).requires_grad_() for x in clean_inputs]
     found = terms(*inputs, soiled_fixed)
     for got, want in zip(found, clean, strict=True):
@@ -384,7 +386,7 @@ def test_gradients_equal_finite_differences() -> None:
     mask = mask_of((4, 2))
     fixed = fixed_of(mask, "sequence_mean", torch.float64)
     new = (fixed.old_logprobs + 0.3 * randn(10, *mask.shape)).requires_grad_()
-    values = (fixed.old_values + 0.4 * randn(11, *mask.shape)).requires_grad_()
+    values = (fixed.tensors["old_values"] + 0.4 * randn(11, *mask.shape)).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: terms(x, values, fixed)[0].loss, new)
     assert torch.autograd.gradcheck(lambda v: terms(new, v, fixed)[1].loss, values)
 
@@ -477,7 +479,7 @@ def test_prepare_against_a_plain_computation() -> None:
     result = prepared(mask, gamma=0.9, lam=0.8)
     whitened = (a - a.mean()) / np.sqrt(a.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(result.advantages[mask], whitened, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(result.returns[mask], r, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(result.tensors["returns"][mask], r, rtol=1e-4, atol=1e-5)
     errors = r - values[mask].numpy()
     score, kl = np.mean(scores), np.mean(kls)
     assert dict(result.stats) == pytest.approx(
@@ -502,8 +504,8 @@ def test_prepare_against_a_plain_computation() -> None:
 def test_whitened_rewards_keep_their_mean() -> None:
     mask = mask_of((4, 2, 3))
     # With gamma = lambda = 1, the return of a response's first token is the sum of its rewards.
-    rewards = prepared(mask, gamma=1, lam=1).returns
-    whitened = prepared(mask, gamma=1, lam=1, whiten_rewards=True).returns
+    rewards = prepared(mask, gamma=1, lam=1).tensors["returns"]
+    whitened = prepared(mask, gamma=1, lam=1, whiten_rewards=True).tensors["returns"]
     ahead = torch.nn.functional.pad(rewards[:, 1:], (0, 1))
     per_token = torch.where(mask, rewards - ahead, 0.0)[mask].double().numpy()
     expected = (per_token - per_token.mean()) / per_token.std(ddof=1) + per_token.mean()
@@ -517,9 +519,13 @@ def test_prepare_does_not_see_padding(garbage: float) -> None:
     clean = prepared(mask_of(lengths), whiten_rewards=True)
     wide = prepared(mask_of(lengths, 9), garbage, whiten_rewards=True)
     assert wide.stats == clean.stats
-    for name in ("advantages", "returns", "old_logprobs", "old_values"):
-        got, want = getattr(wide, name), getattr(clean, name)
-        assert torch.equal(got[:, :4], want), name
+    seen, expected = (
+        {"advantages": e.advantages, "old_logprobs": e.old_logprobs, **e.tensors}
+        for e in (wide, clean)
+    )
+    assert seen.keys() == expected.keys() >= {"returns", "old_values"}
+    for name, got in seen.items():
+        assert torch.equal(got[:, :4], expected[name]), name
         assert not got[:, 4:].any(), name
 
 

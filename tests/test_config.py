@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from stretto.algorithms.kl import AdaptiveKL
+from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import (
-    TRAITS,
     AlgorithmConfig,
     Config,
     ModelConfig,
@@ -140,7 +140,7 @@ def test_contradictions_of_an_algorithm_are_refused(
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [n for n, t in TRAITS.items() if t.group > 1])
+@pytest.mark.parametrize("name", [n for n, a in ALGORITHMS.items() if a.group > 1])
 def test_algorithms_that_compare_need_several_responses(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         recipes.build({"algorithm": {"name": name}}, "here")

@@ -121,8 +121,8 @@ def given_experience(
     return [
         {
             "advantages": e.advantages[b, : len(r)].tolist(),
-            "returns": e.returns[b, : len(r)].tolist(),
-            "values": e.old_values[b, : len(r)].tolist(),
+            "returns": e.tensors["returns"][b, : len(r)].tolist(),
+            "values": e.tensors["old_values"][b, : len(r)].tolist(),
             "old": e.old_logprobs[b, : len(r)].tolist(),
         }
         for b, r in enumerate(batch)

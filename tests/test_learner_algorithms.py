@@ -22,7 +22,7 @@ from helpers import (
 )
 from stretto.algorithms.correction import settled
 from stretto.algorithms.registry import ALGORITHMS
-from stretto.config import TRAITS, AlgorithmConfig
+from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout, train_batch
@@ -46,7 +46,7 @@ def settings(algorithm: dict[str, Any], **sections: Any) -> dict[str, Any]:
 
 def learner_of(algorithm: dict[str, Any], actor: Any, **sections: Any) -> PolicyLearner:
     critic = None
-    if TRAITS[algorithm["name"]].critic:
+    if ALGORITHMS[algorithm["name"]].critic:
         critic = critic_of(actor).to(next(actor.parameters()).dtype)
     return make_learner(actor, critic, settings(algorithm, **sections))
 
@@ -66,7 +66,7 @@ def make_batch(
                 rollout.scores[name] = replace(
                     rollout.scores[name], values=rollout.scores[name].values[:0]
                 )
-        if not a.traits.critic:
+        if not a.definition.critic:
             del rollout.scores["critic"]
         if not a.has_reference:
             del rollout.scores["reference"]
@@ -95,7 +95,7 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]
     )
     # The beta of the losses' tests is their own.
     seen, _ = settled(part, logprobs[rows].detach(), a)
-    term = ALGORITHMS[a.name].policy_loss(logprobs[rows], seen, a)
+    term = a.definition.policy_loss(logprobs[rows], seen, a)
     if a.kl_place == "loss" and a.kl_coef:
         extra = loss_of(a, logprobs[rows], part).loss - term.loss
         loss = term.loss + extra * a.kl_coef / 0.3

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +23,10 @@ from stretto.algorithms.groups import (
     leave_one_out,
 )
 from stretto.algorithms.policy import SQUARES, TOKENS, disagreement, drift, kl_penalty
+from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Tally
-from stretto.algorithms.registry import ALGORITHMS, prepare
-from stretto.config import TRAITS, AlgorithmConfig, RewardConfig
-from stretto.config.algorithm import AlgorithmName
+from stretto.algorithms.registry import ALGORITHMS
+from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.errors import LearnerError
 from test_algorithms import GARBAGE, mask_of, naive_gae, part_of, randn, rows_of, soiled
 
@@ -36,14 +36,7 @@ GROUPS = (9, 4, 9, 9, 4, 7, 7)
 BETA, LONGEST = 0.3, 16
 REWARD = RewardConfig(missing_eos="subtract", missing_eos_penalty=-1.0)
 STD_EPS = 1e-6
-PER_TOKEN = (
-    "advantages",
-    "old_logprobs",
-    "behaviour_logprobs",
-    "ref_logprobs",
-    "returns",
-    "old_values",
-)
+PER_TOKEN = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "gamma": 0.9, "lam": 0.8},
@@ -107,14 +100,15 @@ def prepared(
 def whole(e: Experience, a: AlgorithmConfig) -> tuple[list[int], Part]:
     """All that is trained on, as one mini-batch: rows of the batch, and their part."""
     rows = [row for unit in e.units for row in unit]
-    tensors = {n: None if (t := getattr(e, n)) is None else t[rows].double() for n in PER_TOKEN}
-    return rows, part_of(e.mask[rows], a.averaging, LONGEST, **tensors)
+    common = {n: None if (t := getattr(e, n)) is None else t[rows].double() for n in PER_TOKEN}
+    own = {name: tensor[rows].double() for name, tensor in e.tensors.items()}
+    return rows, part_of(e.mask[rows], a.averaging, LONGEST, tensors=own, **common)
 
 
 def loss_of(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> LossTerm:
     """As the learner adds it up, but for the entropy."""
     part, tally = settled(part, logprobs.detach(), a)
-    term = ALGORITHMS[a.name].policy_loss(logprobs, part, a)
+    term = a.definition.policy_loss(logprobs, part, a)
     if a.kl_place == "loss" and a.kl_coef:
         term += kl_penalty(logprobs, part, BETA, a.estimator)
     return LossTerm(term.loss, term.tally + tally)
@@ -285,8 +279,7 @@ def test_gradients_equal_finite_differences(variant: str) -> None:
     assert torch.autograd.gradcheck(lambda x: loss_of(a, x, part).loss, now)
 
 
-def test_the_registry_the_traits_and_the_setting_name_the_same_algorithms() -> None:
-    assert set(ALGORITHMS) == set(TRAITS) == set(get_args(AlgorithmName))
+def test_every_algorithm_is_tested() -> None:
     assert {variant["name"] for variant in VARIANTS.values()} == set(ALGORITHMS)
 
 
@@ -333,7 +326,7 @@ def test_rewards_far_from_zero_keep_their_differences() -> None:
     assert group_normalised(rewards, groups, False).tolist() == [-0.125, 0.0, 0.125]
 
 
-@pytest.mark.parametrize("name", [n for n in ALGORITHMS if TRAITS[n].group > 1])
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if ALGORITHMS[n].group > 1])
 def test_a_prompt_with_one_response_is_refused(name: str) -> None:
     data = scored((5, 3, 1, 6, 2, 4, 3, 2), (9, 4, 9, 9, 4, 8, 7, 7))
     with pytest.raises(LearnerError, match=rf"'{name}' compares .* 1 of 4 prompts .*prompt 8\. "):
@@ -664,7 +657,7 @@ def test_the_order_of_the_batch_does_not_matter(variant: str) -> None:
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_what_stands_outside_the_mask_is_never_seen(variant: str, garbage: float) -> None:
     """From scores to gradients, in wider tensors, the proximal policy included."""
-    corrected = TRAITS[VARIANTS[variant]["name"]].corrects
+    corrected = ALGORITHMS[VARIANTS[variant]["name"]].corrects
     changes = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
     a = settings_of(variant, **(changes if corrected else {}))
     results = []
@@ -673,12 +666,15 @@ def test_what_stands_outside_the_mask_is_never_seen(variant: str, garbage: float
         proximal = data.logprobs + 0.1 if corrected else None
         e = prepared(a, data, proximal)
         rows, part = whole(e, a)
-        for name in ("advantages", "old_logprobs", "returns"):
-            tensor = getattr(e, name)
-            assert tensor is None or not tensor[~e.mask].any()
+        for tensor in (e.advantages, e.old_logprobs, *e.tensors.values()):
+            assert not tensor[~e.mask].any()
         now = data.logprobs + 0.2 * soiled(randn(70, 7, 6, dtype=torch.float64), data.mask, soil)
         dirty = [n for n in PER_TOKEN if getattr(part, n) is not None]
-        part = replace(part, **{n: soiled(getattr(part, n), part.mask, soil) for n in dirty})
+        part = replace(
+            part,
+            **{n: soiled(getattr(part, n), part.mask, soil) for n in dirty},
+            tensors={n: soiled(t, part.mask, soil) for n, t in part.tensors.items()},
+        )
         results.append((with_gradient(a, now, [(rows, part)]), dict(e.stats)))
     (clean, clean_stats), (found, stats) = results
     assert found[0] == clean[0]

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from helpers import told, train_on
 from stretto import runs
-from stretto.config import TRAITS, Config, recipes
+from stretto.algorithms.registry import ALGORITHMS
+from stretto.config import Config, recipes
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
@@ -186,7 +187,7 @@ QUICK = ("ppo", "grpo", "online-dpo")
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TRAITS],
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALGORITHMS],
 )
 def test_every_algorithm_runs_with_every_knob_on(
     name: str, tiny_folder: Path, tmp_path: Path

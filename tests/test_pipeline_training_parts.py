@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -105,7 +106,7 @@ def a_micro_batch() -> MicroBatch:
     actor = llama()
     rollouts = make_rollouts(actor, critic_of(actor), [(3, 2)])
     part = Part(*torch.ones(3, 1, 2), torch.ones(1), *torch.ones(2, 1, 2))
-    return MicroBatch(told(rollouts), part)
+    return MicroBatch(told(rollouts), replace(part, tensors={"own": torch.ones(1, 2)}))
 
 
 def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:
@@ -115,7 +116,9 @@ def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:
     assert blank.at_responses(torch.ones(1, 1, 4)).shape == (0, 4)
     assert (blank.targets.numel(), int(blank.part.mask.sum())) == (0, 0)
     assert (blank.part.weights.shape, float(blank.part.weights.sum())) == ((1, 2), 0.0)
-    assert blank.part.returns is None
+    assert blank.part.ref_logprobs is None
+    assert blank.part.tensors["own"].tolist() == [[0.0, 0.0]]
+    assert PaddedBatch.of(a_micro_batch()).part.tensors["own"].tolist() == [[1.0, 1.0]]
     assert float(part.weights.sum()) == 2.0
 
 

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from stretto import evaluation, runs, tasks
+from stretto.algorithms.registry import ALGORITHMS
 from stretto.assembly.warmup import _examples
-from stretto.config import TRAITS, Config, RolloutConfig, recipes
+from stretto.config import Config, RolloutConfig, recipes
 from stretto.errors import ConfigError, JudgeError, StateError, TaskError
 from stretto.evaluation.answers import generate
 from stretto.evaluation.rows import SEED
@@ -612,7 +613,7 @@ def test_evaluate_stops_at_a_failed_verdict(
 # -- every algorithm -----------------------------------------------------------------------------
 
 PAIRS: dict[str, Any] = {"batch": 8, "samples_per_prompt": 4, "max_new_tokens": 8}
-CRITICLESS = [name for name, traits in TRAITS.items() if not traits.critic]
+CRITICLESS = [name for name, algorithm in ALGORITHMS.items() if not algorithm.critic]
 
 
 @pytest.mark.parametrize("name", CRITICLESS)

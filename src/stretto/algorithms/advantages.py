@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from typing import TYPE_CHECKING
 
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.reductions import masked_mean, masked_var
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WHITEN_EPS = 1e-8
 """Added to the variance in :func:`whiten`, as TRL and verl do."""
@@ -35,6 +37,7 @@ def gae(
         advantages and returns, each [B, T], 0 outside the mask; padding columns change no bit.
     """
     zero = values.new_zeros(())
+    pad = torch.nn.functional.pad
     values = torch.where(mask, values, zero)
     next_values = pad(values[:, 1:], (0, 1))
     delta = torch.where(mask, rewards + gamma * next_values - values, zero)

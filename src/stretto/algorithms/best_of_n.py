@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from stretto.algorithms.algorithm import Algorithm
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
 from stretto.algorithms.groups import best_and_worst, group_stats
 from stretto.algorithms.policy import policy_term
 from stretto.algorithms.rewards import Rewards
-from stretto.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -24,3 +29,13 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
 def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
     """``-sum_t w_t log pi(y_t)``: the cross-entropy of the best responses."""
     return policy_term(-(part.weights[part.mask] * logprobs[part.mask]).sum(), {})
+
+
+BEST_OF_N = Algorithm(
+    name="best-of-n",
+    targets=targets,
+    policy_loss=policy_loss,
+    aggregation="token_mean",
+    corrects=False,
+    per_group=True,
+)

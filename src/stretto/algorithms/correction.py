@@ -15,14 +15,16 @@ these takes them without knowing.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import Part
 from stretto.algorithms.reductions import Tally, weighted_sums
-from stretto.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.config import AlgorithmConfig
 
 
 def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Part, Tally]:

@@ -7,15 +7,16 @@ which become an :class:`Experience`; its loss sees a :class:`Part` of that at a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.reductions import Tally
 from stretto.errors import LearnerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,21 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What an algorithm makes of a scored batch; tensors are 0 outside the mask.
+    """What an algorithm makes of a scored batch.
 
     Attributes:
-        advantages: [B, T]; of one value along a response where the algorithm has one a response.
+        advantages: [B, T], 0 outside the mask; of one value along a response where the algorithm
+            has one a response.
         units: rows that are trained on together, in one micro-batch and in this order; rows in
             none are left out. ``None``: each row by itself.
-        returns: [B, T], what the critic is fitted to, or ``None`` without one.
+        tensors: further [B, T] that its losses take, by names of its own. What stands outside the
+            mask is set to 0.
         stats: figures of the batch, by metric name.
     """
 
     advantages: Tensor
     units: Sequence[Sequence[int]] | None = None
-    returns: Tensor | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     stats: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -69,7 +72,8 @@ class Experience:
         old_logprobs: [B, T], of the policy that ratios are taken to, where it is not the policy
             under training itself.
         behaviour_logprobs: [B, T], of the policy that sampled, as the engine stored them.
-        ref_logprobs, returns, old_values: [B, T], each ``None`` where there is none.
+        ref_logprobs: [B, T], or ``None`` without a reference.
+        tensors: [B, T], those of the algorithm's own, by name.
         units: as in :class:`Targets`, every row accounted for.
         rewards: [B], the scores after the rule for missing ends.
         stats: figures of the batch, by metric name.
@@ -80,8 +84,7 @@ class Experience:
     old_logprobs: Tensor
     behaviour_logprobs: Tensor
     ref_logprobs: Tensor | None
-    returns: Tensor | None
-    old_values: Tensor | None
+    tensors: Mapping[str, Tensor]
     units: Sequence[Sequence[int]]
     rewards: Tensor
     stats: Mapping[str, float]
@@ -99,12 +102,13 @@ class Part:
         means: [b, T], 1 / tokens: what turns sums into the means that are reported.
         response_weights: [b], 1 / responses: of each in a loss of whole responses.
         advantages, old_logprobs: [b, T].
-        ref_logprobs, returns, old_values: [b, T], each ``None`` where there is none.
+        ref_logprobs: [b, T], or ``None`` without a reference.
         behaviour_logprobs: [b, T]; ``None``: those are the old ones.
         fresh: [b] bool, true for responses sampled by the very weights that are being trained, of
             which engine and learner should say the same; ``None`` for none.
         own: [b] bool, true where the old policy is the one under training, as it is now: the old
             log-probs are then its own, not ``old_logprobs``; ``None`` for none.
+        tensors: [b, T], those of the algorithm's own, by name; see :class:`Targets`.
     """
 
     mask: Tensor
@@ -114,19 +118,25 @@ class Part:
     advantages: Tensor
     old_logprobs: Tensor
     ref_logprobs: Tensor | None = None
-    returns: Tensor | None = None
-    old_values: Tensor | None = None
     behaviour_logprobs: Tensor | None = None
     fresh: Tensor | None = None
     own: Tensor | None = None
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Part:
         """The same on another device."""
-        moved: dict[str, Any] = {
-            f.name: None if (t := getattr(self, f.name)) is None else t.to(device)
-            for f in fields(self)
-        }
-        return Part(**moved)
+        return self.each(lambda tensor: tensor.to(device))
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Part:
+        """The same with each of its tensors changed."""
+        changed: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Mapping):
+                changed[f.name] = {name: change(tensor) for name, tensor in value.items()}
+            else:
+                changed[f.name] = None if value is None else change(value)
+        return Part(**changed)
 
     def of_response(self, per_token: Tensor) -> Tensor:
         """Sums over each response: [b, T] to [b]. The log-prob of a response is one such."""

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import fmean
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from stretto.errors import LearnerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STD_EPS = 1e-6
 """Added to a group's standard deviation, as verl does."""

@@ -8,13 +8,17 @@ KL (k3) in the loss. Dr. GRPO (Liu et al. 2025): ``group_std = false``,
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
+from stretto.algorithms.algorithm import Algorithm
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import Scored, Targets
 from stretto.algorithms.groups import group_normalised, group_stats
-from stretto.algorithms.ppo import policy_loss as policy_loss  # the same clipped surrogate
+from stretto.algorithms.ppo import policy_loss  # the same clipped surrogate
 from stretto.algorithms.rewards import Rewards
-from stretto.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -24,3 +28,14 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
         stats=group_stats(rewards.scores, data.groups),
     )
+
+
+GRPO = Algorithm(
+    name="grpo",
+    targets=targets,
+    policy_loss=policy_loss,
+    settings=("algorithm.clip", "algorithm.clip_high", "algorithm.group_std"),
+    kl_in="loss",
+    aggregation="sequence_mean",
+    ratio=True,
+)

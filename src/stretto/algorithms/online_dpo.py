@@ -6,17 +6,21 @@ worst of them.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from typing import TYPE_CHECKING
 
+from stretto.algorithms.algorithm import Algorithm
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
 from stretto.algorithms.groups import best_and_worst, group_stats
 from stretto.algorithms.policy import policy_term
 from stretto.algorithms.reductions import weighted_sums
 from stretto.algorithms.rewards import Rewards
-from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -61,7 +65,18 @@ def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> Loss
     log_ratio = part.of_response(logprobs - part.ref_logprobs)
     margin = settings.kl_coef * (log_ratio[0::2] - log_ratio[1::2])
     w = part.response_weights[0::2] + part.response_weights[1::2]
-    loss = -(w * logsigmoid(margin)).sum()
+    loss = -(w * torch.nn.functional.logsigmoid(margin)).sum()
 
     figures = {"dpo/margin": margin, "dpo/accuracy": margin > 0}
     return policy_term(loss, weighted_sums(w, figures))
+
+
+ONLINE_DPO = Algorithm(
+    name="online-dpo",
+    targets=targets,
+    policy_loss=policy_loss,
+    kl_in="implicit",
+    aggregation=None,
+    corrects=False,
+    per_group=True,
+)

@@ -6,14 +6,16 @@ All take a :class:`~stretto.algorithms.experience.Part` of b rows and T columns,
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part
-from stretto.algorithms.kl import kl_estimate
+from stretto.algorithms.kl import Estimator, kl_estimate
 from stretto.algorithms.reductions import Tally, weighted_sums
-from stretto.config.algorithm import Estimator
 from stretto.errors import LearnerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SQUARES, TOKENS = "sampling/squares", "sampling/tokens"
 """What :func:`disagreement` sums."""

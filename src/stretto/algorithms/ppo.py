@@ -6,17 +6,21 @@ B responses, T tokens; alignment as in the package's docstring.
 from __future__ import annotations
 
 import math
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from stretto.algorithms.advantages import WHITEN_EPS, gae, whiten
+from stretto.algorithms.algorithm import Algorithm
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
 from stretto.algorithms.policy import clipped_surrogate
 from stretto.algorithms.reductions import Tally, masked_mean, masked_var, weighted_sums
 from stretto.algorithms.rewards import Rewards
-from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -33,7 +37,7 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
     advantages, returns = gae(tokens, data.values, data.mask, settings.gamma, settings.lam)
     return Targets(
         advantages=whiten(advantages, data.mask) if settings.whiten_advantages else advantages,
-        returns=returns,
+        tensors={"returns": returns, "old_values": data.values},
         stats=_stats(advantages, returns, data.values, data.mask),
     )
 
@@ -43,9 +47,7 @@ def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> Loss
     return clipped_surrogate(logprobs, part, settings.clip, settings.clip_high or settings.clip)
 
 
-def value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, value_clip: float
-) -> LossTerm:
+def value_loss(values: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
     """Squared error to the returns, with the value held near the old one.
 
     ::
@@ -53,20 +55,19 @@ def value_loss(
         V_clip = V_old + clip(V - V_old, -eps, eps)
         L      = sum_t w_t max((V_t - R_t)^2, (V_clip_t - R_t)^2) / 2
 
-    Args:
-        values, old_values, returns: [N], at response tokens.
-        weights: [N], of each token in the loss; 1 over the whole optimizer step.
-        value_clip: eps; 0 leaves the plain squared error.
+    ``algorithm.value_clip`` is eps; 0 leaves the plain squared error.
 
     Returns:
         the loss, with ``val/clipfrac_avg`` (where the clipped branch is the larger loss).
     """
+    mask, eps = part.mask, settings.value_clip
+    values, weights = values[mask], part.weights[mask]
+    returns, old_values = part.tensors["returns"][mask], part.tensors["old_values"][mask]
+
     squares = (values - returns).square()
     clipped = squares
-    if value_clip:
-        clipped = (
-            old_values + (values - old_values).clamp(-value_clip, value_clip) - returns
-        ).square()
+    if eps:
+        clipped = (old_values + (values - old_values).clamp(-eps, eps) - returns).square()
     per_token = torch.maximum(squares, clipped) / 2
 
     figures = {"loss/value_avg": per_token, "val/clipfrac_avg": clipped > squares}
@@ -93,3 +94,25 @@ def _stats(advantages: Tensor, returns: Tensor, values: Tensor, mask: Tensor) ->
     if not math.isnan(explained):  # left out, rather than made up, where returns do not vary
         stats["critic/explained_variance"] = explained
     return stats
+
+
+PPO = Algorithm(
+    name="ppo",
+    targets=targets,
+    policy_loss=policy_loss,
+    value_loss=value_loss,
+    settings=(
+        "algorithm.gamma",
+        "algorithm.lam",
+        "algorithm.value_clip",
+        "algorithm.whiten_advantages",
+        "algorithm.whiten_rewards",
+        "critic.init",
+        "training.critic_lr",
+        "algorithm.clip",
+        "algorithm.clip_high",
+    ),
+    group=1,
+    aggregation="token_mean",
+    ratio=True,
+)

@@ -5,14 +5,19 @@ Noukhovitch et al. 2025 (asynchronous RLHF), appendix; it stands data that is ma
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from stretto.algorithms.algorithm import Algorithm
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part
 from stretto.algorithms.policy import bounded_ratio, policy_term
 from stretto.algorithms.reductions import weighted_sums
-from stretto.algorithms.rloo import targets as targets  # the same leave-one-out advantages
-from stretto.config import AlgorithmConfig
+from stretto.algorithms.rloo import targets  # the same leave-one-out advantages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.config import AlgorithmConfig
 
 
 def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
@@ -37,3 +42,13 @@ def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> Loss
 
     figures = {"policy/clipfrac_avg": clipped < unclipped, "policy/sequence_ratio": ratio}
     return policy_term(loss, weighted_sums(w, figures))
+
+
+PROXIMAL_RLOO = Algorithm(
+    name="proximal-rloo",
+    targets=targets,
+    policy_loss=policy_loss,
+    settings=("algorithm.clip", "algorithm.clip_high"),
+    aggregation=None,
+    ratio=True,
+)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from stretto.algorithms.algorithm import Aggregation
+from stretto.algorithms.deferred import torch
 
-from stretto.config.algorithm import Aggregation
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:

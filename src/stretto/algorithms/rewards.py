@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import Scored, require_finite
 from stretto.algorithms.kl import kl_estimate
-from stretto.config import AlgorithmConfig, RewardConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.config import AlgorithmConfig, RewardConfig
 
 MissingEos = Literal["off", "replace", "subtract"]
 
@@ -66,7 +67,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
     Returns:
         [B, T], 0 outside the mask. An empty response has no last token: its score goes nowhere.
     """
-    is_last = mask & ~pad(mask[:, 1:], (0, 1))
+    is_last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
     return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(is_last, scores[:, None], 0.0)
 
 

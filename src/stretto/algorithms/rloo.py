@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from stretto.algorithms.algorithm import Algorithm
+from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
 from stretto.algorithms.groups import group_stats, leave_one_out
 from stretto.algorithms.policy import policy_term
 from stretto.algorithms.rewards import Rewards
-from stretto.config import AlgorithmConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -26,3 +31,6 @@ def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> Loss
     mask = part.mask
     per_token = part.advantages[mask] * logprobs[mask]
     return policy_term(-(part.weights[mask] * per_token).sum(), {})
+
+
+RLOO = Algorithm(name="rloo", targets=targets, policy_loss=policy_loss)

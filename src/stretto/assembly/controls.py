@@ -62,7 +62,7 @@ def controls(config: Config, migrating: Migrating | None) -> Controls:
             max_new_tokens=r.max_new_tokens,
             steps=config.steps,
             drop_failures=config.reward.on_failure == "drop",
-            group_at_least=config.algorithm.traits.group,
+            group_at_least=config.algorithm.definition.group,
             reward_weights=config.reward.factors,
             score_on=s.knob("score_on"),
             lag=s.knob("lag"),

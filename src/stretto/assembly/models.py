@@ -148,7 +148,7 @@ def make_critic(
     say: Say,
 ) -> nn.Module | None:
     """The value model, for an algorithm that has one; see ``critic.init``."""
-    if not config.algorithm.traits.critic:
+    if not config.algorithm.definition.critic:
         return None
     m, init = config.model, config.critic.init
     if given.critic is not None:

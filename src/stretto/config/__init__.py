@@ -4,7 +4,7 @@ The sections are handed to the components they belong to; nothing else reads set
 are refused here, at construction, before anything heavy is loaded.
 """
 
-from stretto.config.algorithm import TRAITS, AlgorithmConfig, Traits
+from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.base import (
     Fraction,
     NonNegative,
@@ -37,7 +37,6 @@ from stretto.config.training import OptimizerConfig, TrainingConfig
 
 __all__ = [
     "PRESETS",
-    "TRAITS",
     "AlgorithmConfig",
     "Config",
     "CriticConfig",
@@ -62,6 +61,5 @@ __all__ = [
     "SupervisedConfig",
     "TaskConfig",
     "TrainingConfig",
-    "Traits",
     "require_seed",
 ]

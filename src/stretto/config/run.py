@@ -6,7 +6,8 @@ from typing import Self
 
 from pydantic import model_validator
 
-from stretto.config.algorithm import ONLY, AlgorithmConfig
+from stretto.algorithms.registry import own_settings
+from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
 from stretto.config.pipeline import PipelineConfig
 from stretto.config.schedule import ScheduleConfig
@@ -51,7 +52,8 @@ class Config(Section):
     def remarks(self) -> list[str]:
         """What of the settings does not do what one may expect of it, and is no contradiction."""
         a, remarks = self.algorithm, []
-        idle = [name for name, users in ONLY.items() if a.name not in users and self._is_set(name)]
+        others = [name for name in own_settings() if name not in a.definition.settings]
+        idle = [name for name in others if self._is_set(name)]
         if idle:
             remarks.append(f"without effect on '{a.name}': {', '.join(idle)}")
         if a.kl_coef and a.kl_place == "loss" and a.estimator == "k1":
@@ -59,7 +61,7 @@ class Config(Section):
                 "the KL holds nothing back: k1's gradient in the loss has mean zero "
                 "(algorithm.kl_estimator = 'k2' or 'k3' has not)"
             )
-        if a.old_policy == "proximal" and a.correction == "off" and a.name in ("rloo", "copg"):
+        if a.old_policy == "proximal" and a.correction == "off" and not a.definition.ratio:
             cost = " and costs a forward pass" if self.training.updates > 1 else ""
             remarks.append(
                 f"algorithm.old_policy = 'proximal' changes no gradient of '{a.name}' without a "
@@ -134,20 +136,20 @@ class Config(Section):
 
     def _check_algorithm(self) -> None:
         a, r = self.algorithm, self.rollout
-        if r.samples_per_prompt < a.traits.group:
+        if r.samples_per_prompt < a.definition.group:
             raise ValueError(
                 f"algorithm.name = '{a.name}' compares the responses to one prompt and needs "
-                f"rollout.samples_per_prompt of at least {a.traits.group}; got "
+                f"rollout.samples_per_prompt of at least {a.definition.group}; got "
                 f"{r.samples_per_prompt}"
             )
         groups = r.batch // r.samples_per_prompt
-        if a.traits.per_group and self.training.minibatches > groups:
+        if a.definition.per_group and self.training.minibatches > groups:
             raise ValueError(
                 f"'{a.name}' trains on one of each prompt's responses, or on one pair, and "
                 f"training.minibatches = {self.training.minibatches} splits {groups} prompts; "
                 f"lower it to {groups} or less"
             )
-        if self.critic.freeze_steps and not a.traits.critic:
+        if self.critic.freeze_steps and not a.definition.critic:
             raise ValueError(
                 f"critic.freeze_steps = {self.critic.freeze_steps} trains the critic alone, and "
                 f"'{a.name}' has none; set it to 0"
@@ -155,7 +157,7 @@ class Config(Section):
 
     def _check_pipeline(self) -> None:
         p, t = self.pipeline, self.training
-        if not self.algorithm.traits.critic:
+        if not self.algorithm.definition.critic:
             raise ValueError(
                 f"pipeline.ranks = {p.ranks} trains an actor and a critic in pipelines that fill "
                 f"each other's bubbles, and '{self.algorithm.name}' has no critic; set "

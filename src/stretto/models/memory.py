@@ -180,7 +180,7 @@ def plan_for(config: Config) -> MemoryPlan:
 
     parameters, trained = measure(config.model)
     roles: list[Role] = ["actor"]
-    if config.algorithm.traits.critic:
+    if config.algorithm.definition.critic:
         roles.append("critic")
     if (
         config.algorithm.has_reference and not config.model.lora_rank

@@ -15,8 +15,8 @@ from torch import Tensor
 from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.policy import SQUARES, TOKENS
+from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Tally, response_weights, token_weights
-from stretto.algorithms.registry import prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.models.forward import (
@@ -264,11 +264,10 @@ class PolicyLearner:
                 advantages=e.advantages[rows],
                 old_logprobs=e.old_logprobs[rows],
                 ref_logprobs=None if e.ref_logprobs is None else e.ref_logprobs[rows],
-                returns=None if e.returns is None else e.returns[rows],
-                old_values=None if e.old_values is None else e.old_values[rows],
                 behaviour_logprobs=e.behaviour_logprobs[rows],
                 fresh=fresh[rows],
                 own=self._own(fresh[rows]),
+                tensors={name: tensor[rows] for name, tensor in e.tensors.items()},
             )
             parts.append(MicroBatch([responses[row] for row in rows], part))
         return parts

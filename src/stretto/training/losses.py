@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from stretto.algorithms import policy
 from stretto.algorithms.correction import settled
 from stretto.algorithms.experience import LossTerm, Part
-from stretto.algorithms.ppo import value_loss
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import AlgorithmConfig
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
@@ -58,7 +56,7 @@ class Losses:
             each [b, T], 0 outside the mask.
         """
         both = token_logprobs(head, hidden, targets, self.temperature)
-        logprobs, entropy = (flat.new_zeros(mask.shape).masked_scatter(mask, flat) for flat in both)
+        logprobs, entropy = (_at_responses(flat, mask) for flat in both)
         return logprobs, entropy
 
     def of_actor(
@@ -79,22 +77,26 @@ class Losses:
         logprobs, entropy = self.logprobs(head, hidden, targets, part.mask)
         part, tally = settled(part, logprobs.detach(), a)
         tally += policy.drift(logprobs, part) + policy.disagreement(logprobs, part)
-        term = ALGORITHMS[a.name].policy_loss(logprobs, part, a)
+        term = a.definition.policy_loss(logprobs, part, a)
         term += policy.entropy_bonus(entropy, part, a.entropy_coef)
         if a.kl_place == "loss" and a.kl_coef:
             term += policy.kl_penalty(logprobs, part, kl_coef, a.estimator)
         return LossTerm(term.loss, term.tally + tally)
 
     def of_critic(self, critic: nn.Module, hidden: Tensor, part: Part) -> LossTerm:
-        """The value loss.
+        """The algorithm's value loss.
 
         Args:
             critic: has the scalar head.
             hidden: [N, H], of the states before each response token.
-            part: the rows, with returns and old values.
+            part: the rows.
         """
-        values, mask = apply_scalar_head(critic, hidden), part.mask
-        assert part.old_values is not None
-        assert part.returns is not None
-        old, returns = part.old_values[mask], part.returns[mask]
-        return value_loss(values, old, returns, part.weights[mask], self.algorithm.value_clip)
+        value_loss = self.algorithm.definition.value_loss
+        assert value_loss is not None
+        values = _at_responses(apply_scalar_head(critic, hidden), part.mask)
+        return value_loss(values, part, self.algorithm)
+
+
+def _at_responses(flat: Tensor, mask: Tensor) -> Tensor:
+    """A number of each response token, [N], to [b, T], 0 outside the mask."""
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

@@ -7,7 +7,7 @@ H hidden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,11 +69,7 @@ class PaddedBatch:
             like: of another micro-batch, which says what losses take.
         """
         none = torch.zeros(0, dtype=torch.long)
-        empty: dict[str, Any] = {
-            f.name: None if (t := getattr(like, f.name)) is None else torch.zeros_like(t[:1])
-            for f in fields(Part)
-        }
-        part = Part(**empty)
+        part = like.each(lambda tensor: torch.zeros_like(tensor[:1]))
         return cls(torch.zeros(1, 1, dtype=torch.long), none, none, none, part)
 
     def at_responses(self, hidden: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def recorded_cluster(
     sources = sum(name not in _KINDS for name in found.scorers)  # which are summed up again
     by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
     mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
-    critic = config.algorithm.traits.critic
+    critic = config.algorithm.definition.critic
     trains: tuple[str, ...] = ("actor", "critic") if critic else ("actor",)
     return Cluster(
         generators=tuple(
@@ -71,7 +71,7 @@ def recorded_cluster(
         workload=Workload(
             batch=config.rollout.batch,
             samples_per_prompt=config.rollout.samples_per_prompt,
-            group_at_least=config.algorithm.traits.group,
+            group_at_least=config.algorithm.definition.group,
             steps=config.steps,
             max_new_tokens=config.rollout.max_new_tokens,
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),
