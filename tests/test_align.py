@@ -53,7 +53,7 @@ def test_recipes_of_asynchronous_rlhf_have_its_settings(
     assert (c.task.max_prompt_tokens, r.max_new_tokens) == tokens
     assert (c.training.lr, c.training.lr_schedule, c.training.epochs) == (lr, schedule, 1)
     assert (c.algorithm.name, c.algorithm.kl_coef) == ("online-dpo", beta)
-    assert c.schedule.knob("lag") == 1
+    assert c.schedule.knobs.lag == 1
     assert c.reward.missing_eos == "replace"
 
 

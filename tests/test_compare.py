@@ -21,7 +21,7 @@ from stretto import signals
 from stretto.cli import compare
 from stretto.cli.main import main
 from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS, Job, config_of, plan
-from stretto.config import PRESETS, Config, recipes
+from stretto.config import PRESETS, Config, Knobs, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
 from stretto.observe.compare import Comparison, Outcome, smoothed, three_digits
@@ -256,18 +256,18 @@ def test_variants_set_the_knobs_and_leave_the_rest() -> None:
     asked = {"schedule": {"preset": "async", "overcommit": 7, "lag": 3, "max_carries": 2}}
     base = recipes.build({**asked, "seed": 5, "steps": 9}, "here")
 
-    def knobs(variant: str) -> tuple[Any, ...]:
+    def knobs(variant: str) -> Knobs:
         config = config_of(base, Job(variant, 1), "there")
         assert (config.seed, config.steps, config.out) == (1, 9, "there")
         assert config.schedule.max_carries == 2
         assert config.rollout == base.rollout
-        return tuple(config.schedule.knob(k) for k in ("score_on", "overcommit", "lag", "migrate"))
+        return config.schedule.knobs
 
-    assert knobs("sync") == ("batch", 0, 0, "off")
-    assert knobs("oppo-no-intra") == ("batch", "auto", 0, "off")
-    assert knobs("oppo-no-inter") == ("chunk", 0, 0, "off")
-    for preset in PRESETS:
-        assert knobs(preset) == tuple(PRESETS[preset].values())
+    assert knobs("sync") == Knobs("batch", 0, 0, "off")
+    assert knobs("oppo-no-intra") == Knobs("batch", "auto", 0, "off")
+    assert knobs("oppo-no-inter") == Knobs("chunk", 0, 0, "off")
+    for name, preset in PRESETS.items():
+        assert knobs(name) == preset.knobs
 
 
 @pytest.mark.parametrize(
@@ -605,6 +605,34 @@ def test_simulated_steps_and_seeds_are_as_asked(
     assert data["variants"]["sync"]["seeds"] == [0, 1, 2]
     assert len(set(data["variants"]["sync"]["final_reward"])) == 3
     assert "[3/3] sync, seed 2: 7 steps in " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "seeds", "message"),
+    [
+        ("", "-1", "--seeds: seed = -1: must be greater than or equal to 0"),
+        (
+            "[schedule]\novercommit_max = 32",
+            "0",
+            "variant 'oppo': schedule.overcommit_max = 32 and",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_said_before_anything_runs(
+    schedule: str,
+    seeds: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("two.toml").write_text(CLUSTER.format(learner=0) + schedule)
+    options = ["--variants", "sync,oppo", f"--seeds={seeds}"]
+    assert status(["compare", "--sim", "two.toml", *options]) == 2
+    out, err = capsys.readouterr()
+    assert message in err
+    assert "[1/2]" not in out
 
 
 def test_a_recorded_run_is_replayed_under_other_schedules(

@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.assembly.controls import controls
-from stretto.config import Config
+from stretto.assembly.controls import Judging, Migrating, Sizes, controls, controls_of
+from stretto.config import Config, ScheduleConfig
 from stretto.errors import ConfigError, StateError
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize, FixedChunk, TunedChunk
 from stretto.schedules.feedback import DecodeSample, Feedback
 from stretto.schedules.latency import LatencyModel, drain_seconds, drain_times
 from stretto.schedules.lengths import LengthModel
+from stretto.schedules.migration import FixedMigration, MigrationLimits, MigrationPolicy
 from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
 from stretto.schedules.rollout import Rollout
+from stretto.schedules.settings import Settings
+from stretto.schedules.stragglers import AutoMigration
 from stretto.schedules.throughput import ThroughputOvercommit
 from stretto.types import FinishReason, Prompt
 
@@ -294,7 +297,7 @@ def test_the_rules_get_their_settings() -> None:
     def rule(**schedule: Any) -> Overcommit:
         given = {"overcommit": "auto", "overcommit_window": 1, **schedule}
         config = Config.model_validate({"rollout": {"batch": 16}, "schedule": given})
-        return controls(config, None).overcommit
+        return controls_of(config, None).overcommit
 
     up_and_down = [0.0, 1.0, 2.0, 1.0, 0.0]
     assert deltas(rule(), up_and_down) == [8, 9, 10, 9, 8]
@@ -304,6 +307,50 @@ def test_the_rules_get_their_settings() -> None:
     other = {"overcommit_rule": "algorithm1", "overcommit_start": 8, "overcommit_min": 7}
     assert deltas(rule(**other), up_and_down) == [8, 7, 7, 8, 10]
     assert rule(overcommit_rule="throughput", overcommit_min=5).delta == 5
+
+
+def test_a_schedule_is_told_what_the_run_has_settled() -> None:
+    config = Config.model_validate(
+        {
+            "seed": 5,
+            "steps": 7,
+            "rollout": {"batch": 8, "samples_per_prompt": 4, "max_new_tokens": 30, "engines": 2},
+            "algorithm": {"name": "rloo"},
+            "reward": {"on_failure": "drop"},
+            "schedule": {"preset": "async", "max_carries": 3, "batches_per_handover": 2},
+        }
+    )
+    settings = controls_of(config, None).settings
+    assert settings == Settings(
+        batch=8,
+        samples_per_prompt=4,
+        max_new_tokens=30,
+        steps=7,
+        drop_failures=True,
+        group_at_least=2,
+        reward_weights=config.reward.factors,
+        score_on="rollout",
+        lag=1,
+        batches_per_handover=2,
+        max_carries=3,
+        deadline_s=1800.0,
+    )
+
+
+def test_stragglers_move_as_the_knob_says() -> None:
+    sizes = Sizes(batch=8, samples_per_prompt=1, max_new_tokens=30, steps=1, engines=2)
+    where = Migrating(MigrationLimits(2, 8, 1000, 40, 1e3, 1e5), 0.0, 5)
+
+    def policy(migrating: Migrating | None, **schedule: Any) -> MigrationPolicy | None:
+        given = ScheduleConfig.model_validate(schedule)
+        return controls(given, sizes, Judging(), seed=0, migrating=migrating).migration
+
+    assert policy(None, migrate=0.5) is None
+    assert policy(where) is None
+    fixed = policy(where, migrate=0.5, batches_per_handover=2)
+    assert isinstance(fixed, FixedMigration)
+    assert fixed.threshold() == 8  # half of two batches
+    assert isinstance(policy(where, preset="rlhfuse"), AutoMigration)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ def small_cluster(schedule: ScheduleConfig, lengths: tuple[int, ...], learner: i
     )
 
 
+def test_a_simulation_makes_no_settings_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a cluster says all that its schedule is made of")
+
+    monkeypatch.setattr(Config, "__init__", refuse)
+    monkeypatch.setattr(Config, "model_validate", refuse)
+    assert len(simulate(small_cluster(ScheduleConfig(preset="stretto"), (10, 20), 0)).steps) == 2
+
+
 def test_the_plain_schedule_by_hand() -> None:
     """20 s to decode, 32 tokens to score, 5.5 s for the learner; weights are loaded in between."""
     result = simulate(small_cluster(ScheduleConfig(), (10, 20), 0))
@@ -446,7 +455,7 @@ def check(seed: int) -> Outcome:
         version = step // s.batches_per_handover
         for _, carries, oldest in seen:
             assert carries <= s.max_carries, seed
-            assert version - oldest <= s.max_carries + int(s.knob("lag")), seed
+            assert version - oldest <= s.max_carries + s.knobs.lag, seed
     rejected = sum(o.ledger["rejected"].values())
     assert o.ledger["dispatched"] == o.in_flight + o.ledger["trained"] + rejected, seed
     if o.error:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 
 from stretto import runs
-from stretto.config import Config, recipes
+from stretto.config import KNOBS, Config, recipes
 from stretto.config.algorithm import AlgorithmName
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
@@ -49,8 +49,7 @@ def test_the_file_has_settings_for_every_algorithm_that_are_valid() -> None:
     for algorithm in SETTINGS:
         config = settings(algorithm, "every knob")
         assert config.algorithm.name == algorithm
-        knobs = [config.schedule.knob(k) for k in ("score_on", "overcommit", "lag", "migrate")]
-        assert knobs == ["chunk", "auto", 1, "auto"]
+        assert all(config.schedule.knobs.works(name, engines=2) for name in KNOBS)
         assert config.warmup_examples == recipe.warmup_examples
         assert config.rollout.batch == recipe.rollout.batch
     assert settings("ppo", "sync").algorithm == recipe.algorithm  # the recipe as it is shipped

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stretto.config import Config
+from stretto.config import Config, ScheduleConfig
 from stretto.schedules.chunking import FixedChunk, TunedChunk
 from stretto.schedules.migration import FixedMigration, MigrationLimits, MigrationPolicy
 from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
 from stretto.schedules.settings import Controls, Settings
 from stretto.schedules.stragglers import AutoMigration
 from stretto.schedules.throughput import ThroughputOvercommit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much a schedule runs.
+
+    Attributes:
+        batch: responses a step.
+        samples_per_prompt: responses to each prompt.
+        max_new_tokens: token limit of a response.
+        steps: batches in the whole run.
+        engines: that generate.
+    """
+
+    batch: int
+    samples_per_prompt: int
+    max_new_tokens: int
+    steps: int
+    engines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Judging:
+    """What the schedule makes of scores.
+
+    Attributes:
+        drop_failures: leave a response out whose judge failed, instead of stopping.
+        group_at_least: judged responses to one prompt without which all of them are left out.
+        reward_weights: factor of each reward source; ``None`` for 1 each.
+    """
+
+    drop_failures: bool = False
+    group_at_least: int = 1
+    reward_weights: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -29,43 +64,57 @@ class Migrating:
     prompt_tokens: int
 
 
-def migrates(config: Config) -> bool:
-    """Whether stragglers are moved together: it takes several engines."""
-    return config.schedule.knob("migrate") not in ("off", 0) and config.rollout.engines > 1
-
-
-def hosts_scorers(config: Config) -> bool:
-    """Whether scorers sit with the engines, to work where nothing is left to decode.
-
-    Those that stream have a place of their own, as they work while everyone decodes.
-    """
-    return migrates(config) and config.schedule.knob("score_on") != "chunk"
-
-
-def model_seats(config: Config) -> int:
-    """How many seats each model scorer has: one, or one with each engine that may be freed."""
-    return config.rollout.engines if hosts_scorers(config) else 1
-
-
-def controls(config: Config, migrating: Migrating | None) -> Controls:
-    """Settings and controllers, as the knobs say.
-
-    Args:
-        config: of the run.
-        migrating: needed where stragglers are moved together.
-    """
-    s, r = config.schedule, config.rollout
-    return Controls(
-        settings=Settings(
+def controls_of(config: Config, migrating: Migrating | None) -> Controls:
+    """Settings and controllers of a run; see :func:`controls`."""
+    r = config.rollout
+    return controls(
+        config.schedule,
+        Sizes(
             batch=r.batch,
             samples_per_prompt=r.samples_per_prompt,
             max_new_tokens=r.max_new_tokens,
             steps=config.steps,
+            engines=r.engines,
+        ),
+        Judging(
             drop_failures=config.reward.on_failure == "drop",
             group_at_least=config.algorithm.definition.group,
             reward_weights=config.reward.factors,
-            score_on=s.knob("score_on"),
-            lag=s.knob("lag"),
+        ),
+        seed=config.seed,
+        migrating=migrating,
+    )
+
+
+def controls(
+    schedule: ScheduleConfig,
+    sizes: Sizes,
+    judging: Judging,
+    *,
+    seed: int,
+    migrating: Migrating | None,
+) -> Controls:
+    """Settings and controllers, as the knobs say.
+
+    Args:
+        schedule: the knobs, and how they are turned.
+        sizes: of the run.
+        judging: what is made of scores.
+        seed: of what controllers simulate.
+        migrating: needed where stragglers are moved together.
+    """
+    s, knobs = schedule, schedule.knobs
+    return Controls(
+        settings=Settings(
+            batch=sizes.batch,
+            samples_per_prompt=sizes.samples_per_prompt,
+            max_new_tokens=sizes.max_new_tokens,
+            steps=sizes.steps,
+            drop_failures=judging.drop_failures,
+            group_at_least=judging.group_at_least,
+            reward_weights=judging.reward_weights,
+            score_on=knobs.score_on,
+            lag=knobs.lag,
             batches_per_handover=s.batches_per_handover,
             max_carries=s.max_carries,
             deadline_s=s.deadline_s,
@@ -73,30 +122,24 @@ def controls(config: Config, migrating: Migrating | None) -> Controls:
         chunk=(
             FixedChunk(s.chunk_tokens)
             if s.chunk_tokens
-            else TunedChunk(window=s.chunk_window, max_new_tokens=r.max_new_tokens)
+            else TunedChunk(window=s.chunk_window, max_new_tokens=sizes.max_new_tokens)
         ),
-        overcommit=_overcommit(config),
-        migration=_migration(config, migrating) if migrating else None,
+        overcommit=_overcommit(s, sizes, seed),
+        migration=_migration(s, sizes, seed, migrating) if migrating else None,
     )
 
 
-def largest_overcommit(config: Config) -> int:
-    """The largest delta that a run may come to; responses."""
-    return config.schedule.largest_overcommit(config.rollout.batch)
-
-
 def most_in_flight(config: Config) -> int:
-    """The most rollouts that are being decoded at one time."""
-    n = config.rollout.samples_per_prompt  # of which delta fills up the last group
-    delta = -(-largest_overcommit(config) // n) * n
-    return config.rollout.batch * config.schedule.batches_per_handover + delta
+    """The most rollouts of a run that are being decoded at one time."""
+    r = config.rollout
+    return config.schedule.most_in_flight(r.batch, r.samples_per_prompt)
 
 
-def _overcommit(config: Config) -> Overcommit:
-    s, knob, high = config.schedule, config.schedule.knob("overcommit"), largest_overcommit(config)
-    if knob != "auto":
+def _overcommit(s: ScheduleConfig, sizes: Sizes, seed: int) -> Overcommit:
+    high = s.largest_overcommit(sizes.batch)
+    if s.knobs.overcommit != "auto":
         return FixedOvercommit(high)
-    start, low = s.first_overcommit(config.rollout.batch), s.overcommit_min
+    start, low = s.first_overcommit(sizes.batch), s.overcommit_min
     match s.overcommit_rule:
         case "equation4":
             inc, dec = s.overcommit_increment, s.overcommit_decrement
@@ -105,25 +148,26 @@ def _overcommit(config: Config) -> Overcommit:
             return Algorithm1(start, low, high, s.overcommit_window)
         case "throughput":
             return ThroughputOvercommit(
-                config.rollout.batch * s.batches_per_handover,
+                sizes.batch * s.batches_per_handover,
                 high,
                 s.max_carries,
                 low=low,
-                group=config.rollout.samples_per_prompt,
-                generators=config.rollout.engines,
-                seed=config.seed,
+                group=sizes.samples_per_prompt,
+                generators=sizes.engines,
+                seed=seed,
             )
 
 
-def _migration(config: Config, on: Migrating) -> MigrationPolicy:
-    knob, batch = config.schedule.knob("migrate"), config.rollout.batch
-    batch *= config.schedule.batches_per_handover
-    if knob != "auto":
-        return FixedMigration(on.limits, batch, float(knob))
-    return AutoMigration(
-        on.limits,
-        batch,
-        on.score_tokens_per_s,
-        prompt_tokens=on.prompt_tokens,
-        seed=config.seed,
-    )
+def _migration(s: ScheduleConfig, sizes: Sizes, seed: int, on: Migrating) -> MigrationPolicy | None:
+    share, batch = s.knobs.migrate, sizes.batch * s.batches_per_handover
+    if share == "off":
+        return None
+    if share == "auto":
+        return AutoMigration(
+            on.limits,
+            batch,
+            on.score_tokens_per_s,
+            prompt_tokens=on.prompt_tokens,
+            seed=seed,
+        )
+    return FixedMigration(on.limits, batch, share)

@@ -58,7 +58,7 @@ def make_engine(
 
 def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -> int:
     """Rollouts that a scorer can follow within its share of free memory; 0 where none streams."""
-    if config.schedule.knob("score_on") != "chunk":
+    if not config.schedule.knobs.streams:
         return 0
     parameter = next(model.parameters())
     free_bytes = (

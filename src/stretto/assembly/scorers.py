@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.controls import model_seats
 from stretto.assembly.engines import scorer_slots
 from stretto.assembly.models import NOTHING, Given, Say, load_reward_model, made_ready
 from stretto.config import Config
@@ -113,7 +112,8 @@ def reward_models(
     config: Config, tokenizer: PreTrainedTokenizerBase, given: Given, say: Say
 ) -> list[list[RewardModelScorer]]:
     """For each seat of the model scorers, one for each reward model; seats share the models."""
-    seats: list[list[RewardModelScorer]] = [[] for _ in range(model_seats(config))]
+    count = config.schedule.knobs.model_seats(config.rollout.engines)
+    seats: list[list[RewardModelScorer]] = [[] for _ in range(count)]
     for source in config.reward.sources:
         if source in given.reward_models:
             loaded = given.reward_models[source]

@@ -33,7 +33,7 @@ from stretto.cli.settings import (
 from stretto.cli.variants import (
     DEFAULT_SEEDS,
     DEFAULT_VARIANTS,
-    KNOBS,
+    REPLACED,
     TARGET_HELP,
     VARIANTS_HELP,
     Failure,
@@ -142,7 +142,7 @@ def _options() -> dict[str, Option]:
 
 def _offered() -> list[str]:
     """The settings that hold for all runs."""
-    own = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in KNOBS)}
+    own = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
     return [name for name in recipes.setting_names() if name not in own]
 
 

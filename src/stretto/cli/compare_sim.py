@@ -25,7 +25,7 @@ from stretto.cli.variants import (
     publish,
     schedule_of,
 )
-from stretto.config import ScheduleConfig, recipes
+from stretto.config import recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
 from stretto.observe.compare import ALL_DEVICES, Outcome
@@ -67,21 +67,23 @@ def run(arguments: Sequence[str]) -> int:
     recorded = Path(options.sim).is_dir()
     cluster_of, seeds = _recorded(options) if recorded else _described(options)
     jobs = plan(options.variants, seeds)
-
-    def execute(job: Job) -> Outcome:
-        cluster = cluster_of(job)
-        steps = options.steps or cluster.workload.steps
-        workload = cluster.workload.model_copy(update={"seed": job.seed, "steps": steps})
-        cluster = cluster.model_copy(update={"workload": workload})
-        return simulated(cluster, job, devices=not recorded)
-
-    collected = collect(jobs, execute)
+    # What is wrong with any of them is said before the first one starts.
+    clusters = {job: _asked(cluster_of(job), job, options.steps) for job in jobs}
+    collected = collect(jobs, lambda job: simulated(clusters[job], job, devices=not recorded))
     folder = new_folder(options.out, f"{recipes.name_of(options.sim)}-compare")
     where = f"virtual time, with costs and lengths of {options.sim}"
     if recorded:
         where += "; rewards are those of the run's responses, whatever trains on them"
     publish(collected, options.target, folder, arguments, where)
     return exit_status(collected)
+
+
+def _asked(cluster: Cluster, job: Job, steps: int) -> Cluster:
+    """The cluster with a job's seed, and so many steps where any are asked for."""
+    workload = cluster.workload
+    changed = {"seed": job.seed, "steps": steps or workload.steps}
+    asked = recipes.build({**dict(workload), **changed}, "--seeds", type(workload))
+    return cluster.model_copy(update={"workload": asked})
 
 
 def _described(options: SimOptions) -> tuple[Callable[[Job], Cluster], str]:
@@ -91,8 +93,8 @@ def _described(options: SimOptions) -> tuple[Callable[[Job], Cluster], str]:
     cluster = Cluster.read(options.sim)
 
     def of(job: Job) -> Cluster:
-        schedule = ScheduleConfig.model_validate(schedule_of(cluster.schedule, job.variant))
-        return cluster.model_copy(update={"schedule": schedule})
+        changed = {"schedule": schedule_of(cluster.schedule, job.variant)}
+        return recipes.build({**dict(cluster), **changed}, f"variant '{job.variant}'", Cluster)
 
     return of, options.seeds or DEFAULT_SEEDS
 

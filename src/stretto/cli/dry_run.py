@@ -24,7 +24,7 @@ def describe_run(config: Config) -> str:
         ModelError: a model is no known name and no folder, its architecture cannot be read, or it
             has fewer layers than pipeline stages.
     """
-    from stretto.assembly.controls import largest_overcommit, most_in_flight
+    from stretto.assembly.controls import most_in_flight
     from stretto.models.memory import format_plan, plan_for
     from stretto.observe.progress import headline
 
@@ -34,7 +34,7 @@ def describe_run(config: Config) -> str:
         headline(config),
         f"in all: {config.steps * r.batch:,} responses, {config.steps * updates:,} updates",
         f"in flight: at most {most_in_flight(config)} responses (delta at most "
-        f"{largest_overcommit(config)}), each of at most "
+        f"{config.schedule.largest_overcommit(r.batch)}), each of at most "
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
         *_pipelines(config),

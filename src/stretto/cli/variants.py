@@ -9,27 +9,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.config import PRESETS, Config, ScheduleConfig, recipes
+from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
 from stretto.errors import ConfigError, nearest
 from stretto.observe.compare import Comparison, Outcome
 
 T = TypeVar("T", str, int)
 
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "sync": {"preset": "sync"},
-    "oppo-no-intra": {"preset": "oppo", "score_on": "batch"},
-    "oppo-no-inter": {"preset": "oppo", "overcommit": 0},
-    "oppo": {"preset": "oppo"},
-    "async": {"preset": "async"},
-    "stretto": {"preset": "stretto"},
-    "rlhfuse": {"preset": "rlhfuse"},
-}
+
+def _variants(names: Iterable[PresetName]) -> dict[str, dict[str, object]]:
+    """Presets, each after what is left of it without one of its parts."""
+    found: dict[str, dict[str, object]] = {}
+    for name in names:
+        for part, knob in PRESETS[name].parts.items():
+            found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
+        found[name] = {"preset": name}
+    return found
+
+
+_ONE_ENGINE = _variants(name for name in PRESETS if not PRESETS[name].several_engines)
+
+VARIANTS: Mapping[str, Mapping[str, object]] = _ONE_ENGINE | _variants(
+    name for name in PRESETS if PRESETS[name].several_engines
+)
 """Names for settings of the schedule."""
 
-DEFAULT_VARIANTS = "sync,oppo-no-intra,oppo-no-inter,oppo,async,stretto"
+DEFAULT_VARIANTS = ",".join(_ONE_ENGINE)
 DEFAULT_SEEDS = "0,1,2"
 
-KNOBS = ("preset", *PRESETS["sync"])
+REPLACED = ("preset", *KNOBS)
 """What a variant sets, whatever the recipe says; to the default where the variant names none."""
 
 VARIANTS_HELP = f"Schedules to compare, separated by commas; known: {', '.join(VARIANTS)}."
@@ -84,7 +91,7 @@ def config_of(config: Config, job: Job, out: str) -> Config:
 def schedule_of(schedule: ScheduleConfig, variant: str) -> dict[str, Any]:
     """The settings of a schedule with the variant's preset and knobs."""
     defaults = ScheduleConfig().model_dump()
-    knobs = {knob: defaults[knob] for knob in KNOBS}
+    knobs = {name: defaults[name] for name in REPLACED}
     return {**schedule.model_dump(), **knobs, **VARIANTS[variant]}
 
 

@@ -14,9 +14,10 @@ from stretto.config.base import (
     Seed,
     require_seed,
 )
+from stretto.config.knobs import KNOBS, PRESETS, Knobs, PresetName
 from stretto.config.pipeline import PipelineConfig
 from stretto.config.run import Config
-from stretto.config.schedule import PRESETS, ScheduleConfig
+from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
     CriticConfig,
     ModelConfig,
@@ -36,12 +37,14 @@ from stretto.config.supervised import (
 from stretto.config.training import OptimizerConfig, TrainingConfig
 
 __all__ = [
+    "KNOBS",
     "PRESETS",
     "AlgorithmConfig",
     "Config",
     "CriticConfig",
     "DemonstrationsConfig",
     "Fraction",
+    "Knobs",
     "ModelConfig",
     "NonNegative",
     "NonNegativeInt",
@@ -50,6 +53,7 @@ __all__ = [
     "PairsConfig",
     "PipelineConfig",
     "PositiveInt",
+    "PresetName",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",

@@ -72,16 +72,13 @@ class Config(Section):
         ]
         if unused and not self.pipeline.ranks:
             remarks.append(f"without effect while pipeline.ranks is 0: {', '.join(unused)}")
-        s = self.schedule
-        if self.rollout.engines > 1 and (s.knob("migrate"), s.knob("score_on")) == (
-            "auto",
-            "chunk",
-        ):
+        knobs = self.schedule.knobs
+        if knobs.migrate == "auto" and self.rollout.engines > 1 and knobs.streams:
             remarks.append(
                 "schedule.migrate = 'auto' moves nothing while schedule.score_on is 'chunk': scorers "
                 "that stream have a lane of their own, and a freed engine would have nothing to do"
             )
-        return [*remarks, *s.remarks]
+        return [*remarks, *self.schedule.remarks]
 
     def _is_set(self, name: str) -> bool:
         """Whether a setting, by its dotted name, differs from its default."""
@@ -104,7 +101,7 @@ class Config(Section):
                 "set top_k = 0 and top_p = 1"
             )
         self.schedule.check(r.batch)
-        if self.schedule.migrate not in ("preset", "off", 0) and r.engines == 1:
+        if self.schedule.asks_to_migrate and r.engines == 1:
             raise ValueError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between engines, and "
                 "rollout.engines is 1; raise that, or set migrate = 'off'"

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from stretto.config.base import Fraction, NonNegativeInt, Positive, PositiveInt, Section
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "sync": {"score_on": "batch", "overcommit": 0, "lag": 0, "migrate": "off"},
-    "oppo": {"score_on": "chunk", "overcommit": "auto", "lag": 0, "migrate": "off"},
-    "async": {"score_on": "rollout", "overcommit": 0, "lag": 1, "migrate": "off"},
-    "rlhfuse": {"score_on": "rollout", "overcommit": 0, "lag": 0, "migrate": "auto"},
-    "stretto": {"score_on": "chunk", "overcommit": "auto", "lag": 1, "migrate": "auto"},
-}
-"""What each preset sets the four knobs of the schedule to."""
+from stretto.config.knobs import KNOBS, PRESET_HELP, PRESETS, Knobs, PresetName, ScoreOn
 
 _RULES: dict[str, tuple[str, ...]] = {
     "overcommit_start": ("equation4", "algorithm1"),
@@ -29,16 +22,17 @@ _RULES: dict[str, tuple[str, ...]] = {
 class ScheduleConfig(Section):
     """When each piece of work runs: four knobs, and how they are turned."""
 
-    preset: Literal["sync", "oppo", "async", "rlhfuse", "stretto"] = "sync"
-    """What the four knobs are where they say 'preset'. sync: each stage after the one before. oppo: stream to scorers, over-commit. async: one version behind. rlhfuse: gather stragglers. stretto: all of it."""
-    score_on: Literal["preset", "batch", "rollout", "chunk"] = "preset"
-    """When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded."""
-    overcommit: Literal["preset", "auto"] | NonNegativeInt = "preset"
-    """Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule."""
-    lag: Literal["preset"] | NonNegativeInt = "preset"
-    """Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one."""
-    migrate: Literal["preset", "off", "auto"] | Fraction = "preset"
-    """Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1."""
+    preset: PresetName = Field(default="sync", description=PRESET_HELP)
+    score_on: Literal["preset", ScoreOn] = Field(
+        default="preset", description=KNOBS["score_on"].help
+    )
+    overcommit: Literal["preset", "auto"] | NonNegativeInt = Field(
+        default="preset", description=KNOBS["overcommit"].help
+    )
+    lag: Literal["preset"] | NonNegativeInt = Field(default="preset", description=KNOBS["lag"].help)
+    migrate: Literal["preset", "off", "auto"] | Fraction = Field(
+        default="preset", description=KNOBS["migrate"].help
+    )
     chunk_tokens: NonNegativeInt = 0
     """Tokens that each response gets between two looks at what has ended, and that are streamed at a time; 0 tries several sizes and keeps the best."""
     chunk_window: Annotated[int, Field(gt=3)] = 50
@@ -68,15 +62,32 @@ class ScheduleConfig(Section):
     deadline_s: Positive = 1800.0
     """Seconds that a role may take to answer one call; then the run ends and says who did not answer."""
 
-    def knob(self, name: Literal["score_on", "overcommit", "lag", "migrate"]) -> Any:
-        """The value of one of the four knobs, from the preset where that is left to it."""
-        value = getattr(self, name)
-        return PRESETS[self.preset][name] if value == "preset" else value
+    @property
+    def knobs(self) -> Knobs:
+        """The knobs, those from the preset that are left to it."""
+        given = {name: getattr(self, name) for name in KNOBS}
+        by_hand = {name: value for name, value in given.items() if value != "preset"}
+        return replace(PRESETS[self.preset].knobs, **by_hand)
+
+    @property
+    def asks_to_migrate(self) -> bool:
+        """Whether it is not the preset that has stragglers moved together."""
+        return self.migrate != "preset" and self.knobs.on("migrate")
 
     def largest_overcommit(self, batch: int) -> int:
         """The largest delta that a run with so many responses a step may come to."""
-        knob = self.knob("overcommit")
-        return self.overcommit_max or batch if knob == "auto" else int(knob)
+        delta = self.knobs.overcommit
+        return self.overcommit_max or batch if delta == "auto" else delta
+
+    def most_in_flight(self, batch: int, samples_per_prompt: int) -> int:
+        """The most responses that are being decoded at one time.
+
+        Args:
+            batch: responses a step.
+            samples_per_prompt: responses to each prompt, of which delta fills up the last group.
+        """
+        groups = -(-self.largest_overcommit(batch) // samples_per_prompt)
+        return batch * self.batches_per_handover + groups * samples_per_prompt
 
     def first_overcommit(self, batch: int) -> int:
         """Delta at the start of 'auto', under the rules that look at rewards."""
@@ -104,7 +115,7 @@ class ScheduleConfig(Section):
             )
         delta, round_size = self.largest_overcommit(batch), batch * self.batches_per_handover
         if delta > self.max_carries * round_size:
-            name = "overcommit_max" if self.knob("overcommit") == "auto" else "overcommit"
+            name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
             raise ValueError(
                 f"schedule.{name} = {delta} and schedule.max_carries = {self.max_carries} "
                 f"contradict each other: with {round_size} responses between two hand-overs of "
@@ -116,14 +127,14 @@ class ScheduleConfig(Section):
     @property
     def remarks(self) -> list[str]:
         """Which settings of over-commitment nothing looks at."""
-        fields, knob, rule = type(self).model_fields, self.knob("overcommit"), self.overcommit_rule
+        fields, delta, rule = type(self).model_fields, self.knobs.overcommit, self.overcommit_rule
         changed = [
             name
             for name in fields
             if name.startswith("overcommit_") and getattr(self, name) != fields[name].default
         ]
-        if knob != "auto":
-            idle, where = changed, f"while schedule.overcommit is {knob}"
+        if delta != "auto":
+            idle, where = changed, f"while schedule.overcommit is {delta}"
         else:
             idle = [name for name in changed if rule not in _RULES.get(name, (rule,))]
             where = f"on overcommit_rule = '{rule}'"

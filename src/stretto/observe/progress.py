@@ -144,7 +144,7 @@ def headline(config: Config | SupervisedConfig) -> str:
     """What will run, with the numbers that follow from the settings, and remarks on these."""
     if isinstance(config, SupervisedConfig):
         return _supervised(config)
-    rollout, training = config.rollout, config.training
+    rollout, schedule, training = config.rollout, config.schedule, config.training
     task = f"{config.task.kind} {config.task.name}"
     prompts = rollout.batch // rollout.samples_per_prompt
     return (
@@ -152,7 +152,8 @@ def headline(config: Config | SupervisedConfig) -> str:
         f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
         f"{training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
         f"{rollout.batch // training.minibatches} responses\n"
-        f"schedule: {_schedule(config)}" + "".join(f"\nnote: {text}" for text in config.remarks)
+        f"schedule: {schedule.preset}: {schedule.knobs.describe(rollout.engines)}"
+        + "".join(f"\nnote: {text}" for text in config.remarks)
     )
 
 
@@ -161,18 +162,6 @@ def _supervised(config: SupervisedConfig) -> str:
     what, rows = ("a reward model", "pairs") if pairs else ("supervised fine-tuning", "sequences")
     length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
     return f"{what} from {config.model.name}, {length}\na step: {config.batch} {rows}"
-
-
-def _schedule(config: Config) -> str:
-    """The knobs, where the preset is only a name."""
-    s = config.schedule
-    migrate = s.knob("migrate")
-    if migrate not in ("off", 0) and config.rollout.engines == 1:
-        migrate = "off (there is one engine)"
-    return (
-        f"{s.preset}: score on {s.knob('score_on')}, overcommit {s.knob('overcommit')}, "
-        f"lag {s.knob('lag')}, migrate {migrate}"
-    )
 
 
 def duration(seconds: float) -> str:

@@ -17,13 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.controls import (
-    Migrating,
-    hosts_scorers,
-    migrates,
-    model_seats,
-    most_in_flight,
-)
+from stretto.assembly.controls import Migrating, most_in_flight
 from stretto.assembly.engines import make_engine, prefill_tokens_per_s
 from stretto.config import Config
 from stretto.models.clone import with_own_structure, with_own_weights
@@ -50,7 +44,6 @@ class Placement:
     own, which may be older than the learner's.
 
     Attributes:
-        streams: whether scorers look at responses while these are decoded.
         training_threads: CPU threads of training.
         engines: what generates.
         critics: the value model as scorers may use it, or ``None``; one for each seat.
@@ -66,9 +59,7 @@ class Placement:
         end_tokens: frozenset[int],
         channel: WeightChannel,
     ) -> None:
-        knobs = config.schedule
-        self.streams = knobs.knob("score_on") != "batch"
-        self._lagging = bool(knobs.knob("lag"))
+        engines, self._knobs = config.rollout.engines, config.schedule.knobs
         self._opened: list[Lane] = []
         stack.callback(self.close)
         trained = {"actor": actor} | ({"critic": critic} if critic else {})
@@ -77,27 +68,27 @@ class Placement:
             for name, model in trained.items()
         }
         self.critics = [
-            with_own_weights(critic) if self._lagging and critic else critic
-            for _ in range(model_seats(config))
+            with_own_weights(critic) if self._knobs.copies_weights and critic else critic
+            for _ in range(self._knobs.model_seats(engines))
         ]
-        self._hosts = hosts_scorers(config)
+        self._hosts = self._knobs.hosts_scorers(engines)
         self._judges: Sequence[FunctionWorker] = ()
         self._end_ranks: Callable[[], None] = lambda: None
         _, _, self.training_threads = self._threads(config)
-        self._generating = with_own_weights(actor) if self._lagging else actor
+        self._generating = with_own_weights(actor) if self._knobs.copies_weights else actor
         rows = most_in_flight(config)
         self.engines = [
             make_engine(config, model, tokenizer, rows, end_tokens, channel)
             for model in (
                 self._generating,
-                *(with_own_structure(self._generating) for _ in range(config.rollout.engines - 1)),
+                *(with_own_structure(self._generating) for _ in range(engines - 1)),
             )
         ]
         self._lanes = self._open_lanes(config)
 
     def migrating(self, config: Config) -> Migrating | None:
         """What moving stragglers has to heed; measures how fast this device prefills."""
-        if not migrates(config):
+        if not self._knobs.migrates(len(self.engines)):
             return None
         rows, prefill = most_in_flight(config), prefill_tokens_per_s(self._generating)
         longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
@@ -117,7 +108,7 @@ class Placement:
     @property
     def snapshots(self) -> Sequence[str]:
         """The models of which the learner must publish copies."""
-        return tuple(self._trained) if self._lagging else ()
+        return tuple(self._trained) if self._knobs.copies_weights else ()
 
     def generators(self, tracer: Tracer) -> list[InlineGenerator]:
         """The engines, each on a lane."""
@@ -144,10 +135,9 @@ class Placement:
             tracer: gets their spans.
         """
         (lane,) = self._lanes["scorers"]
-        self._judges = judges
+        self._judges, early = judges, self._knobs.scores_early
         seats = [
-            Seat(InlineScorer(j, self._open(j.name, 1) if self.streams else lane, tracer))
-            for j in judges
+            Seat(InlineScorer(j, self._open(j.name, 1) if early else lane, tracer)) for j in judges
         ]
         for i, scorers in enumerate(models):
             on, host = (self._lanes["generators"][i], i) if self._hosts else (lane, None)
@@ -209,20 +199,21 @@ class Placement:
             lane.fail(error)
 
     def _copies(self) -> dict[str, nn.Module]:
-        if not self._lagging:
+        if not self._knobs.copies_weights:
             return {}
         copies = {f"critic {i}": model for i, model in enumerate(self.critics) if model}
         return {"actor": self._generating, **copies}
 
     def _open_lanes(self, config: Config) -> dict[str, list[Lane]]:
         engines = config.rollout.engines
-        if not self.streams and not self._lagging and engines == 1:
+        if not self._knobs.overlaps(engines):
             one = self._open("main", config.threads)
             return {"generators": [one], "scorers": [one], "learner": [one]}
         generating, scoring, training = self._threads(config)
         generators = [self._open(f"generator {i}", generating) for i in range(engines)]
         # Without lag nobody decodes again before all is scored: what is left has the cores.
-        cores = 0 if self._lagging or config.schedule.threads else self._cores(config)
+        busy = self._knobs.trains_beside or config.schedule.threads
+        cores = 0 if busy else self._cores(config)
         return {
             "generators": generators,
             "scorers": [self._open("scorers", scoring, beside=generators, alone=cores)],
@@ -237,12 +228,12 @@ class Placement:
         """Threads of each generator, of scoring and of training: what works at the same time shares
         the cores, as threads of two roles on one core wait for each other.
         """
-        cores = self._cores(config)
-        training = max(cores // 2, 1) if self._lagging else cores
-        left = cores - training if self._lagging else cores
-        beside = self.streams and not self._hosts
+        cores, engines = self._cores(config), config.rollout.engines
+        training = max(cores // 2, 1) if self._knobs.trains_beside else cores
+        left = cores - training if self._knobs.trains_beside else cores
+        beside = self._knobs.scores_beside(engines)
         scoring = max(left // 2, 1) if beside else max(left, 1)
-        generating = max((left - scoring if beside else left) // config.rollout.engines, 1)
+        generating = max((left - scoring if beside else left) // engines, 1)
         return generating, scoring, training
 
     def _cores(self, config: Config) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.controls import controls
+from stretto.assembly.controls import controls_of
 from stretto.assembly.learner import make_learner
 from stretto.assembly.models import NOTHING, Given, Say
 from stretto.assembly.parts import make_parts
@@ -93,7 +93,7 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         place.generators(spans),
         place.seats(parts.functions, models, spans),
         place.learner(learner, spans, ranks),
-        controls(config, place.migrating(config)),
+        controls_of(config, place.migrating(config)),
         RealClock(),
         spans,
     )

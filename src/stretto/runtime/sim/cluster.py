@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from stretto.assembly.controls import Migrating
-from stretto.config import NonNegativeInt, PositiveInt, ScheduleConfig, Section
+from stretto.config import NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
 from stretto.errors import ConfigError
 from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.hardware import (
@@ -144,7 +144,7 @@ class Workload(Section):
     """Rewards by rollout id, as recorded; what they leave out follows the learning curve."""
     on_failure: Literal["stop", "drop"] = "stop"
     """When a response gets no score: stop the run, or leave the response out."""
-    seed: int = 0
+    seed: Seed = 0
     """Of lengths and rewards."""
 
     def reward(self, rollout_id: int, version: int) -> float:
@@ -182,7 +182,7 @@ class Cluster(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.schedule.check(self.workload.batch)
-        if self.schedule.migrate not in ("preset", "off", 0) and len(self.generators) == 1:
+        if self.schedule.asks_to_migrate and len(self.generators) == 1:
             raise ValueError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between generators, "
                 "and there is one; describe several, or set migrate = 'off'"

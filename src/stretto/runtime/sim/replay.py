@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from stretto.assembly.controls import hosts_scorers
 from stretto.config import Config
 from stretto.errors import StateError
 from stretto.observe.run_directory import RolloutRecord
@@ -53,8 +52,8 @@ def recorded_cluster(
             "a run is replayed from its rollouts, and it has recorded none; let it take a few steps"
         )
     found = calibrate(spans)
-    s, engines = config.schedule, config.rollout.engines
-    apart = bool(s.knob("score_on") != "batch" or s.knob("lag") or engines > 1)
+    engines = config.rollout.engines
+    apart = config.schedule.knobs.overlaps(engines)
     training = engines + 1 if apart else 0
     sources = sum(name not in _KINDS for name in found.scorers)  # which are summed up again
     by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
@@ -89,10 +88,9 @@ def _scorers(
     config: Config, costs: Mapping[str, PrefillCost | SampleCost], apart: bool
 ) -> tuple[ScorerRole, ...]:
     """The run's scorers where they had their lanes: with the engines, or on one of their own."""
-    engines, hosted = config.rollout.engines, hosts_scorers(config)
+    engines, knobs = config.rollout.engines, config.schedule.knobs
     budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
-    streams = config.schedule.knob("score_on") == "chunk"
-    worthwhile = worthwhile_tokens(budget, streaming=streams)
+    worthwhile = worthwhile_tokens(budget, streaming=knobs.streams)
     roles = []
     for name, cost in costs.items():
         common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward"), "cost": cost}
@@ -101,7 +99,7 @@ def _scorers(
             continue
         common["follows"] = "critic" if name == "critic" else ""
         common["worthwhile_tokens"] = worthwhile
-        if hosted:
+        if knobs.hosts_scorers(engines):
             roles += [ScorerRole(**common, devices=(i,), host=i) for i in range(engines)]
         else:
             roles.append(ScorerRole(**common, devices=(engines if apart else 0,)))

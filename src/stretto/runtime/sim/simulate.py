@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from stretto.assembly.controls import controls, migrates
-from stretto.config import Config, RewardConfig, RolloutConfig
+from stretto.assembly.controls import Judging, Sizes, controls
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import Generator, Learner, Tracer
@@ -106,27 +105,27 @@ async def _simulate(cluster: Cluster) -> SimResult:
 
 def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule:
     """The schedule that the description asks for; to be made in a running loop."""
-    w = cluster.workload
-    config = Config(
-        seed=w.seed,
-        steps=w.steps,
-        reward=RewardConfig(on_failure=w.on_failure),
-        rollout=RolloutConfig(
+    w, engines = cluster.workload, len(cluster.generators)
+    migrates = cluster.schedule.knobs.migrates(engines)
+    turned = controls(
+        cluster.schedule,
+        Sizes(
             batch=w.batch,
             samples_per_prompt=w.samples_per_prompt,
             max_new_tokens=w.max_new_tokens,
-            engines=len(cluster.generators),
+            steps=w.steps,
+            engines=engines,
         ),
-        schedule=cluster.schedule,
+        Judging(drop_failures=w.on_failure == "drop", group_at_least=w.group_at_least),
+        seed=w.seed,
+        migrating=cluster.migrating if migrates else None,
     )
-    turned = controls(config, cluster.migrating if migrates(config) else None)
-    settings = replace(turned.settings, group_at_least=w.group_at_least, reward_weights=None)
     return Schedule(
         _prompts(cluster),
         roles.generators,
         roles.seats,
         roles.learner,
-        replace(turned, settings=settings),
+        turned,
         VirtualClock(),
         tracer,
     )

@@ -1,0 +1,193 @@
+"""The four knobs of the schedule and its presets: one entry each, and all that follows from them.
+
+A knob is a field of :class:`Knobs`, with its entry, and a setting of the same name
+(:class:`~stretto.config.schedule.ScheduleConfig`). Whatever lists knobs or presets reads them here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal
+
+ScoreOn = Literal["batch", "rollout", "chunk"]
+PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
+Need = Literal["scoring lane", "training lane", "weights", "engines"]
+"""What a knob may take: scorers that work beside generation, a learner that does, generators (and the
+critic as a scorer) with weights of their own, several engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What is known of a knob, whatever it is set to.
+
+    Attributes:
+        label: stands before its value in a line.
+        help: of its setting.
+        needs: what it takes where it is on.
+        off: values that switch it off, the usual one first.
+    """
+
+    label: str
+    help: str
+    needs: frozenset[Need]
+    off: tuple[object, ...]
+
+
+def _entry(label: str, text: str, *needs: Need, also_off: object = None) -> dict[str, Knob]:
+    """What a field of :class:`Knobs` says of its knob; the field's default is the usual 'off'."""
+    off = () if also_off is None else (also_off,)
+    return {"knob": Knob(label, text, frozenset(needs), off)}
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """What the knobs are set to, and what follows from that."""
+
+    score_on: ScoreOn = field(
+        default="batch",
+        metadata=_entry(
+            "score on",
+            "When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded.",
+            "scoring lane",
+        ),
+    )
+    overcommit: int | Literal["auto"] = field(
+        default=0,
+        metadata=_entry(
+            "overcommit",
+            "Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule.",
+        ),
+    )
+    lag: int = field(
+        default=0,
+        metadata=_entry(
+            "lag",
+            "Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one.",
+            "training lane",
+            "weights",
+        ),
+    )
+    migrate: float | Literal["off", "auto"] = field(
+        default="off",
+        metadata=_entry(
+            "migrate",
+            "Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1.",
+            "engines",
+            also_off=0,
+        ),
+    )
+
+    def on(self, name: str) -> bool:
+        """Whether the knob of this name is on."""
+        return getattr(self, name) not in KNOBS[name].off
+
+    def works(self, name: str, engines: int) -> bool:
+        """Whether the knob of this name is on and has the engines that it takes."""
+        return self.on(name) and (engines > 1 or "engines" not in KNOBS[name].needs)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What those that are on take together."""
+        return frozenset(need for name in KNOBS if self.on(name) for need in KNOBS[name].needs)
+
+    @property
+    def streams(self) -> bool:
+        """Whether scorers read responses chunk by chunk while these are decoded."""
+        return self.score_on == "chunk"
+
+    @property
+    def scores_early(self) -> bool:
+        """Whether scorers see responses while others are still decoded; each judge then has a lane."""
+        return "scoring lane" in self.needs
+
+    @property
+    def trains_beside(self) -> bool:
+        """Whether the learner works while the next responses are decoded."""
+        return "training lane" in self.needs
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether generators, and the critic as a scorer, have weights of their own."""
+        return "weights" in self.needs
+
+    def overlaps(self, engines: int) -> bool:
+        """Whether roles work at the same time; else all take turns on one lane."""
+        return self.scores_early or self.trains_beside or engines > 1
+
+    def migrates(self, engines: int) -> bool:
+        """Whether stragglers are moved together: it takes several engines."""
+        return self.works("migrate", engines)
+
+    def hosts_scorers(self, engines: int) -> bool:
+        """Whether scorers sit with the engines, to work where nothing is left to decode.
+
+        Those that stream have a place of their own, as they work while everyone decodes.
+        """
+        return self.migrates(engines) and not self.streams
+
+    def scores_beside(self, engines: int) -> bool:
+        """Whether model scorers work on a lane of their own while responses are decoded."""
+        return self.scores_early and not self.hosts_scorers(engines)
+
+    def model_seats(self, engines: int) -> int:
+        """How many seats each model scorer has: one, or one with each engine that may be freed."""
+        return engines if self.hosts_scorers(engines) else 1
+
+    def describe(self, engines: int) -> str:
+        """All knobs in a line, as they work with so many engines."""
+        return ", ".join(f"{KNOBS[name].label} {self._shown(name, engines)}" for name in KNOBS)
+
+    def _shown(self, name: str, engines: int) -> str:
+        if self.on(name) and not self.works(name, engines):
+            return f"{KNOBS[name].off[0]} (there is one engine)"
+        return str(getattr(self, name))
+
+
+KNOBS: Mapping[str, Knob] = {
+    f.name: replace(f.metadata["knob"], off=(f.default, *f.metadata["knob"].off))
+    for f in fields(Knobs)
+}
+"""Every knob, by the name of its setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A setting of all knobs that has a name.
+
+    Attributes:
+        knobs: what it sets them to.
+        help: what it does, in a few words.
+        parts: knobs of it that ``stretto compare`` can take out, by the names of these parts.
+        several_engines: whether it is about several engines, and so not compared unless asked for.
+    """
+
+    knobs: Knobs
+    help: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+    several_engines: bool = False
+
+
+PRESETS: Mapping[PresetName, Preset] = {
+    "sync": Preset(Knobs(), "each stage after the one before"),
+    "oppo": Preset(
+        Knobs(score_on="chunk", overcommit="auto"),
+        "stream to scorers, over-commit",
+        parts={"intra": "score_on", "inter": "overcommit"},
+    ),
+    "async": Preset(Knobs(score_on="rollout", lag=1), "one version behind"),
+    "rlhfuse": Preset(
+        Knobs(score_on="rollout", migrate="auto"), "gather stragglers", several_engines=True
+    ),
+    "stretto": Preset(
+        Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto"), "all of it"
+    ),
+}
+"""Every preset, by name. docs/schedules.md says where they come from."""
+
+PRESET_HELP = " ".join(
+    [
+        "What the four knobs are where they say 'preset'.",
+        *(f"{name}: {preset.help}." for name, preset in PRESETS.items()),
+    ]
+)

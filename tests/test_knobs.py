@@ -1,0 +1,193 @@
+"""The table of knobs, the presets, the settings: that they agree, and what follows from them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS
+from stretto.config import KNOBS, PRESETS, Config, Knobs, PresetName, ScheduleConfig
+from stretto.observe.progress import headline
+
+DOCS = Path(__file__).parent.parent / "docs" / "schedules.md"
+
+
+def choices(annotation: Any) -> Iterator[object]:
+    """The literals and the types that an annotation allows, without bounds."""
+    match get_origin(annotation):
+        case origin if origin is Annotated:
+            yield from choices(get_args(annotation)[0])
+        case origin if origin in (Union, UnionType):
+            for part in get_args(annotation):
+                yield from choices(part)
+        case origin if origin is Literal:
+            yield from get_args(annotation)
+        case _:
+            yield annotation
+
+
+def test_the_presets() -> None:
+    assert {name: preset.knobs for name, preset in PRESETS.items()} == {
+        "sync": Knobs(score_on="batch", overcommit=0, lag=0, migrate="off"),
+        "oppo": Knobs(score_on="chunk", overcommit="auto", lag=0, migrate="off"),
+        "async": Knobs(score_on="rollout", overcommit=0, lag=1, migrate="off"),
+        "rlhfuse": Knobs(score_on="rollout", overcommit=0, lag=0, migrate="auto"),
+        "stretto": Knobs(score_on="chunk", overcommit="auto", lag=1, migrate="auto"),
+    }
+    assert tuple(PRESETS) == get_args(PresetName)
+    assert ScheduleConfig().knobs == Knobs()
+
+
+def test_table_settings_and_presets_have_the_same_knobs() -> None:
+    """A knob that only one of them has shows here: each has its setting, with the same values."""
+    settings, kinds = ScheduleConfig.model_fields, get_type_hints(Knobs)
+    left_to_presets = {name for name, info in settings.items() if info.default == "preset"}
+    assert list(KNOBS) == list(kinds) == [name for name in settings if name in left_to_presets]
+    for name, knob in KNOBS.items():
+        assert set(choices(settings[name].annotation)) == {"preset", *choices(kinds[name])}
+        assert settings[name].description == knob.help
+        assert knob.off[0] == getattr(Knobs(), name)
+    on = {name for preset in PRESETS.values() for name in KNOBS if preset.knobs.on(name)}
+    assert on == set(KNOBS)  # some preset turns each
+    for preset in PRESETS.values():
+        assert all(preset.knobs.on(knob) for knob in preset.parts.values())
+
+
+def test_what_is_set_by_hand_comes_before_the_preset() -> None:
+    schedule = ScheduleConfig(preset="stretto", score_on="batch", overcommit=3, lag=0, migrate=0.5)
+    assert schedule.knobs == Knobs("batch", 3, 0, 0.5)
+    assert ScheduleConfig(preset="async", lag=2).knobs == Knobs("rollout", 0, 2, "off")
+
+
+@pytest.mark.parametrize(
+    ("values", "on"),
+    [
+        ({}, set()),
+        ({"score_on": "batch", "overcommit": 0, "lag": 0, "migrate": 0.0}, set()),
+        ({"score_on": "rollout"}, {"score_on"}),
+        ({"overcommit": "auto"}, {"overcommit"}),
+        ({"overcommit": 1, "lag": 2}, {"overcommit", "lag"}),
+        ({"migrate": 0.2}, {"migrate"}),
+        ({"migrate": "auto"}, {"migrate"}),
+    ],
+)
+def test_which_values_switch_a_knob_on(values: dict[str, Any], on: set[str]) -> None:
+    knobs = ScheduleConfig.model_validate(values).knobs
+    assert {name for name in KNOBS if knobs.on(name)} == on
+    assert {name for name in KNOBS if knobs.works(name, engines=1)} == on - {"migrate"}
+    assert {name for name in KNOBS if knobs.works(name, engines=2)} == on
+
+
+def test_what_each_knob_takes() -> None:
+    assert {name: set(knob.needs) for name, knob in KNOBS.items()} == {
+        "score_on": {"scoring lane"},
+        "overcommit": set(),
+        "lag": {"training lane", "weights"},
+        "migrate": {"engines"},
+    }
+
+
+FACTS = ("streams", "scores_early", "trains_beside", "copies_weights")
+OF_ENGINES = ("overlaps", "migrates", "hosts_scorers", "scores_beside")
+
+FOLLOWS: dict[str, tuple[set[str], set[str], set[str]]] = {
+    "sync": (set(), set(), {"overlaps"}),
+    "oppo": (
+        {"streams", "scores_early"},
+        {"overlaps", "scores_beside"},
+        {"overlaps", "scores_beside"},
+    ),
+    "async": (
+        {"scores_early", "trains_beside", "copies_weights"},
+        {"overlaps", "scores_beside"},
+        {"overlaps", "scores_beside"},
+    ),
+    "rlhfuse": (
+        {"scores_early"},
+        {"overlaps", "scores_beside"},
+        {"overlaps", "migrates", "hosts_scorers"},
+    ),
+    "stretto": (
+        {"streams", "scores_early", "trains_beside", "copies_weights"},
+        {"overlaps", "scores_beside"},
+        {"overlaps", "migrates", "scores_beside"},
+    ),
+}
+"""What is true of a preset: always, with one engine, with three."""
+
+
+@pytest.mark.parametrize("name", get_args(PresetName))
+def test_what_follows_from_each_preset(name: PresetName) -> None:
+    knobs, (always, with_one, with_three) = PRESETS[name].knobs, FOLLOWS[name]
+    assert {fact for fact in FACTS if getattr(knobs, fact)} == always
+    assert {fact for fact in OF_ENGINES if getattr(knobs, fact)(1)} == with_one
+    assert {fact for fact in OF_ENGINES if getattr(knobs, fact)(3)} == with_three
+    assert knobs.model_seats(1) == 1
+    assert knobs.model_seats(3) == (3 if name == "rlhfuse" else 1)
+
+
+def test_over_committing_alone_overlaps_nothing() -> None:
+    assert not Knobs(overcommit=8).overlaps(engines=1)
+    assert Knobs(lag=1).overlaps(engines=1)
+    assert Knobs(lag=2).copies_weights
+
+
+def test_the_line_that_a_run_shows() -> None:
+    assert Knobs("chunk", "auto", 1, 0.5).describe(2) == (
+        "score on chunk, overcommit auto, lag 1, migrate 0.5"
+    )
+    one = Config.model_validate({"schedule": {"preset": "rlhfuse"}})
+    assert (
+        "\nschedule: rlhfuse: score on rollout, overcommit 0, lag 0, "
+        "migrate off (there is one engine)" in headline(one)
+    )
+    assert "\nschedule: sync: score on batch, overcommit 0, lag 0, migrate off" in headline(
+        Config()
+    )
+
+
+def test_migration_that_is_asked_for_by_hand() -> None:
+    assert not ScheduleConfig(preset="rlhfuse").asks_to_migrate
+    assert not ScheduleConfig(preset="rlhfuse", migrate="off").asks_to_migrate
+    assert not ScheduleConfig(migrate=0.0).asks_to_migrate
+    assert ScheduleConfig(migrate=0.5).asks_to_migrate
+    assert ScheduleConfig(migrate="auto").asks_to_migrate
+
+
+def test_the_most_in_flight_fills_up_the_last_group() -> None:
+    schedule = ScheduleConfig(overcommit=5, batches_per_handover=2)
+    assert schedule.most_in_flight(batch=8, samples_per_prompt=1) == 16 + 5
+    assert schedule.most_in_flight(batch=8, samples_per_prompt=4) == 16 + 8
+    assert ScheduleConfig(overcommit="auto", overcommit_max=6).most_in_flight(8, 2) == 8 + 6
+
+
+def test_the_variants_of_a_comparison() -> None:
+    assert list(VARIANTS.items()) == [
+        ("sync", {"preset": "sync"}),
+        ("oppo-no-intra", {"preset": "oppo", "score_on": "batch"}),
+        ("oppo-no-inter", {"preset": "oppo", "overcommit": 0}),
+        ("oppo", {"preset": "oppo"}),
+        ("async", {"preset": "async"}),
+        ("stretto", {"preset": "stretto"}),
+        ("rlhfuse", {"preset": "rlhfuse"}),
+    ]
+    assert DEFAULT_VARIANTS == "sync,oppo-no-intra,oppo-no-inter,oppo,async,stretto"
+
+
+def test_the_documented_tables_are_these() -> None:
+    text = DOCS.read_text(encoding="utf-8")
+    rows = [re.findall(r"[\w.]+", line) for line in text.splitlines() if line.startswith("| `")]
+    shown = {row[0]: row[1 : 1 + len(KNOBS)] for row in rows if row[0] in PRESETS}
+    assert shown == {
+        name: [str(value) for value in asdict(preset.knobs).values()]
+        for name, preset in PRESETS.items()
+    }
+    assert [row[0] for row in rows if row[0].startswith("schedule.")] == [
+        f"schedule.{name}" for name in KNOBS
+    ]
