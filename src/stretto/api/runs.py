@@ -7,9 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from stretto.api.execution import begin, execute
 from stretto.api.settings import Settings, changed, config_of
-from stretto.api.training import execute
-from stretto.observe import RunDirectory
 
 if TYPE_CHECKING:
     from stretto.observe.compare import Comparison
@@ -75,9 +74,9 @@ def compare(
     Path(base.out).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
         for (name, seed), config in runs.items():
-            run_dir = RunDirectory.create(config.out, f"{name}-seed{seed}", config)
-            execute(config, run_dir, given=Given(warmup=Path(warm, f"seed{seed}.safetensors")))
-            outcomes.append(Outcome.of(name, seed, load([run_dir.path])[0]))
+            run = begin(config, f"{name}-seed{seed}")
+            execute(run, given=Given(warmup=Path(warm, f"seed{seed}.safetensors")))
+            outcomes.append(Outcome.of(name, seed, load([run.run_dir.path])[0]))
     return Comparison(outcomes, target)
 
 
