@@ -19,6 +19,7 @@ from _shared import parse
 from stretto.config import Config, recipes
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
+from stretto.rollout.complete import completed
 from stretto.runtime.inline import InlineRun, start
 from stretto.types import Rollout, RolloutState
 
@@ -27,10 +28,7 @@ def responses(run: InlineRun, batch: int, first: int) -> list[Rollout]:
     rollouts = [Rollout(first + i, run.prompts.next(), first + i) for i in range(batch)]
     by_id = {r.id: r for r in rollouts}
     (engine,) = run.placement.engines
-    engine.admit(rollouts)
-    while any(r.finish is None for r in rollouts):
-        for chunk in engine.decode(100):
-            by_id[chunk.rollout_id].append(chunk)
+    list(completed(engine, rollouts, 100))
     for scorer in run.scorers:
         scorer.admit(rollouts)
         for score in scorer.finish(list(by_id)):

@@ -24,6 +24,7 @@ from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.logits import token_logprobs
 from stretto.models.masks import LayerMasks
 from stretto.models.slots import SlotCache
+from stretto.rollout.complete import completed
 from stretto.rollout.engine import TorchEngine
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.training.trained import training_mode
@@ -113,11 +114,7 @@ def decoded(model: Any) -> list[Rollout]:
     config = RolloutConfig(batch=4, max_new_tokens=NEW, prefill_tokens=11, slots=3)
     engine = TorchEngine(model, config, end_tokens=frozenset(), seed=3)
     made = rollouts()
-    engine.admit(made)
-    for _ in range(20):
-        for chunk in engine.decode(3):
-            made[chunk.rollout_id].append(chunk)
-    assert all(r.finish for r in made)
+    list(completed(engine, made, 3))
     return made
 
 

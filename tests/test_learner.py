@@ -30,6 +30,7 @@ from stretto.models.clone import with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint, load_weights
+from stretto.rollout.complete import completed
 from stretto.rollout.engine import TorchEngine
 from stretto.training import agreement
 from stretto.training import collate as collating
@@ -656,10 +657,7 @@ def engine_rollouts(
     for i in range(8):
         ids = torch.randint(VOCABULARY, (2 + 3 * i,), generator=rng).tolist()
         rollouts.append(Rollout(i, Prompt(i, tuple(ids), ""), i))
-    engine.admit(rollouts)
-    while any(r.finish is None for r in rollouts):
-        for chunk in engine.decode(5):
-            rollouts[chunk.rollout_id].append(chunk)
+    list(completed(engine, rollouts, 5))
     for r in rollouts:
         zeros = torch.zeros(len(r)).numpy()
         reward = torch.randn(1, generator=rng).numpy()

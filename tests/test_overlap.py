@@ -23,6 +23,7 @@ from stretto import runs
 from stretto.config import TRAITS, Config, recipes
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.rollout.complete import completed
 from stretto.runs import checkpoint
 from stretto.runtime import inline
 from stretto.types import Batch, Rollout, RolloutState
@@ -37,10 +38,7 @@ def responses(parts: inline.InlineRun, batch: int, first: int) -> Batch:
     rollouts = [Rollout(first + i, parts.prompts.next(), first + i) for i in range(batch)]
     (engine,) = parts.placement.engines
     by_id = {r.id: r for r in rollouts}
-    engine.admit(rollouts)
-    while any(r.finish is None for r in rollouts):
-        for chunk in engine.decode(100):
-            by_id[chunk.rollout_id].append(chunk)
+    list(completed(engine, rollouts, 100))
     for scorer in parts.scorers:
         scorer.admit(rollouts)
         for score in scorer.finish(list(by_id)):

@@ -16,7 +16,7 @@ from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, requi
 from stretto.errors import JudgeError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
-from stretto.rollout.engine import TorchEngine
+from stretto.rollout.complete import completed
 from stretto.scoring.text import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.prompts import render
@@ -74,8 +74,7 @@ def answer(
         for i in range(per_prompt)
     ]
     engine = make_engine(config, actor, tokenizer, config.rollout.batch)
-    for _ in _decode_all(engine, rollouts):
-        pass
+    list(completed(engine, rollouts))
     return Answers(rollouts)
 
 
@@ -103,7 +102,7 @@ def generate(
         for i, text in enumerate(prompts)
     ]
     engine = make_engine(settings, load_actor(settings, say), tokenizer, options.batch)
-    for r in _decode_all(engine, rollouts):
+    for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
 
 
@@ -144,17 +143,3 @@ def judge_all(judge: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> li
                 )
             values.append(score.scalar)
     return values
-
-
-def _decode_all(engine: TorchEngine, rollouts: Sequence[Rollout]) -> Iterator[Rollout]:
-    """Decode rollouts to their ends; each is yielded when it is finished."""
-    by_id = {r.id: r for r in rollouts}
-    engine.admit(rollouts)
-    left = len(rollouts)
-    while left:
-        for chunk in engine.decode(16):
-            rollout = by_id[chunk.rollout_id]
-            rollout.append(chunk)
-            if rollout.finish:
-                left -= 1
-                yield rollout
