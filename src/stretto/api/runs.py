@@ -58,25 +58,25 @@ def compare(
     Returns:
         its ``table()`` is for people, its ``data()`` for programs.
     """
+    from stretto.api.variants import Job, outcome_of
     from stretto.assembly.models import Given
-    from stretto.observe.compare import Comparison, Outcome
-    from stretto.observe.report import load
+    from stretto.observe.compare import Comparison
 
     base = changed(config_of(settings), changes)
     if not isinstance(variants, Mapping):
         variants = {name: {"preset": name} for name in variants}
     runs = {
-        (name, seed): changed(base, {"seed": seed, "schedule": dict(variants[name])})
+        Job(name, seed): changed(base, {"seed": seed, "schedule": dict(variants[name])})
         for seed in seeds
         for name in variants
     }  # all of them are checked before the first one starts
     outcomes = []
     Path(base.out).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
-        for (name, seed), config in runs.items():
-            run = begin(config, f"{name}-seed{seed}")
-            execute(run, given=Given(warmup=Path(warm, f"seed{seed}.safetensors")))
-            outcomes.append(Outcome.of(name, seed, load([run.run_dir.path])[0]))
+        for job, config in runs.items():
+            run = begin(config, f"{job.variant}-seed{job.seed}")
+            execute(run, given=Given(warmup=Path(warm, f"seed{job.seed}.safetensors")))
+            outcomes.append(outcome_of(job, run.run_dir.path))
     return Comparison(outcomes, target)
 
 

@@ -1,57 +1,29 @@
-"""The variants of ``stretto compare``, and what its real and its simulated runs have in common."""
+"""What real and simulated runs of ``stretto compare`` have in common: the jobs and the table."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from stretto.config import PRESETS, Config, ScheduleConfig, recipes
+from stretto.api.processes import Failure
+from stretto.api.variants import VARIANTS, Job
 from stretto.errors import ConfigError, nearest
 from stretto.observe.compare import Comparison, Outcome
 
 T = TypeVar("T", str, int)
 
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "sync": {"preset": "sync"},
-    "oppo-no-intra": {"preset": "oppo", "score_on": "batch"},
-    "oppo-no-inter": {"preset": "oppo", "overcommit": 0},
-    "oppo": {"preset": "oppo"},
-    "async": {"preset": "async"},
-    "stretto": {"preset": "stretto"},
-    "rlhfuse": {"preset": "rlhfuse"},
-}
-"""Names for settings of the schedule."""
-
 DEFAULT_VARIANTS = "sync,oppo-no-intra,oppo-no-inter,oppo,async,stretto"
 DEFAULT_SEEDS = "0,1,2"
-
-KNOBS = ("preset", *PRESETS["sync"])
-"""What a variant sets, whatever the recipe says; to the default where the variant names none."""
 
 VARIANTS_HELP = f"Schedules to compare, separated by commas; known: {', '.join(VARIANTS)}."
 TARGET_HELP = (
     "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
     "first to its last."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run of a comparison."""
-
-    variant: str
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What is to be said of a run that failed."""
-
-    text: str
 
 
 @dataclass(slots=True)
@@ -67,25 +39,6 @@ class Collected:
     outcomes: list[Outcome] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
     interrupted: bool = False
-
-
-def config_of(config: Config, job: Job, out: str) -> Config:
-    """The settings of one run.
-
-    Raises:
-        ConfigError: the variant's settings and the others contradict each other.
-    """
-    data = config.model_dump()
-    data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
-    data["observe"]["progress"] = "plain"
-    return recipes.build(data, f"variant '{job.variant}'")
-
-
-def schedule_of(schedule: ScheduleConfig, variant: str) -> dict[str, Any]:
-    """The settings of a schedule with the variant's preset and knobs."""
-    defaults = ScheduleConfig().model_dump()
-    knobs = {knob: defaults[knob] for knob in KNOBS}
-    return {**schedule.model_dump(), **knobs, **VARIANTS[variant]}
 
 
 def plan(variants: str, seeds: str) -> list[Job]:
