@@ -26,7 +26,8 @@ from _shared import parse, random_prompts
 from stretto.config import RolloutConfig
 from stretto.models.load import load_causal_lm
 from stretto.rollout.engine import TorchEngine
-from stretto.types import Prompt, Rollout
+from stretto.schedules.rollout import Rollout
+from stretto.types import Prompt
 
 SMOKE = {"prompts": 2, "prompt_tokens": 4, "new_tokens": 4, "runs": 1}
 
@@ -49,7 +50,7 @@ def main() -> None:
     engine = TorchEngine(model, config, end_tokens=frozenset(), seed=args.seed)
 
     def tokens_per_s(run: int) -> float:
-        engine.admit([Rollout(run * args.prompts + p.id, p, p.id) for p in prompts])
+        engine.admit([Rollout(run * args.prompts + p.id, p, p.id).response() for p in prompts])
         start = time.perf_counter()
         chunks = engine.decode(args.new_tokens)
         elapsed = time.perf_counter() - start

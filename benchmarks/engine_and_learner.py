@@ -17,34 +17,31 @@ from torch import Tensor
 
 from _shared import parse
 from stretto.config import Config, recipes
+from stretto.evaluation.answers import completed
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.runtime.inline import InlineRun, start
-from stretto.types import Rollout, RolloutState
+from stretto.schedules.rollout import Rollout, train_batch
 
 
-def responses(run: InlineRun, batch: int, first: int) -> list[Rollout]:
+def scored(run: InlineRun, batch: int, first: int) -> list[Rollout]:
     rollouts = [Rollout(first + i, run.prompts.next(), first + i) for i in range(batch)]
     by_id = {r.id: r for r in rollouts}
     (engine,) = run.placement.engines
-    engine.admit(rollouts)
-    while any(r.finish is None for r in rollouts):
-        for chunk in engine.decode(100):
-            by_id[chunk.rollout_id].append(chunk)
+    list(completed(engine, rollouts, 100))
     for scorer in run.scorers:
-        scorer.admit(rollouts)
+        scorer.admit([r.response(text=True) for r in rollouts])
         for score in scorer.finish(list(by_id)):
             by_id[score.rollout_id].scores[scorer.name] = score
-    for r in rollouts:
-        r.state = RolloutState.SCORED
     return rollouts
 
 
 @torch.no_grad()
 def logprobs(run: InlineRun, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
     """The learner's, of all response tokens, one after the other."""
-    hidden = response_hidden(run.actor, rollouts)
-    targets = response_tokens(rollouts, hidden.device)
+    responses = [r.response() for r in rollouts]
+    hidden = response_hidden(run.actor, responses)
+    targets = response_tokens(responses, hidden.device)
     return token_logprobs(output_head(run.actor), hidden, targets, temperature)[0].cpu()
 
 
@@ -61,10 +58,10 @@ def measure(config: Config) -> None:
         )
         print("|---|---|---|---|---|---|")
         for step in range(config.steps):
-            rollouts = responses(run, size, step * size)
+            rollouts = scored(run, size, step * size)
             engines = torch.tensor([x for r in rollouts for x in r.logprobs])
             before = logprobs(run, rollouts, config.rollout.temperature)
-            run.learner.train(rollouts)
+            run.learner.train(train_batch(rollouts))
             after = logprobs(run, rollouts, config.rollout.temperature)
             new = run.learner.publish()
             run.placement.engines[0].load(new["actor"])

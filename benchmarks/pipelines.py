@@ -1,12 +1,15 @@
 """How good the pipeline schedules are, and how fast they are found.
 
-    python benchmarks/pipelines.py latency    # Table 3 without a capacity, until the bound
-    python benchmarks/pipelines.py memory     # ... with the lower of paper's and trace's memory
+    python benchmarks/pipelines.py table3     # RLHFuse's Table 3, with the lower of the paper's
+                                              # and the published trace's memory as capacity
+    python benchmarks/pipelines.py memory     # the same: ticks, and how long they took
+    python benchmarks/pipelines.py latency    # ... without a capacity, until the bound
     python benchmarks/pipelines.py lowest     # ... as little memory as can be found in the time
+    python benchmarks/pipelines.py prove      # ... by CP-SAT, instances up to 1,600 tasks
     python benchmarks/pipelines.py random     # 50 random problems, until the bound
     python benchmarks/pipelines.py large      # 64 devices, 256 micro-batches
-    python benchmarks/pipelines.py peer       # Table 3 by the published search
-    python benchmarks/pipelines.py prove      # CP-SAT on the instances up to 1,600 tasks
+
+``--method annealing`` solves Table 3 by the search as published, for comparison.
 
 Seconds are those of the search; processor seconds are of all its threads, and tell how much of the
 machine it got. Compilation is apart from both.
@@ -17,16 +20,17 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from _shared import parse
-from stretto.pipelines.baselines import serial_1f1b
+from _table3 import ROWS, Row
+from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import Solution, solve
-from stretto.pipelines.table3 import ROWS
 
 ENOUGH = 1e9
 """Memory that is always enough: the search stops at the bound."""
@@ -44,45 +48,80 @@ def tasks(problem: Problem) -> int:
     return sum(2 * side.devices * side.micro_batches for side in problem.sides)
 
 
-def table(args: argparse.Namespace) -> None:
-    """Table 3 in one of several ways."""
-    print("| row | tasks | bound | latency | at | peak to serial | paper | trace "
-          "| seconds | processor seconds | status |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    total_s = 0.0
+def rows(args: argparse.Namespace) -> Iterator[tuple[int, Row, Solution, float]]:
+    """The instances of Table 3, numbered, solved as asked; with the processor seconds of each.
+
+    Ctrl-C ends a search; the instance then is the last one.
+    """
     for number, row in enumerate(ROWS, start=1):
         if args.what == "prove" and tasks(row.problem) > PROVABLE_TASKS:
             continue
-        problem, enough, method = row.problem, 0.0, "stretto"
-        if args.what == "latency":
-            enough = ENOUGH
-        elif args.what == "memory":
+        problem, enough = row.problem, ENOUGH if args.what == "latency" else 0.0
+        if args.what in ("memory", "table3"):
             enough = row.least_memory
-            problem = replace(problem, capacity=enough)
-        elif args.what == "peer":
-            method, enough = "annealing", row.least_memory
-        elif args.what == "prove":
-            method = "cp-sat"
+            if args.method != "annealing":
+                problem = replace(problem, capacity=enough)
         solution, processor_s = timed(
             problem,
             seconds=args.seconds,
             seed=args.seed,
             threads=args.threads,
-            method=method,
+            method="cp-sat" if args.what == "prove" else args.method,
             memory=enough,
+            keep_interrupted=True,
         )
+        yield number, row, solution, processor_s
+        if solution.interrupted:
+            raise SystemExit(130)
+
+
+def table(args: argparse.Namespace) -> None:
+    """The search itself: ticks, and when they were reached."""
+    print("| row | tasks | bound | latency | at | peak to serial | paper | trace "
+          "| seconds | processor seconds | status |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    total_s = 0.0
+    for number, row, solution, processor_s in rows(args):
         total_s += solution.seconds
-        serial = serial_1f1b(problem)
+        serial = serial_1f1b(row.problem)
         first = next(i.seconds for i in solution.trace if i.latency == solution.makespan)
         status = solution.status + (", least memory" if solution.memory_proved else "")
         print(
-            f"| {number} | {tasks(problem):,} | {solution.bound} | {solution.makespan} "
+            f"| {number} | {tasks(row.problem):,} | {solution.bound} | {solution.makespan} "
             f"| {first:.2f} s | {solution.peak / serial.peak:.4f} | {row.memory:.2f} "
             f"| {row.traced_peak / serial.peak:.4f} | {solution.seconds:.1f} | {processor_s:.1f} "
             f"| {status} |",
             flush=True,
         )
     print(f"\nall rows: {total_s:.1f} s")
+
+
+def table3(args: argparse.Namespace) -> None:
+    """Each instance beside what was printed and published of it, as ratios to serial 1F1B."""
+    print("| models | stages | batch | 1F1B+ | speed-up: ours | paper | trace | bound "
+          "| memory: ours | paper | trace | seconds | status |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
+    for _, row, solution, _ in rows(args):
+        serial, plus = serial_1f1b(row.problem), one_f_one_b_plus(row.problem)
+        assert plus is not None
+        print(
+            f"| {row.models} | {row.stages[0]}, {row.stages[1]} | {row.global_batch} "
+            f"| {serial.latency / plus.latency:.2f} "
+            f"| {serial.latency / solution.makespan:.3f} | {row.speedup:.2f} "
+            f"| {serial.latency / row.traced_latency:.3f} "
+            f"| {serial.latency / solution.bound:.3f} "
+            f"| {solution.peak / serial.peak:.3f} | {row.memory:.2f} "
+            f"| {row.traced_peak / serial.peak:.3f} "
+            f"| {solution.seconds:.1f} | {solution.status} |",
+            flush=True,
+        )
+    memory = "the lower of the paper's and the trace's memory"
+    last = (
+        f"The published annealing knows no capacity: it only stops at {memory}."
+        if args.method == "annealing"
+        else f"Each instance has {memory} as its capacity."
+    )
+    print(f"\nSpeed-ups and memory are to serial 1F1B. {last}")
 
 
 def random_problem(seed: int) -> Problem:
@@ -169,17 +208,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ways = {"random": random_problems, "large": large}
-    tables = ("latency", "memory", "lowest", "peer", "prove")
-    parser.add_argument("what", choices=[*tables, *ways])
+    ways = {"table3": table3, "random": random_problems, "large": large}
+    ways |= dict.fromkeys(("memory", "latency", "lowest", "prove"), table)
+    parser.add_argument("what", choices=ways)
+    parser.add_argument(
+        "--method",
+        choices=["stretto", "annealing"],
+        default="stretto",
+        help="of the tables, but for prove's, which is CP-SAT",
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="to search, each problem")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--problems", type=int, default=50, help="random ones")
     args = parse(parser, {"what": "", "seconds": 0.1, "threads": 1, "problems": 2})
-    for what in [*tables, *ways] if args.smoke else [args.what]:
+    for what in ways if args.smoke else [args.what]:
         args.what = what
-        ways.get(what, table)(args)
+        ways[what](args)
+    if args.smoke:
+        args.what, args.method = "table3", "annealing"
+        table3(args)
 
 
 if __name__ == "__main__":

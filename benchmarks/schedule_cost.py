@@ -20,7 +20,7 @@ from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.simulate import make_roles, make_schedule
-from stretto.types import Rollout
+from stretto.schedules.rollout import Rollout
 
 
 def cluster(rollouts: int, tokens: int, chunk: int, steps: int, score_on: str) -> Cluster:
@@ -80,9 +80,10 @@ def bare(description: Cluster) -> float:
         start_s = time.process_time()
         for step in range(w.steps):
             rollouts = [Rollout(step * w.batch + i, prompt, i) for i in range(w.batch)]
-            await generator.admit(rollouts)
+            responses = [r.response() for r in rollouts]
+            await generator.admit(responses)
             for scorer in scorers:
-                await scorer.admit(rollouts)
+                await scorer.admit(responses)
             left = len(rollouts)
             while left:
                 chunks = await generator.decode(size, left)

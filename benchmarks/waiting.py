@@ -67,7 +67,8 @@ def decoding(model: Any) -> Callable[[], int]:
     """Decodes a few tokens of a batch, with their log-probabilities, and says how many."""
     from stretto.config import RolloutConfig
     from stretto.rollout.engine import TorchEngine
-    from stretto.types import Prompt, Rollout
+    from stretto.schedules.rollout import Rollout
+    from stretto.types import Prompt
 
     ids = random_prompts(ROWS, PROMPT, 0, model.config.vocab_size)
     config = RolloutConfig(batch=ROWS, max_new_tokens=64)
@@ -78,7 +79,7 @@ def decoding(model: Any) -> Callable[[], int]:
         chunks = engine.decode(CHUNK)
         if not chunks:  # all have ended
             prompts = (Prompt(i, tuple(tokens), "") for i, tokens in enumerate(ids))
-            engine.admit([Rollout(next(numbers), prompt, prompt.id) for prompt in prompts])
+            engine.admit([Rollout(next(numbers), p, p.id).response() for p in prompts])
             chunks = engine.decode(CHUNK)
         return sum(len(chunk.tokens) for chunk in chunks)
 

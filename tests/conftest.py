@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from stretto.models.tiny import make_tiny
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
 
 
 @pytest.fixture(scope="session")

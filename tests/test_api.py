@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import stretto
 from stretto import Config, RewardModelConfig, SftConfig
+from stretto.api import begin, changed
 from stretto.cli.main import main
 from stretto.config import RolloutConfig, recipes
 from stretto.errors import ConfigError, ModelError, TaskError
@@ -126,6 +127,22 @@ def test_rows_and_functions_take_the_place_of_names(tmp_path: Path) -> None:
     assert config.task.kind == "dataset"
     kept = Path(config.task.name).read_text().splitlines()
     assert [json.loads(line) for line in kept] == ROWS
+
+
+def test_a_run_begins_in_a_new_folder_or_in_that_of_the_run_it_goes_on_with(tmp_path: Path) -> None:
+    config = stretto.load_recipe("tiny", out=str(tmp_path))
+    runs = [begin(config, "mine") for _ in range(2)]
+    assert [run.run_dir.path for run in runs] == [tmp_path / "mine-001", tmp_path / "mine-002"]
+    assert not any(run.resuming for run in runs)
+    longer = changed(config, {"steps": 99})
+    again = begin(longer, resume=tmp_path / "mine-001")
+    assert (again.resuming, again.run_dir.path) == (True, tmp_path / "mine-001")
+    assert again.config.steps == 99
+    with pytest.raises(ConfigError, match=r"seed = 9: the run to resume has 0"):
+        begin(changed(config, {"seed": 9}), resume=tmp_path / "mine-001")
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        begin(config, resume=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_the_task_judges_rows_by_their_answers_and_the_run_can_be_resumed(tmp_path: Path) -> None:

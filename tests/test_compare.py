@@ -18,9 +18,10 @@ import psutil
 import pytest
 
 from stretto import signals
-from stretto.cli import compare
+from stretto.api import processes
+from stretto.api.variants import VARIANTS, Job, config_of
 from stretto.cli.main import main
-from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS, Job, config_of, plan
+from stretto.cli.variants import DEFAULT_VARIANTS, plan
 from stretto.config import PRESETS, Config, Knobs, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
@@ -335,7 +336,7 @@ class FakeTraining:
 def compare_with(
     training: FakeTraining, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str
 ) -> int:
-    monkeypatch.setattr(compare, "run_command", training)
+    monkeypatch.setattr(processes, "run_command", training)
     monkeypatch.chdir(folder)
     return status(["compare", "tiny", "--steps", "4", "--variants", "sync,oppo,async", *arguments])
 
@@ -467,11 +468,11 @@ def test_a_signal_lets_the_process_end_in_order_but_not_for_ever(
     said: str,
     number: int,
 ) -> None:
-    monkeypatch.setattr(compare, "STOP_S", stop_s)
+    monkeypatch.setattr(processes, "STOP_S", stop_s)
     log = tmp_path / "log"
     thread = send_when_ready(number, log)
     with pytest.raises(KeyboardInterrupt), signals.ending_in_order():
-        compare.run_command([sys.executable, "-c", PATIENT.format(last_words=last_words)], log)
+        processes.run_command([sys.executable, "-c", PATIENT.format(last_words=last_words)], log)
     thread.join()
     assert log.read_text().partition("\n")[2] == said
 
@@ -479,8 +480,8 @@ def test_a_signal_lets_the_process_end_in_order_but_not_for_ever(
 PARENT = """
 import sys
 from pathlib import Path
-from stretto.cli import compare
-compare.run_command([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]))
+from stretto.api import processes
+processes.run_command([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]))
 """
 
 

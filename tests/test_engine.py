@@ -26,6 +26,7 @@ from torch import Tensor
 from helpers import CHANNEL, VOCABULARY, llama, make_chunk, ticket, told
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
+from stretto.evaluation.answers import completed
 from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
@@ -408,6 +409,24 @@ def test_tokens_do_not_depend_on_company_order_or_interruption(
             e.load(weights_of(model(), e.version + 1, copied=False))
     e.admit(told([made[i] for i in order if i in outside and not made[i].finish]))
     assert_answers(finish(e, list(made.values()), last_chunk))
+
+
+def test_rollouts_are_handed_out_as_they_end() -> None:
+    """Three for two slots: the third begins when the first has ended, of the same tokens."""
+    prompts = random_prompts([3, 5, 4])
+    alone = run(engine(llama(), end=range(6), slots=2), prompts)
+    made = rollouts(prompts)
+    e = engine(llama(), end=range(6), slots=2)
+    seen = []
+    for r in completed(e, made, chunk_tokens=1):
+        assert r.finish
+        seen.append((r.id, [other.id for other in made if other.finish]))
+    assert [ended for _, ended in seen][-1] == [0, 1, 2]
+    assert sorted(i for i, _ in seen) == [0, 1, 2]
+    assert len(seen[0][1]) == 1
+    assert [r.tokens for r in made] == [r.tokens for r in alone]
+    assert e.decode(3) == []
+    assert list(completed(e, [])) == []
 
 
 def test_slots_grow_under_running_rollouts() -> None:

@@ -18,6 +18,7 @@ from helpers import told
 from stretto.assembly.engines import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError, StrettoError
+from stretto.evaluation.answers import completed
 from stretto.models.cached import CachedPass, slots_within
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.heads import critic_from_actor
@@ -115,11 +116,7 @@ def decoded(model: Any) -> list[Rollout]:
     config = RolloutConfig(batch=4, max_new_tokens=NEW, prefill_tokens=11, slots=3)
     engine = TorchEngine(model, config, end_tokens=frozenset(), seed=3)
     made = rollouts()
-    engine.admit(told(made))
-    for _ in range(20):
-        for chunk in engine.decode(3):
-            made[chunk.rollout_id].append(chunk)
-    assert all(r.finish for r in made)
+    list(completed(engine, made, 3))
     return made
 
 

@@ -28,6 +28,7 @@ from helpers import (
 )
 from stretto.config import Config, ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
+from stretto.evaluation.answers import completed
 from stretto.models import forward
 from stretto.models.clone import with_own_weights
 from stretto.models.load import load_causal_lm
@@ -662,10 +663,7 @@ def engine_rollouts(
     for i in range(8):
         ids = torch.randint(VOCABULARY, (2 + 3 * i,), generator=rng).tolist()
         rollouts.append(Rollout(i, Prompt(i, tuple(ids), ""), i))
-    engine.admit(told(rollouts))
-    while any(r.finish is None for r in rollouts):
-        for chunk in engine.decode(5):
-            rollouts[chunk.rollout_id].append(chunk)
+    list(completed(engine, rollouts, 5))
     for r in rollouts:
         zeros = torch.zeros(len(r)).numpy()
         reward = torch.randn(1, generator=rng).numpy()

@@ -23,6 +23,7 @@ from helpers import told, train_on
 from stretto import runs
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import Config, recipes
+from stretto.evaluation.answers import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
@@ -39,10 +40,7 @@ def responses(parts: inline.InlineRun, batch: int, first: int) -> list[Rollout]:
     rollouts = [Rollout(first + i, parts.prompts.next(), first + i) for i in range(batch)]
     (engine,) = parts.placement.engines
     by_id = {r.id: r for r in rollouts}
-    engine.admit(told(rollouts))
-    while any(r.finish is None for r in rollouts):
-        for chunk in engine.decode(100):
-            by_id[chunk.rollout_id].append(chunk)
+    list(completed(engine, rollouts, 100))
     for scorer in parts.scorers:
         scorer.admit(told(rollouts))
         for score in scorer.finish(list(by_id)):

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from _table3 import ROWS
 from stretto.errors import ConfigError
 from stretto.pipelines.anneal import may_swap
 from stretto.pipelines.baselines import greedy, interleaved_1f1b, one_f_one_b_plus, serial_1f1b
@@ -30,7 +31,6 @@ from stretto.pipelines.kernels import (
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.schedule import Schedule, check
 from stretto.pipelines.sizes import ModelShape, Parallel, make_problem
-from stretto.pipelines.table3 import ROWS
 
 INSTANCES = json.loads((Path(__file__).parent / "pipeline_instances.json").read_text())
 

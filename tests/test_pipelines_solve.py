@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipelines as benchmark
+from _table3 import ROWS
 from stretto.cli.main import main
 from stretto.errors import ConfigError, MissingExtraError
 from stretto.pipelines.baselines import greedy
@@ -29,7 +32,6 @@ from stretto.pipelines.schedule import Schedule
 from stretto.pipelines.search import list_schedule, make_views, turned
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
-from stretto.pipelines.table3 import ROWS
 
 
 def side(stages: int, pipelines: int, batches: int, **other: Any) -> Side:
@@ -386,9 +388,6 @@ class TestCommand:
             ("FILE --schedule /", "cannot write '/': it is a directory"),
             ("FILE --actor-tp 4 --tokens 7 --teraflops 1",
              "a file says all of the problem: leave out --actor-tp, --tokens, --teraflops"),
-            ("table3 --draw a.png", "table3 solves twelve instances"),
-            ("table3 --actor 33B --tokens 9",
-             "table3 says all of the problem: leave out --actor, --tokens"),
             ("SIZES --capacity 1", "capacity 1 GiB is below the 4,352 MiB that one micro-batch "
              "takes: give 4.25 GiB or more"),
             ("SIZES --actor-tp 0", "tensor parallelism of the actor 0: must be a whole number"),
@@ -479,9 +478,9 @@ class TestCommand:
         assert main(["pipeline", str(file), "--draw", str(picture)]) == 130
         assert "interrupted after 0." in capsys.readouterr().out
         assert picture.read_text().startswith("<svg")
-        assert main(["pipeline", "table3"]) == 130
-        assert len(capsys.readouterr().out.splitlines()) == 3  # two of heads, and the first row
 
+
+class TestTable3:
     @pytest.mark.parametrize(
         ("method", "last"),
         [
@@ -503,8 +502,9 @@ class TestCommand:
             capacities.append((problem.capacity, given["memory"], given["method"]))
             return found
 
-        monkeypatch.setattr("stretto.pipelines.solve.solve", seen)
-        assert main(["pipeline", "table3", "--method", method]) == 0
+        monkeypatch.setattr(benchmark, "solve", seen)
+        monkeypatch.setattr(sys, "argv", ["pipelines.py", "table3", "--method", method])
+        benchmark.main()
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == 2 + 12 + 2
         assert lines[2].startswith("| 33B/13B | 8, 4 | 8 | 1.10 | 1.373 | 1.38 | 1.373 | 1.373 |")
@@ -514,3 +514,16 @@ class TestCommand:
         assert goal == pytest.approx(15.6)
         assert capacity == (None if method == "annealing" else goal)
         assert asked == method
+
+    def test_ends_at_an_interrupt(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def cut_short(problem: Problem, **given: Any) -> Solution:
+            assert given["keep_interrupted"]
+            return replace(solve(problem, seconds=0.1), interrupted=True)
+
+        monkeypatch.setattr(benchmark, "solve", cut_short)
+        monkeypatch.setattr(sys, "argv", ["pipelines.py", "table3"])
+        with pytest.raises(SystemExit, match="130"):
+            benchmark.main()
+        assert len(capsys.readouterr().out.splitlines()) == 3  # two of heads, and the first row

@@ -7,9 +7,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from stretto.api.execution import begin, execute
 from stretto.api.settings import Settings, changed, config_of
-from stretto.api.training import execute
-from stretto.observe import RunDirectory
 
 if TYPE_CHECKING:
     from stretto.observe.compare import Comparison
@@ -59,25 +58,25 @@ def compare(
     Returns:
         its ``table()`` is for people, its ``data()`` for programs.
     """
+    from stretto.api.variants import Job, outcome_of
     from stretto.assembly.models import Given
-    from stretto.observe.compare import Comparison, Outcome
-    from stretto.observe.report import load
+    from stretto.observe.compare import Comparison
 
     base = changed(config_of(settings), changes)
     if not isinstance(variants, Mapping):
         variants = {name: {"preset": name} for name in variants}
     runs = {
-        (name, seed): changed(base, {"seed": seed, "schedule": dict(variants[name])})
+        Job(name, seed): changed(base, {"seed": seed, "schedule": dict(variants[name])})
         for seed in seeds
         for name in variants
     }  # all of them are checked before the first one starts
     outcomes = []
     Path(base.out).mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
-        for (name, seed), config in runs.items():
-            run_dir = RunDirectory.create(config.out, f"{name}-seed{seed}", config)
-            execute(config, run_dir, given=Given(warmup=Path(warm, f"seed{seed}.safetensors")))
-            outcomes.append(Outcome.of(name, seed, load([run_dir.path])[0]))
+        for job, config in runs.items():
+            run = begin(config, f"{job.variant}-seed{job.seed}")
+            execute(run, given=Given(warmup=Path(warm, f"seed{job.seed}.safetensors")))
+            outcomes.append(outcome_of(job, run.run_dir.path))
     return Comparison(outcomes, target)
 
 

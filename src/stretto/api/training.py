@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from stretto.api.settings import (
-    R,
-    Settings,
-    changed,
-    check_resumable,
-    config_of,
-    of_dataset,
-    settled,
-)
+from stretto.api.execution import Begun, begin, execute
+from stretto.api.settings import Settings, changed, config_of, of_dataset
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.errors import ConfigError, StateError, StrettoError, TaskError
+from stretto.errors import ConfigError, StrettoError, TaskError
 from stretto.files import write_whole
-from stretto.observe import Progress, RunDirectory, make_progress
-from stretto.signals import ending_in_order
+from stretto.observe import Progress, RunDirectory
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,7 +25,6 @@ if TYPE_CHECKING:
     from stretto.tasks import Task
 
 C = TypeVar("C", SftConfig, RewardModelConfig)
-T = TypeVar("T")
 
 Function: TypeAlias = Callable[..., Any]
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
@@ -100,12 +90,12 @@ def train(
     if not config.task.name:
         raise ConfigError("task.name is empty: give rows or a file as dataset=")
     name = recipes.name_of(settings) if not isinstance(settings, Config) else "run"
-    run_dir = RunDirectory.create(config.out, name, config)
+    run = begin(config, name)
     if rows is not None:
-        task_config = config.task.model_copy(update={"name": str(_keep(rows, run_dir))})
-        config = config.model_copy(update={"task": task_config})
-        run_dir.save_config(config)
-    return execute(config, run_dir, given=given, progress=progress)
+        task_config = config.task.model_copy(update={"name": str(_keep(rows, run.run_dir))})
+        run = replace(run, config=config.model_copy(update={"task": task_config}))
+        run.run_dir.save_config(run.config)
+    return execute(run, given=given, progress=progress)
 
 
 def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any) -> TrainResult:
@@ -121,49 +111,8 @@ def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any)
         StateError: it holds no checkpoint that is whole.
         StorageError: another process is at work in it, or it cannot be written to.
     """
-    run_dir = RunDirectory.open(run)
-    before = recipes.load(run_dir.config_file)
-    config = changed(before, changes)
-    check_resumable(before, config)
-    return execute(config, run_dir, resuming=True, progress=progress)
-
-
-def execute(
-    config: Config,
-    run_dir: RunDirectory,
-    *,
-    resuming: bool = False,
-    given: Given | None = None,
-    progress: Progress | None = None,
-) -> TrainResult:
-    """A run in a folder that is there: plan, display, training, and where the results are.
-
-    Args:
-        config: of the run.
-        run_dir: its folder; removed again if a new run ends before its first step.
-        resuming: go on from the newest checkpoint in it; the settings are written into it.
-        given: what the caller brings instead of names.
-        progress: as in :func:`train`.
-    """
-    display = progress or make_progress(config.observe.progress)
-
-    def work() -> TrainResult:
-        if resuming:
-            run_dir.save_config(config)
-        from stretto import runs
-        from stretto.models.memory import format_plan, plan_for
-
-        # A model that the caller brings has a type of its own.
-        named = given is None or given.actor is None
-        final, decided = _settled(config, run_dir) if named else (config, [])
-        display.start(final, format_plan(plan_for(final)) if named else "")
-        display.note(f"{'resuming' if resuming else 'run directory'}: {run_dir.path}")
-        for line in decided:
-            display.note(line)
-        brought = {"given": given} if given else {}
-        return runs.train(final, run_dir=run_dir, resume=resuming, progress=display, **brought)
-
-    return _to_the_end(work, run_dir, display, keep=resuming)
+    before = recipes.load(RunDirectory.open(run).config_file)
+    return execute(begin(changed(before, changes), resume=run), progress=progress)
 
 
 def sft(
@@ -179,8 +128,7 @@ def sft(
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
     """
-    config, run_dir = _begun(settings, SftConfig, "sft", changes)
-    return execute_sft(config, run_dir, progress=progress)
+    return execute(_begun(settings, SftConfig, "sft", changes), progress=progress)
 
 
 def train_reward_model(
@@ -196,96 +144,17 @@ def train_reward_model(
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
     """
-    config, run_dir = _begun(settings, RewardModelConfig, "reward", changes)
-    return execute_reward(config, run_dir, progress=progress)
-
-
-def execute_sft(
-    config: SftConfig, run_dir: RunDirectory, *, progress: Progress | None = None
-) -> SftResult:
-    """Fine-tuning in a folder that is there; arguments as those of :func:`execute`."""
-    from stretto import runs
-
-    return _supervised(config, run_dir, runs.sft, progress)
-
-
-def execute_reward(
-    config: RewardModelConfig, run_dir: RunDirectory, *, progress: Progress | None = None
-) -> RewardModelResult:
-    """The training of a reward model, likewise; see :func:`execute_sft`."""
-    from stretto import runs
-
-    return _supervised(config, run_dir, runs.train_reward_model, progress)
+    return execute(_begun(settings, RewardModelConfig, "reward", changes), progress=progress)
 
 
 def _begun(
     settings: C | str | Path, kind: type[C], name: str, changes: Mapping[str, Any]
-) -> tuple[C, RunDirectory]:
-    """The settings of a run of supervised training, and its folder."""
+) -> Begun[C]:
+    """A run of supervised training."""
     if isinstance(settings, str | Path):
         name = recipes.name_of(settings)
         settings = recipes.load(settings, kind)
-    config = changed(settings, changes)
-    return config, RunDirectory.create(config.out, name, config)
-
-
-def _supervised(
-    config: C, run_dir: RunDirectory, work: Callable[..., T], progress: Progress | None
-) -> T:
-    display = progress or make_progress(config.observe.progress)
-
-    def run() -> T:
-        final, decided = _settled(config, run_dir)
-        display.start(final, "")
-        display.note(f"run directory: {run_dir.path}")
-        for line in decided:
-            display.note(line)
-        return work(final, run_dir=run_dir, progress=display)
-
-    return _to_the_end(run, run_dir, display)
-
-
-def _settled(config: R, run_dir: RunDirectory) -> tuple[R, list[str]]:
-    """The settings with what the machine decides, kept in the run's folder, and lines about it."""
-    lines: list[str] = []
-    final = settled(config, lines.append)
-    if lines:
-        run_dir.save_config(final)
-    return final, lines
-
-
-def _to_the_end(
-    work: Callable[[], T], run_dir: RunDirectory, display: Progress, keep: bool = False
-) -> T:
-    """Do a run's work while nobody else writes into its folder, and say what there is of it, also
-    where it is stopped.
-    """
-    with ending_in_order(), ExitStack() as stack:
-        stack.enter_context(run_dir.locked(display.note))
-        try:
-            with stack:  # a folder that is removed is let go of first
-                result = work()
-        except BaseException:
-            _leave(run_dir, display, keep)
-            raise
-        display.close()
-        records = "metrics, samples" if run_dir.samples_file.exists() else "metrics"
-        display.note(f"done; {records} and the trained model are in {run_dir.path}")
-        return result
-
-
-def _leave(run_dir: RunDirectory, display: Progress, keep: bool) -> None:
-    """Say what there is of a run that was stopped; one that never took a step leaves nothing.
-
-    What fails on the way, as on a terminal that is gone, must not hide what stopped the run.
-    """
-    with suppress(OSError, ValueError, StateError):
-        display.close()
-    with suppress(OSError, ValueError, StateError):
-        if any(record["step"] for record in run_dir.read_metrics()):
-            display.note(f"stopped; what was done so far is in {run_dir.path}")
-        elif not keep:
-            shutil.rmtree(run_dir.path)
+    return begin(changed(settings, changes), name)
 
 
 def _brought(

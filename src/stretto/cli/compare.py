@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import os
 import platform
-import signal
-import subprocess
-import sys
-from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import tyro
 
-from stretto import signals
+from stretto.api import report
+from stretto.api.processes import Trainings
 from stretto.api.settings import settled
+from stretto.api.variants import REPLACED, Job, config_of
 from stretto.cli import compare_sim
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -33,13 +30,9 @@ from stretto.cli.settings import (
 from stretto.cli.variants import (
     DEFAULT_SEEDS,
     DEFAULT_VARIANTS,
-    REPLACED,
     TARGET_HELP,
     VARIANTS_HELP,
-    Failure,
-    Job,
     collect,
-    config_of,
     exit_status,
     new_folder,
     plan,
@@ -47,18 +40,9 @@ from stretto.cli.variants import (
 )
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
-from stretto.observe import report
-from stretto.observe.compare import Outcome
 from stretto.observe.lock import locked
 from stretto.observe.report.page import MAX_RUNS
 
-STOP_S = 30.0
-"""How long a run gets to end in order, and to save its model, when it is interrupted."""
-
-WARMUP = "warmup.safetensors"
-"""What came out of a seed's warm-up, while runs with that seed are to come."""
-
-_LAST_LINES = 12
 _SIM = "--sim"
 
 _DESCRIPTION = (
@@ -109,24 +93,12 @@ def _run_all(
     arguments: Sequence[str],
     target: float | None,
 ) -> int:
-    runs: dict[Job, Path] = {}
-    last = {job.seed: job for job in jobs}
-
-    def execute(job: Job) -> Outcome | Failure:
-        found = train(config_of(config, job, str(folder / f"seed{job.seed}")), job)
-        if job == last[job.seed]:
-            (folder / f"seed{job.seed}" / WARMUP).unlink(missing_ok=True)
-        if isinstance(found, Failure):
-            return found
-        runs[job] = found
-        return Outcome.of(job.variant, job.seed, report.load([found])[0])
-
-    collected = collect(jobs, execute)
+    trainings = Trainings(config, jobs, folder)
+    collected = collect(jobs, trainings.run)
     publish(collected, target, folder, arguments, machine())
-    first = [path for job, path in runs.items() if job.seed == jobs[0].seed][:MAX_RUNS]
+    first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed][:MAX_RUNS]
     if first:
-        page = folder / "report.html"
-        page.write_text(report.html_page(report.load(first)), encoding="utf-8")
+        page = report(first, folder / "report.html")
         print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(first)} of them)")
     return exit_status(collected)
 
@@ -144,63 +116,6 @@ def _offered() -> list[str]:
     """The settings that hold for all runs."""
     own = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
     return [name for name in recipes.setting_names() if name not in own]
-
-
-def train(config: Config, job: Job) -> Path | Failure:
-    """One run in a process of its own: its folder, or how it failed.
-
-    The runs in one folder have one seed, and share its warm-up. What a run prints goes into a log
-    beside its folder, as one that fails early leaves no folder.
-    """
-    out = Path(config.out)
-    out.mkdir(exist_ok=True)
-    recipe, log = out / f"{job.variant}.toml", out / f"{job.variant}.log"
-    recipe.write_text(recipes.dump(config), encoding="utf-8")
-    command = [sys.executable, "-m", "stretto", "train", str(recipe)]
-    if config.warmup_examples:
-        command += ["--warmup-file", str(out / WARMUP)]
-    status = run_command(command, log)
-    if status:
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            last = "".join(f"    {line}" for line in deque(lines, _LAST_LINES))
-        return Failure(f"exit status {status}; the end of {log}:\n{last.rstrip()}")
-    (folder,) = out.glob(f"{job.variant}-[0-9]*/")
-    return folder
-
-
-def run_command(command: Sequence[str], log: Path) -> int:
-    """Run to the end, and return the exit status; Ctrl-C and what stands for it stop the command
-    and are passed on. It ends with this process too, however that ends.
-    """
-    ours, theirs = os.pipe()  # nothing is said there: it closes when this process ends
-    with os.fdopen(ours, "rb") as read, os.fdopen(theirs, "wb"), log.open("wb") as stream:
-        # In a process group of its own: the terminal would send Ctrl-C to both, and the second
-        # one, from here, would cut off what the run does to end in order.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            pass_fds=[read.fileno()],
-            env={**os.environ, signals.PARENT: str(read.fileno())},
-        )
-        read.close()
-        try:
-            return process.wait()
-        except BaseException:
-            _stop(process)
-            raise
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def machine() -> str:

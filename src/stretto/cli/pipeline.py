@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from stretto.pipelines.sizes import Units
     from stretto.pipelines.solve import Solution
 
-TABLE = "table3"
 _NEEDED_SIZES = ("actor", "critic", "actor_stages", "critic_stages", "micro_batches")
 _SIZES = (*_NEEDED_SIZES, "actor_tp", "critic_tp", "tokens", "teraflops", "communication_us")
 
@@ -27,13 +26,12 @@ _SIZES = (*_NEEDED_SIZES, "actor_tp", "critic_tp", "tokens", "teraflops", "commu
 class Options:
     """Plan one pipeline schedule for actor and critic, which run in opposite directions.
 
-    The problem is a JSON file, or is made of the sizes of two models and how they are parallelised;
-    'table3' stands for the twelve instances of RLHFuse's Table 3.
+    The problem is a JSON file, or is made of the sizes of two models and how they are parallelised.
     """
 
-    problem: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[FILE|table3]")] = ""
-    """A problem as JSON (docs/pipelines.md shows one), a file of --schedule for its problem, or
-    'table3'. Without it, give sizes."""
+    problem: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="[FILE]")] = ""
+    """A problem as JSON (docs/pipelines.md shows one), or a file of --schedule for its problem.
+    Without it, give sizes."""
     actor: str = ""
     """The actor's size: 7B, 13B, 33B or 65B (LLaMA), or layers and width, such as 40x5120."""
     critic: str = ""
@@ -58,7 +56,7 @@ class Options:
     """Activation memory of each device, a hard limit: in GiB for sizes, in its own unit for a
     file."""
     seconds: float = 60.0
-    """To search at most; for 'table3', of each instance."""
+    """To search at most."""
     seed: int = 0
     """Of the search's random numbers."""
     threads: int = 1
@@ -76,12 +74,6 @@ def run(arguments: Sequence[str]) -> int:
     options = tyro.cli(Options, prog="stretto pipeline", args=list(arguments))
     if options.problem:
         _refuse_sizes(options)
-    if options.problem == TABLE:
-        if options.capacity is not None or options.schedule or options.draw:
-            raise ConfigError(
-                "table3 solves twelve instances: --capacity, --schedule and --draw are for one"
-            )
-        return _table(options)
     _check_files(options)
     problem, units = _problem(options)
     solution = _solve(problem, options)
@@ -102,8 +94,7 @@ def _refuse_sizes(options: Options) -> None:
         if field.name in _SIZES and getattr(options, field.name) != field.default
     ]
     if given:
-        what = TABLE if options.problem == TABLE else "a file"
-        raise ConfigError(f"{what} says all of the problem: leave out {', '.join(given)}")
+        raise ConfigError(f"a file says all of the problem: leave out {', '.join(given)}")
 
 
 def _check_files(options: Options) -> None:
@@ -140,7 +131,7 @@ def _problem(options: Options) -> tuple[Problem, Units]:
     missing = [_flag(name) for name in _NEEDED_SIZES if not getattr(options, name)]
     if missing:
         raise ConfigError(
-            f"a problem needs a file, 'table3', or sizes; of these {', '.join(missing)} "
+            f"a problem needs a file or sizes; of these {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     return _from_sizes(options), UNITS
@@ -160,7 +151,7 @@ def _from_sizes(options: Options) -> Problem:
     )
 
 
-def _solve(problem: Problem, options: Options, memory: float = 0.0) -> Solution:
+def _solve(problem: Problem, options: Options) -> Solution:
     from stretto.pipelines.solve import solve
 
     return solve(
@@ -169,7 +160,6 @@ def _solve(problem: Problem, options: Options, memory: float = 0.0) -> Solution:
         seed=options.seed,
         method=options.method,
         threads=options.threads,
-        memory=memory,
         keep_interrupted=True,
     )
 
@@ -247,41 +237,3 @@ def _draw(problem: Problem, solution: Solution, units: Units, lines: list[str], 
 
 def _unwritable(name: str, reason: str) -> ConfigError:
     return ConfigError(f"cannot write '{name}': {reason}; choose another file")
-
-
-def _table(options: Options) -> int:
-    """Solve the twelve instances, each beside what was printed and published of it."""
-    from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
-    from stretto.pipelines.table3 import ROWS
-
-    print("| models | stages | batch | 1F1B+ | speed-up: ours | paper | trace | bound "
-          "| memory: ours | paper | trace | seconds | status |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
-    for row in ROWS:
-        serial, plus = serial_1f1b(row.problem), one_f_one_b_plus(row.problem)
-        assert plus is not None
-        problem = replace(row.problem, capacity=row.least_memory)
-        if options.method == "annealing":
-            problem = row.problem
-        solution = _solve(problem, options, memory=row.least_memory)
-        print(
-            f"| {row.models} | {row.stages[0]}, {row.stages[1]} | {row.global_batch} "
-            f"| {serial.latency / plus.latency:.2f} "
-            f"| {serial.latency / solution.makespan:.3f} | {row.speedup:.2f} "
-            f"| {serial.latency / row.traced_latency:.3f} "
-            f"| {serial.latency / solution.bound:.3f} "
-            f"| {solution.peak / serial.peak:.3f} | {row.memory:.2f} "
-            f"| {row.traced_peak / serial.peak:.3f} "
-            f"| {solution.seconds:.1f} | {solution.status} |",
-            flush=True,
-        )
-        if solution.interrupted:
-            return 130
-    memory = "the lower of the paper's and the trace's memory"
-    last = (
-        f"The published annealing knows no capacity: it only stops at {memory}."
-        if options.method == "annealing"
-        else f"Each instance has {memory} as its capacity."
-    )
-    print(f"\nSpeed-ups and memory are to serial 1F1B. {last}")
-    return 0

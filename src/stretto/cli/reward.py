@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.api import execute_reward
+from stretto.api import begin, execute
 from stretto.cli import dry_run, supervised
 from stretto.config import RewardModelConfig
-from stretto.observe import RunDirectory
 
 _DESCRIPTION = (
     "Train a reward model on pairs of responses of which one was preferred (chosen, rejected), "
@@ -27,5 +26,5 @@ def run(arguments: Sequence[str]) -> int:
     if is_dry:
         print(dry_run.describe_supervised(config))
         return 0
-    execute_reward(config, RunDirectory.create(config.out, name, config))
+    execute(begin(config, name))
     return 0

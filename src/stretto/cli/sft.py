@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.api import execute_sft
+from stretto.api import begin, execute
 from stretto.cli import dry_run, supervised
 from stretto.config import SftConfig
-from stretto.observe import RunDirectory
 
 _DESCRIPTION = (
     "Fine-tune a language model on demonstrations: rows with conversations (messages), or with a "
@@ -22,5 +21,5 @@ def run(arguments: Sequence[str]) -> int:
     if is_dry:
         print(dry_run.describe_supervised(config))
         return 0
-    execute_sft(config, RunDirectory.create(config.out, name, config))
+    execute(begin(config, name))
     return 0

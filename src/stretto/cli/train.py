@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from stretto.api import RESUMABLE, check_resumable, execute
+from stretto.api import RESUMABLE, begin, check_resumable, execute
 from stretto.cli import dry_run
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -40,12 +40,8 @@ def run(arguments: Sequence[str]) -> int:
         print(dry_run.describe_run(config))
         return 0
 
-    resume = own["resume"]
-    if resume:
-        run_dir = RunDirectory.open(resume)
-    else:
-        run_dir = RunDirectory.create(config.out, recipes.name_of(recipe), config)
-    execute(config, run_dir, resuming=bool(resume), given=_given(own["warmup_file"]))
+    begun = begin(config, recipes.name_of(recipe), resume=own["resume"])
+    execute(begun, given=_given(own["warmup_file"]))
     return 0
 
 

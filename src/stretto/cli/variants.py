@@ -1,64 +1,29 @@
-"""The variants of ``stretto compare``, and what its real and its simulated runs have in common."""
+"""What real and simulated runs of ``stretto compare`` have in common: the jobs and the table."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
+from stretto.api.processes import Failure
+from stretto.api.variants import ONE_ENGINE, VARIANTS, Job
 from stretto.errors import ConfigError, nearest
 from stretto.observe.compare import Comparison, Outcome
 
 T = TypeVar("T", str, int)
 
-
-def _variants(names: Iterable[PresetName]) -> dict[str, dict[str, object]]:
-    """Presets, each after what is left of it without one of its parts."""
-    found: dict[str, dict[str, object]] = {}
-    for name in names:
-        for part, knob in PRESETS[name].parts.items():
-            found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
-        found[name] = {"preset": name}
-    return found
-
-
-_ONE_ENGINE = _variants(name for name in PRESETS if not PRESETS[name].several_engines)
-
-VARIANTS: Mapping[str, Mapping[str, object]] = _ONE_ENGINE | _variants(
-    name for name in PRESETS if PRESETS[name].several_engines
-)
-"""Names for settings of the schedule."""
-
-DEFAULT_VARIANTS = ",".join(_ONE_ENGINE)
+DEFAULT_VARIANTS = ",".join(ONE_ENGINE)
 DEFAULT_SEEDS = "0,1,2"
-
-REPLACED = ("preset", *KNOBS)
-"""What a variant sets, whatever the recipe says; to the default where the variant names none."""
 
 VARIANTS_HELP = f"Schedules to compare, separated by commas; known: {', '.join(VARIANTS)}."
 TARGET_HELP = (
     "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
     "first to its last."
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One run of a comparison."""
-
-    variant: str
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What is to be said of a run that failed."""
-
-    text: str
 
 
 @dataclass(slots=True)
@@ -74,25 +39,6 @@ class Collected:
     outcomes: list[Outcome] = field(default_factory=list)
     failed: list[Job] = field(default_factory=list)
     interrupted: bool = False
-
-
-def config_of(config: Config, job: Job, out: str) -> Config:
-    """The settings of one run.
-
-    Raises:
-        ConfigError: the variant's settings and the others contradict each other.
-    """
-    data = config.model_dump()
-    data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
-    data["observe"]["progress"] = "plain"
-    return recipes.build(data, f"variant '{job.variant}'")
-
-
-def schedule_of(schedule: ScheduleConfig, variant: str) -> dict[str, Any]:
-    """The settings of a schedule with the variant's preset and knobs."""
-    defaults = ScheduleConfig().model_dump()
-    knobs = {name: defaults[name] for name in REPLACED}
-    return {**schedule.model_dump(), **knobs, **VARIANTS[variant]}
 
 
 def plan(variants: str, seeds: str) -> list[Job]:

@@ -75,8 +75,7 @@ def answer(
         for i in range(per_prompt)
     ]
     engine = make_engine(config, actor, tokenizer, config.rollout.batch)
-    for _ in _decode_all(engine, rollouts):
-        pass
+    list(completed(engine, rollouts))
     return Answers(rollouts)
 
 
@@ -104,7 +103,7 @@ def generate(
         for i, text in enumerate(prompts)
     ]
     engine = make_engine(settings, load_actor(settings, say), tokenizer, options.batch)
-    for r in _decode_all(engine, rollouts):
+    for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
 
 
@@ -147,13 +146,21 @@ def judge_all(judge: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> li
     return values
 
 
-def _decode_all(engine: TorchEngine, rollouts: Sequence[Rollout]) -> Iterator[Rollout]:
-    """Decode rollouts to their ends; each is yielded when it is finished."""
+def completed(
+    engine: TorchEngine, rollouts: Sequence[Rollout], chunk_tokens: int = 16
+) -> Iterator[Rollout]:
+    """Decode rollouts to their ends, outside a schedule; each is yielded once it has finished.
+
+    Args:
+        engine: admits them first.
+        rollouts: with ids of their own; whatever else the engine holds must have ended.
+        chunk_tokens: decoded of each between two looks at which have finished.
+    """
     by_id = {r.id: r for r in rollouts}
     engine.admit([r.response() for r in rollouts])
     left = len(rollouts)
     while left:
-        for chunk in engine.decode(16):
+        for chunk in engine.decode(chunk_tokens):
             rollout = by_id[chunk.rollout_id]
             rollout.append(chunk)
             if rollout.finish:

@@ -8,6 +8,7 @@ from typing import Any
 from stretto.assembly.engines import make_engine
 from stretto.assembly.models import Given, made_ready
 from stretto.config import Config
+from stretto.evaluation.answers import completed
 from stretto.models.forward import token_budget
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
@@ -40,12 +41,8 @@ def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[d
         Rollout(i, render(task.row(i), config.task, tokenizer, i), i)
         for i in range(min(most, len(task)))
     ]
-    by_id = {r.id: r for r in rollouts}
     engine = make_engine(config, actor, tokenizer, config.rollout.batch, given.end_tokens)
-    engine.admit([r.response() for r in rollouts])
-    while any(r.finish is None for r in rollouts):
-        for chunk in engine.decode(16):
-            by_id[chunk.rollout_id].append(chunk)
+    list(completed(engine, rollouts))
     scorer.admit([r.response() for r in rollouts])
     scores = scorer.finish([r.id for r in rollouts])
     return [

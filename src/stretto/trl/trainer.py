@@ -131,24 +131,15 @@ class PPOTrainer:
                 "this trainer has trained already, and its models are no longer those that it "
                 "started from; make a new PPOTrainer to train on"
             )
+        name = Path(self.args.run_name or self.args.exp_name).name
         resumed = resume_from_checkpoint or self.args.resume_from_checkpoint
-        if resumed:
-            self.run_dir = RunDirectory.open(resumed)
-            api.check_resumable(recipes.load(self.run_dir.config_file), self.config)
-        else:
-            name = self.args.run_name or self.args.exp_name
-            self.run_dir = RunDirectory.create(self.config.out, Path(name).name, self.config)
+        run = api.begin(self.config, name, resume=resumed or "")
+        self.run_dir = run.run_dir
         display = self._display()
         for line in self._notes():
             display.note(line)
         try:
-            result = api.execute(
-                self.config,
-                self.run_dir,
-                resuming=bool(resumed),
-                given=self._given(),
-                progress=display,
-            )
+            result = api.execute(run, given=self._given(), progress=display)
         except StopTrainingError:
             result = None
         display.end()

@@ -1,4 +1,4 @@
-"""The instances of RLHFuse's Table 3, and what is known of them.
+"""The twelve instances of RLHFuse's Table 3, and what is known of them.
 
 Latencies and memory are those of the authors' published problem files, in their units. The
 columns of the paper are ratios to serial 1F1B; the published traces hold the schedules themselves,

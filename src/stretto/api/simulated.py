@@ -1,0 +1,113 @@
+"""Schedules compared in virtual time, without models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from stretto.api.variants import Job, config_of, schedule_of
+from stretto.config import recipes
+from stretto.observe import RunDirectory
+from stretto.observe.compare import ALL_DEVICES, Outcome
+from stretto.observe.progress import REWARD
+from stretto.observe.trace import Trace
+
+if TYPE_CHECKING:
+    from stretto.runtime.sim.cluster import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What the runs of a comparison are simulated on.
+
+    Attributes:
+        cluster_of: the cluster with a job's schedule.
+        seed: that of the run which is replayed; ``None`` for a described cluster.
+    """
+
+    cluster_of: Callable[[Job], Cluster]
+    seed: int | None = None
+
+    def asked(self, job: Job, steps: int = 0) -> Cluster:
+        """The cluster of one run.
+
+        Args:
+            job: its schedule and seed.
+            steps: batches to train on; 0 leaves it to the cluster's description.
+
+        Raises:
+            ConfigError: the schedule, or the seed, does not fit.
+        """
+        cluster = self.cluster_of(job)
+        changed = {"seed": job.seed, "steps": steps or cluster.workload.steps}
+        workload = {**dict(cluster.workload), **changed}
+        checked = recipes.build(workload, "--seeds", type(cluster.workload))
+        return cluster.model_copy(update={"workload": checked})
+
+    def run(self, job: Job, cluster: Cluster) -> Outcome:
+        """One run in virtual time.
+
+        Args:
+            job: what its outcome is called.
+            cluster: of the run, see :meth:`asked`.
+        """
+        from stretto.runtime.sim.simulate import simulate
+
+        result = simulate(cluster)
+        in_all = {ALL_DEVICES: fmean(result.device_utilisation)}
+        if self.seed is not None:
+            # A replay's devices stand for the lanes of one process, of which a schedule that
+            # overlaps has more.
+            in_all = {}
+        return Outcome(
+            variant=job.variant,
+            seed=job.seed,
+            times_s=list(accumulate(step["timing_s/step"] for step in result.steps)),
+            samples=[cluster.workload.batch] * len(result.steps),
+            rewards=[step[REWARD] for step in result.steps],
+            staleness_mean=[step["staleness/mean"] for step in result.steps],
+            staleness_max=[step["staleness/max"] for step in result.steps],
+            utilisation={**result.utilisation, **in_all},
+        )
+
+
+def described(file: str) -> Simulation:
+    """On a described cluster.
+
+    Raises:
+        ConfigError: the description cannot be read, or is wrong.
+    """
+    from stretto.runtime.sim.cluster import Cluster
+
+    cluster = Cluster.read(file)
+
+    def of(job: Job) -> Cluster:
+        changed = {"schedule": schedule_of(cluster.schedule, job.variant)}
+        return recipes.build({**dict(cluster), **changed}, f"variant '{job.variant}'", Cluster)
+
+    return Simulation(of)
+
+
+def recorded(folder: str) -> Simulation:
+    """On what a run has recorded, of its own seed: its costs and response lengths.
+
+    Raises:
+        ConfigError: it is no run's folder.
+        StateError: the run has recorded too little.
+    """
+    from stretto.runtime.sim.replay import recorded_cluster
+
+    run = RunDirectory.open(folder)
+    config, rollouts = recipes.load(run.path), run.read_rollouts()
+    trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
+    warm_s = trace.steps[0].end_s if trace.steps else 0.0
+    spans = [span for span in trace.spans if span.start_s >= warm_s]
+
+    def of(job: Job) -> Cluster:
+        # The schedule decides which roles have lanes of their own, and so devices here.
+        return recorded_cluster(config_of(config, job, ""), rollouts, spans)
+
+    return Simulation(of, config.seed)

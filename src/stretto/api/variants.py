@@ -1,0 +1,66 @@
+"""What is compared: variants of a schedule by name, the settings of a run, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
+from stretto.observe.compare import Outcome
+from stretto.observe.report import load
+
+
+def _variants(names: Iterable[PresetName]) -> dict[str, dict[str, object]]:
+    """Presets, each after what is left of it without one of its parts."""
+    found: dict[str, dict[str, object]] = {}
+    for name in names:
+        for part, knob in PRESETS[name].parts.items():
+            found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
+        found[name] = {"preset": name}
+    return found
+
+
+ONE_ENGINE = _variants(name for name in PRESETS if not PRESETS[name].several_engines)
+"""The variants that need no more than one engine."""
+
+VARIANTS: Mapping[str, Mapping[str, object]] = ONE_ENGINE | _variants(
+    name for name in PRESETS if PRESETS[name].several_engines
+)
+"""Names for settings of the schedule."""
+
+REPLACED = ("preset", *KNOBS)
+"""What a variant sets, whatever the recipe says; to the default where the variant names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a comparison."""
+
+    variant: str
+    seed: int
+
+
+def config_of(config: Config, job: Job, out: str) -> Config:
+    """The settings of one run.
+
+    Raises:
+        ConfigError: the variant's settings and the others contradict each other.
+    """
+    data = config.model_dump()
+    data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
+    data["observe"]["progress"] = "plain"
+    return recipes.build(data, f"variant '{job.variant}'")
+
+
+def schedule_of(schedule: ScheduleConfig, variant: str) -> dict[str, Any]:
+    """The settings of a schedule with the variant's preset and knobs."""
+    defaults = ScheduleConfig().model_dump()
+    knobs = {name: defaults[name] for name in REPLACED}
+    return {**schedule.model_dump(), **knobs, **VARIANTS[variant]}
+
+
+def outcome_of(job: Job, folder: Path) -> Outcome:
+    """What a run in a folder has recorded."""
+    return Outcome.of(job.variant, job.seed, load([folder])[0])
