@@ -149,6 +149,10 @@ class Tracer(Protocol):
         """Record the body of a ``with`` statement; it may add attributes to what is yielded."""
         ...
 
+    def awaiting(self, role: str, name: str) -> AbstractContextManager[None]:
+        """Say, for the body of a ``with`` statement, that work goes on which is added later."""
+        ...
+
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Record what has happened, in seconds of the run's clock."""
         ...

@@ -10,9 +10,9 @@ A rollout's *staleness* is the learner's version minus the oldest version among 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
 T = TypeVar("T", bound=np.generic)
+V = TypeVar("V", covariant=True)
 
 
 class Message(TypedDict):
@@ -270,3 +271,49 @@ class TrainOutput:
 
     stats: Stats
     rewards: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerInfo:
+    """What a schedule has to know of a scorer; see :class:`~stretto.protocols.Scorer`."""
+
+    name: str
+    kind: ScoreKind
+    follows: str
+    streams: bool
+    reads_text: bool
+    worthwhile_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A stretch of work, as the worker that did it says.
+
+    Attributes:
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate.
+        start_s, end_s: by the worker's clock.
+        attributes: whatever tells more about it, such as rollouts, tokens, version.
+    """
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Generic[V]):
+    """A worker's answer.
+
+    Attributes:
+        value: what was asked for.
+        work: what was done for it.
+    """
+
+    value: V
+    work: Sequence[Work] = ()
+
+    def shifted(self, by_s: float) -> Reply[V]:
+        """The same by a clock that is ``by_s`` ahead of the worker's."""
+        moved = (replace(w, start_s=w.start_s + by_s, end_s=w.end_s + by_s) for w in self.work)
+        return Reply(self.value, tuple(moved))

@@ -90,6 +90,19 @@ class Spans:
                 del self._open[key]
                 self._records.append(Span(role, name, start_s, self._clock.now(), attributes))
 
+    @contextmanager
+    def awaiting(self, role: str, name: str) -> Iterator[None]:
+        """Count the body as an open span, which leaves none: who does the work adds it later."""
+        with self._lock:
+            now_s, key = self._clock.now(), self._begun
+            self._begun += 1
+            self._open[key] = Span(role, name, now_s, now_s, {})
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[key]
+
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Record a span whose times are known, by the recorder's clock.
 

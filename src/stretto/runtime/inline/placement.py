@@ -22,12 +22,14 @@ from stretto.assembly.engines import make_engine, prefill_tokens_per_s
 from stretto.config import Config
 from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.protocols import Tracer
-from stretto.runtime.inline.roles import InlineGenerator, InlineLearner, InlineScorer
+from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
 from stretto.schedules.migration import MigrationLimits
 from stretto.schedules.scoring import Seat
 from stretto.weights.channel import WeightChannel
+from stretto.workers.executor import ThreadExecutor
 from stretto.workers.protocols import FunctionWorker, LearnerWorker, ScorerWorker
 from stretto.workers.ranks import Ranks
+from stretto.workers.services import GeneratorService, LearnerService, ScorerService
 from stretto.workers.threads import Lane
 
 PATIENCE_S = 3.0
@@ -110,14 +112,13 @@ class Placement:
         """The models of which the learner must publish copies."""
         return tuple(self._trained) if self._knobs.copies_weights else ()
 
-    def generators(self, tracer: Tracer) -> list[InlineGenerator]:
+    def generators(self, tracer: Tracer) -> list[GeneratorClient]:
         """The engines, each on a lane."""
-        several = len(self.engines) > 1
+        names = generator_names(len(self.engines))
+        lanes = self._lanes["generators"]
         return [
-            InlineGenerator(f"generator {i}" if several else "generator", engine, lane, tracer)
-            for i, (engine, lane) in enumerate(
-                zip(self.engines, self._lanes["generators"], strict=True)
-            )
+            GeneratorClient(name, ThreadExecutor(GeneratorService(engine), lane), tracer)
+            for name, engine, lane in zip(names, self.engines, lanes, strict=True)
         ]
 
     def seats(
@@ -136,17 +137,20 @@ class Placement:
         """
         (lane,) = self._lanes["scorers"]
         self._judges, early = judges, self._knobs.scores_early
-        seats = [
-            Seat(InlineScorer(j, self._open(j.name, 1) if early else lane, tracer)) for j in judges
-        ]
+
+        def client(scorer: ScorerWorker, on: Lane) -> ScorerClient:
+            service = ScorerService(scorer)
+            return ScorerClient(service.info(), ThreadExecutor(service, on), tracer)
+
+        seats = [Seat(client(j, self._open(j.name, 1) if early else lane)) for j in judges]
         for i, scorers in enumerate(models):
             on, host = (self._lanes["generators"][i], i) if self._hosts else (lane, None)
-            seats += [Seat(InlineScorer(scorer, on, tracer), host) for scorer in scorers]
+            seats += [Seat(client(scorer, on), host) for scorer in scorers]
         return seats
 
     def learner(
         self, learner: LearnerWorker, tracer: Tracer, ranks: Ranks | None = None
-    ) -> InlineLearner:
+    ) -> LearnerClient:
         """The learner.
 
         Args:
@@ -158,7 +162,8 @@ class Placement:
         if ranks is not None:
             self._end_ranks = ranks.close
             ranks.watch(self._fail)
-        return InlineLearner(learner, self._lanes["learner"][0], tracer)
+        executor = ThreadExecutor(LearnerService(learner), self._lanes["learner"][0])
+        return LearnerClient("learner", executor, tracer)
 
     def state_dict(self) -> dict[str, Any]:
         """See the class."""

@@ -1,0 +1,134 @@
+"""The roles of a schedule, whose work is done wherever an executor carries it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from stretto.protocols import Tracer
+from stretto.types import (
+    Chunk,
+    Parcel,
+    Response,
+    Score,
+    ScoreKind,
+    ScorerInfo,
+    TrainBatch,
+    TrainOutput,
+    WeightsRef,
+    short_name,
+)
+from stretto.workers.executor import Executor
+
+
+class _Client:
+    """Asks a worker, and hands its spans to the tracer."""
+
+    def __init__(self, role: str, executor: Executor, tracer: Tracer) -> None:
+        self._role, self._executor, self._tracer = role, executor, tracer
+
+    async def _ask(self, method: str, *args: Any, work: str = "") -> Any:
+        """The value of a call; ``work`` names what it is known to do while it is under way."""
+        open_span = self._tracer.awaiting(self._role, work) if work else nullcontext()
+        with open_span:
+            reply = await self._executor.call(method, *args)
+        for w in reply.work:
+            self._tracer.add(self._role, w.name, w.start_s, w.end_s, **w.attributes)
+        return reply.value
+
+
+def generator_names(count: int) -> list[str]:
+    """What so many generators are called in traces and messages."""
+    return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
+
+
+class GeneratorClient(_Client):
+    """See :class:`~stretto.protocols.Generator`."""
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        await self._ask("admit", responses)
+
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
+        chunks: Sequence[Chunk] = await self._ask("decode", max_tokens, stop_after, work="gen")
+        return chunks
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        await self._ask("release", rollout_ids)
+
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]:
+        parcels: Sequence[Parcel] = await self._ask("export", rollout_ids, with_cache)
+        return parcels
+
+    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
+        await self._ask("accept", responses, parcels)
+
+    async def load(self, weights: WeightsRef) -> None:
+        await self._ask("load", weights, work="load")
+
+
+class ScorerClient(_Client):
+    """See :class:`~stretto.protocols.Scorer`.
+
+    Args:
+        info: what is known of the scorer at the start.
+        executor: carries its calls.
+        tracer: gets its spans.
+    """
+
+    def __init__(self, info: ScorerInfo, executor: Executor, tracer: Tracer) -> None:
+        super().__init__(short_name(info.name), executor, tracer)
+        self._info = info
+
+    @property
+    def name(self) -> str:
+        return self._info.name
+
+    @property
+    def kind(self) -> ScoreKind:
+        return self._info.kind
+
+    @property
+    def follows(self) -> str:
+        return self._info.follows
+
+    @property
+    def streams(self) -> bool:
+        return self._info.streams
+
+    @property
+    def reads_text(self) -> bool:
+        return self._info.reads_text
+
+    @property
+    def worthwhile_tokens(self) -> int:
+        return self._info.worthwhile_tokens
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        self._info = await self._ask("admit", responses)
+
+    async def extend(self, chunks: Sequence[Chunk]) -> None:
+        self._info = await self._ask("extend", chunks, work=f"prefill/{self._role}")
+
+    async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
+        work = f"score/{self._role}"
+        scores: Sequence[Score] = await self._ask("finish", rollout_ids, work=work)
+        return scores
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        await self._ask("release", rollout_ids)
+
+    async def load(self, weights: WeightsRef) -> None:
+        await self._ask("load", weights, work="load")
+
+
+class LearnerClient(_Client):
+    """See :class:`~stretto.protocols.Learner`."""
+
+    async def train(self, batch: TrainBatch) -> TrainOutput:
+        output: TrainOutput = await self._ask("train", batch, work="update")
+        return output
+
+    async def publish(self) -> Mapping[str, WeightsRef]:
+        refs: Mapping[str, WeightsRef] = await self._ask("publish", work="publish")
+        return refs

@@ -1,0 +1,37 @@
+"""What carries calls to a worker, wherever it is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from stretto.types import Reply
+from stretto.workers.threads import Lane
+
+
+class Executor(Protocol):
+    """Makes calls of one service, in the order in which they are asked for."""
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """The reply of one of the service's methods, its times by this process's clock.
+
+        Raises:
+            Exception: what the method raised.
+        """
+        ...
+
+
+class ThreadExecutor:
+    """Calls a service of this process on a thread, which it may share with others.
+
+    Args:
+        service: whose methods return replies.
+        lane: the thread.
+    """
+
+    def __init__(self, service: object, lane: Lane) -> None:
+        self._service, self._lane = service, lane
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """See :class:`Executor`."""
+        reply: Reply[Any] = await self._lane.run(lambda: getattr(self._service, method)(*args))
+        return reply
