@@ -15,6 +15,7 @@ from stretto.config import Config
 from stretto.models.heads import critic_from_actor
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.learner import PolicyLearner
+from stretto.training.passes import LocalPasses
 from stretto.training.trained import TrainedModel
 from stretto.types import Chunk, FinishReason, Prompt, Response, Score, WeightsRef
 from stretto.weights.channel import SharedChannel
@@ -133,6 +134,7 @@ def make_learner(
     return PolicyLearner(
         TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
         TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup) if critic else None,
+        LocalPasses(actor, critic, config),
         config,
         {"task": 1.0},
     )

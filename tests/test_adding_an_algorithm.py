@@ -19,6 +19,7 @@ from stretto.algorithms.algorithm import Algorithm
 from stretto.algorithms.experience import LossTerm, Part
 from stretto.algorithms.registry import ALGORITHMS, own_settings
 from stretto.config import AlgorithmConfig, recipes
+from stretto.schedules.rollout import train_batch
 from stretto.training.collate import collate
 from test_learner import assert_close, learned_gradients
 from test_learner_algorithms import make_batch, now, settings
@@ -109,7 +110,7 @@ def test_the_example_trains_with_its_own_tensor(
         None,
         settings(a, training={"microbatch_tokens": budget}),  # type: ignore[arg-type]
     )
-    advantages = learner._prepare(collate(batch, {"task": 1.0}), None).advantages
+    advantages = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None).advantages
 
     logprobs, loss = now(actor, batch), torch.zeros((), dtype=torch.float64)
     for b, rollout in enumerate(batch):

@@ -877,6 +877,7 @@ def test_the_proximal_policy_costs_a_pass_only_where_a_step_is_several_updates(
     given = settings(algorithm={"old_policy": "proximal"}, training={"minibatches": minibatches})
     learner = make_learner(actor, critic, given)
     batch = make_rollouts(actor, critic, SHAPES)
+    train_on(learner, batch)
     calls = 0
 
     def count(*_: Any) -> None:
@@ -939,7 +940,12 @@ def publisher(
 ) -> PolicyLearner:
     plain = make_learner(actor, critic, given)
     return PolicyLearner(
-        plain._actor, plain._critic, plain._config, {"task": 1.0}, snapshots=snapshots
+        plain._actor,
+        plain._critic,
+        plain._passes,
+        plain._config,
+        {"task": 1.0},
+        snapshots=snapshots,
     )
 
 

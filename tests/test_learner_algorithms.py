@@ -390,7 +390,9 @@ def test_without_a_critic_the_actor_alone_is_handed_over_and_kept() -> None:
     for p, q in zip(actor.parameters(), other_actor.parameters(), strict=True):
         assert torch.equal(p, q)
     with pytest.raises(LearnerError, match="snapshots are taken of trained models; got 'critic'"):
-        PolicyLearner(learner._actor, None, learner._config, {"task": 1.0}, snapshots=["critic"])
+        PolicyLearner(
+            learner._actor, None, learner._passes, learner._config, {}, snapshots=["critic"]
+        )
 
 
 def test_a_beta_that_adapts_is_the_one_in_the_loss() -> None:

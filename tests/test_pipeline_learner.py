@@ -138,10 +138,10 @@ def pipelined_learner(
         yield PolicyLearner(
             staged.actor,
             staged.critic,
+            staged.passes,
             config,
             {"task": 1.0},
             snapshots=snapshots,
-            passes=staged.passes,
         )
     finally:
         staged.ranks.close()

@@ -33,6 +33,7 @@ from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
 from stretto.training.planner import Planner
 from stretto.training.trained import Course, TrainedModel
+from stretto.weights.channel import SharedChannel
 from stretto.workers.threads import Lane
 
 COURSES: Any = {"actor": Course(1e-3, 10, 0), "critic": Course(1e-3, 10, 0)}
@@ -233,7 +234,8 @@ def test_what_trains_beside_generation_gets_its_share(
     config = Config.model_validate({"threads": 16, "schedule": schedule})
     actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"), False)
     with ExitStack() as stack:
-        place = Placement(config, actor, None, load_tokenizer(tiny_folder, False), stack)
+        tokenizer, channel = load_tokenizer(tiny_folder, False), SharedChannel()
+        place = Placement(config, actor, None, tokenizer, stack, frozenset({2}), channel)
         assert place.training_threads == threads
 
 

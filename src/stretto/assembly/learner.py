@@ -10,6 +10,7 @@ from torch import nn
 from stretto.config import Config
 from stretto.pipelines.executor.layout import Name
 from stretto.training.learner import PolicyLearner
+from stretto.training.passes import LocalPasses
 from stretto.training.trained import Course, TrainedModel
 from stretto.weights.channel import WeightChannel
 from stretto.workers.ranks import Ranks
@@ -48,6 +49,7 @@ def make_learner(
         learner = PolicyLearner(
             _trained(actor, of_actor, config),
             _trained(critic, of_critic, config) if critic else None,
+            LocalPasses(actor, critic, config),
             config,
             factors,
             snapshots=snapshots,
@@ -63,11 +65,11 @@ def make_learner(
     learner = PolicyLearner(
         staged.actor,
         staged.critic,
+        staged.passes,
         config,
         factors,
         snapshots=snapshots,
         channel=channel,
-        passes=staged.passes,
     )
     return learner, staged.ranks
 

@@ -7,7 +7,8 @@ flattened.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,20 +20,15 @@ from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Tally, response_weights, token_weights
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
-from stretto.models.forward import (
-    microbatches,
-    output_head,
-    response_hidden,
-    response_tokens,
-    token_budget,
-)
-from stretto.models.weights import fingerprint
 from stretto.training.agreement import Agreement, difference_rms, is_coarse
 from stretto.training.collate import collate, describe, staleness
-from stretto.training.losses import Losses, MicroBatch
-from stretto.training.passes import LocalPasses, Passes, Trained
+from stretto.training.losses import MicroBatch
+from stretto.training.passes import Passes, Trained
 from stretto.types import Response, TrainBatch, TrainOutput, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class PolicyLearner:
@@ -51,12 +47,12 @@ class PolicyLearner:
     Args:
         actor: the policy.
         critic: the value model, or ``None`` for algorithms without one.
+        passes: makes the passes of mini-batches.
         config: of the run.
         reward_weights: factor of each reward source, by name.
         snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
             published. Needed for one that is generated or scored with while training goes on.
         channel: takes those copies to who follows; without one, one of this process.
-        passes: makes the passes of mini-batches; without one they are made in this process.
 
     Raises:
         LearnerError: ``snapshots`` names another model.
@@ -66,14 +62,14 @@ class PolicyLearner:
         self,
         actor: Trained,
         critic: Trained | None,
+        passes: Passes,
         config: Config,
         reward_weights: Mapping[str, float],
         *,
         snapshots: Collection[str] = (),
         channel: WeightChannel | None = None,
-        passes: Passes | None = None,
     ) -> None:
-        self._actor, self._critic, self._config = actor, critic, config
+        self._actor, self._critic, self._passes, self._config = actor, critic, passes, config
         self._trained = {"actor": actor} | ({"critic": critic} if critic else {})
         for name in snapshots:
             if name not in self._trained:
@@ -84,17 +80,10 @@ class PolicyLearner:
         self._snapshots = frozenset(snapshots)
         self._channel = channel or SharedChannel()
         self._reward_weights = reward_weights
-        self._head = output_head(actor.model)
-        self._budget = token_budget(config.training.microbatch_tokens, actor.device)
         a = config.algorithm
-        self._losses = Losses(a, config.rollout.temperature)
-        self._passes = passes or LocalPasses(
-            actor.model, critic.model if critic else None, self._head, self._losses, self._budget
-        )
         self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
-        dtype = next(actor.model.parameters()).dtype
-        self._agreement = Agreement(dtype, config.training.ratio_tolerance)
-        self._coarse = is_coarse(dtype)
+        self._agreement = Agreement(actor.dtype, config.training.ratio_tolerance)
+        self._coarse = is_coarse(actor.dtype)
         self._version, self._steps, self._moved = 0, 0, False
 
     def train(self, batch: TrainBatch) -> TrainOutput:
@@ -108,7 +97,8 @@ class PolicyLearner:
         age, fresh = staleness(batch, self._version), self._fresh(batch)
         t, proximal = self._config.training, None
         if self._config.algorithm.old_policy == "proximal" and t.updates > 1:
-            proximal = self._logprobs(responses, data.mask)
+            temperature = self._config.rollout.temperature
+            proximal = self._actor.logprobs(responses, data.mask, temperature, t.microbatch_tokens)
         experience = self._prepare(data, proximal)
         tally, norms = Tally(), dict.fromkeys(self._trained, 0.0)
         lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
@@ -147,12 +137,20 @@ class PolicyLearner:
     def _publish(self, name: str, trained: Trained) -> WeightsRef:
         # The fingerprint comes last, as it waits for the device: then the copies are there too.
         tensors = trained.snapshot() if name in self._snapshots else None
-        mark = fingerprint(trained.model.named_parameters())
+        mark = trained.fingerprint()
         if tensors is None:
             return WeightsRef(name, self._version, mark)
         ref = WeightsRef(name, self._version, mark, self._channel.name)
         self._channel.put(ref, tensors)
         return ref
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write the actor in Hugging Face format, whole or not at all."""
+        self._actor.save(folder, tokenizer)
+
+    def end_updates(self) -> bool:
+        """Let no update of the actor begin any more; whether its weights are whole; any thread."""
+        return self._actor.end_updates()
 
     def state_dict(self) -> dict[str, Any]:
         """See the class."""
@@ -177,19 +175,6 @@ class PolicyLearner:
     def _prepare(self, data: Scored, proximal: Tensor | None) -> Experience:
         c = self._config
         return prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
-
-    @torch.no_grad()
-    def _logprobs(self, responses: Sequence[Response], mask: Tensor) -> Tensor:
-        """Log-probs [B, T] of the policy as it is now."""
-        logprobs = torch.zeros(mask.shape)
-        for rows in microbatches(responses, self._budget):
-            part = [responses[row] for row in rows]
-            hidden = response_hidden(self._actor.model, part)
-            targets = response_tokens(part, hidden.device)
-            here = mask[rows].to(hidden.device)
-            chosen, _ = self._losses.logprobs(self._head, hidden, targets, here)
-            logprobs[rows] = chosen.float().cpu()
-        return logprobs
 
     def _minibatches(
         self, size: int, units: Sequence[Sequence[int]]

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stretto.algorithms.reductions import Tally
-from stretto.models.forward import by_token_budget, response_hidden, response_tokens
-from stretto.models.logits import OutputHead
+from stretto.config import Config
+from stretto.models.forward import (
+    by_token_budget,
+    output_head,
+    response_hidden,
+    response_tokens,
+    token_budget,
+)
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.trained import training_mode
-from stretto.types import Stats
+from stretto.types import Response, Stats
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Trained(Protocol):
-    """A model under training, as the learner sees it."""
-
-    model: nn.Module
+    """A model under training, as the learner sees it, wherever it is."""
 
     @property
     def lr(self) -> float:
@@ -34,7 +42,30 @@ class Trained(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where :attr:`model` lives."""
+        """Where the weights live."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model computes in."""
+        ...
+
+    def logprobs(
+        self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
+    ) -> Tensor:
+        """See :meth:`stretto.training.whole.WholeModel.logprobs`."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A short hash of all parameters, frozen ones too."""
+        ...
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write model and tokenizer in Hugging Face format, whole or not at all."""
+        ...
+
+    def end_updates(self) -> bool:
+        """Let no update begin any more; whether the weights are whole, and stay as they are."""
         ...
 
     def update(self) -> float:
@@ -105,21 +136,13 @@ class LocalPasses:
 
     Args:
         actor, critic: the models; ``None`` for algorithms without a critic.
-        head: the actor's.
-        losses: of the run.
-        budget: tokens of a micro-batch, padding counted.
+        config: of the run.
     """
 
-    def __init__(
-        self,
-        actor: nn.Module,
-        critic: nn.Module | None,
-        head: OutputHead,
-        losses: Losses,
-        budget: int,
-    ) -> None:
-        self._actor, self._critic, self._head = actor, critic, head
-        self._losses, self._budget = losses, budget
+    def __init__(self, actor: nn.Module, critic: nn.Module | None, config: Config) -> None:
+        self._actor, self._critic, self._head = actor, critic, output_head(actor)
+        self._losses = Losses(config.algorithm, config.rollout.temperature)
+        self._budget = token_budget(config.training.microbatch_tokens, self._head.weight.device)
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         """See :class:`Passes`: by token budget."""

@@ -35,7 +35,8 @@ from stretto.training.partition import (
 )
 from stretto.training.planner import Planner
 from stretto.training.stages import StageTrainer
-from stretto.training.trained import Course, Snapshots, new_gate, require_finite_norm
+from stretto.training.trained import Course, Snapshots, require_finite_norm
+from stretto.training.whole import WholeModel
 from stretto.types import Stats
 from stretto.workers.ranks import Ranks
 
@@ -56,7 +57,7 @@ WORDS = {
 """What a :class:`~stretto.training.stages.StageTrainer` does, for messages."""
 
 
-class StagedModel:
+class StagedModel(WholeModel):
     """A model whose stages are trained by ranks; see :class:`~stretto.training.passes.Trained`.
 
     State: that of the stages' trainers, put together as that of the whole model's would be: so a
@@ -70,7 +71,7 @@ class StagedModel:
     """
 
     def __init__(self, name: Name, model: nn.Module, ranks: Ranks, names: Sequence[Names]) -> None:
-        self.model, self._gate = model, new_gate(model)
+        super().__init__(model)
         self._name, self._ranks, self._names = name, ranks, names
         self._weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._snapshots = Snapshots(self._weights)
@@ -81,11 +82,6 @@ class StagedModel:
     def lr(self) -> float:
         """The learning rate of the next update."""
         return self._lr
-
-    @property
-    def device(self) -> torch.device:
-        """Where the whole model lives."""
-        return next(self.model.parameters()).device
 
     def update(self) -> float:
         """One optimizer step on the ranks; the whole model follows with :meth:`fetch`.

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -17,64 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.config import OptimizerConfig
 from stretto.errors import LearnerError
+from stretto.training.whole import WholeModel
 
 BLOCK = 1 << 20
 """Elements added at a time where types differ: torch converts them in a buffer of its own."""
-
-PATIENCE_S = 30.0
-"""How long the end of a run waits for an update that is under way."""
-
-
-class Gate:
-    """What changes the weights of a model in place goes through it, until it is closed."""
-
-    def __init__(self) -> None:
-        self._lock, self._closed, self._broken = Lock(), False, False
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Change the weights; what breaks it off leaves them neither old nor new.
-
-        Raises:
-            LearnerError: the gate is closed.
-        """
-        with self._lock:
-            if self._closed:
-                raise LearnerError("the run has ended, and with it all updates; start another")
-            self._broken = True
-            yield
-            self._broken = False
-
-    def close(self, patience_s: float) -> bool:
-        """Let nothing through any more; whether what did go through has gone through whole."""
-        free = self._lock.acquire(timeout=patience_s)
-        self._closed = True
-        if free:
-            self._lock.release()
-        return free and not self._broken
-
-
-_GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
-
-
-def new_gate(model: nn.Module) -> Gate:
-    """The gate of whoever trains the model from now on."""
-    gate = _GATES[model] = Gate()
-    return gate
-
-
-def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """Let no update of a model begin any more, while one under way ends; from any thread.
-
-    Args:
-        model: that is trained.
-        patience_s: to wait for that.
-
-    Returns:
-        Whether its weights are whole, and stay as they are.
-    """
-    gate = _GATES.get(model)
-    return gate is None or gate.close(patience_s)
 
 
 def _add_into(total: Tensor, part: Tensor) -> None:
@@ -167,7 +112,7 @@ class Course:
     warmup: int
 
 
-class TrainedModel:
+class TrainedModel(WholeModel):
     """A model, the masters of its weights, and AdamW on the masters.
 
     A weight kept in bfloat16 has a float32 master: gradients of all micro-batches are summed in
@@ -201,7 +146,8 @@ class TrainedModel:
     ) -> None:
         from transformers import get_scheduler
 
-        self.model, self._clip, self._gate = model, config.grad_clip, new_gate(model)
+        super().__init__(model)
+        self._clip = config.grad_clip
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self._names = [n for n, _ in named]
         self._weights = [p for _, p in named]
@@ -244,11 +190,6 @@ class TrainedModel:
     def lr(self) -> float:
         """The learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
-
-    @property
-    def device(self) -> torch.device:
-        """Where the weights live."""
-        return next(self.model.parameters()).device
 
     def training(self) -> AbstractContextManager[None]:
         """For forward and backward passes; see :func:`training_mode`."""

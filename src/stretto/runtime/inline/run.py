@@ -18,13 +18,11 @@ from stretto.assembly.parts import make_parts
 from stretto.assembly.scorers import model_scorers
 from stretto.clock import RealClock
 from stretto.config import Config
-from stretto.models.load import save_model
 from stretto.observe.spans import Spans
 from stretto.runtime.inline.placement import Placement
 from stretto.schedules.schedule import Schedule
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
-from stretto.training.trained import end_updates
 from stretto.weights.channel import SharedChannel
 from stretto.workers.protocols import ScorerWorker
 
@@ -60,10 +58,10 @@ class InlineRun:
         self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
 
     def save(self, folder: Path) -> None:
-        save_model(self.actor, self.tokenizer, folder)
+        self.learner.save(folder, self.tokenizer)
 
     def halt(self) -> bool:
-        whole = end_updates(self.actor)  # before a lane is broken off in the midst of one
+        whole = self.learner.end_updates()  # before a lane is broken off in the midst of one
         self.placement.close()
         return whole
 

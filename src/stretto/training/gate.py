@@ -1,0 +1,67 @@
+"""Who may change a model's weights in place, and until when."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Lock
+
+from torch import nn
+
+from stretto.errors import LearnerError
+
+PATIENCE_S = 30.0
+"""How long the end of a run waits for an update that is under way."""
+
+
+class Gate:
+    """What changes the weights of a model in place goes through it, until it is closed."""
+
+    def __init__(self) -> None:
+        self._lock, self._closed, self._broken = Lock(), False, False
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Change the weights; what breaks it off leaves them neither old nor new.
+
+        Raises:
+            LearnerError: the gate is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise LearnerError("the run has ended, and with it all updates; start another")
+            self._broken = True
+            yield
+            self._broken = False
+
+    def close(self, patience_s: float) -> bool:
+        """Let nothing through any more; whether what did go through has gone through whole."""
+        free = self._lock.acquire(timeout=patience_s)
+        self._closed = True
+        if free:
+            self._lock.release()
+        return free and not self._broken
+
+
+_GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+
+
+def new_gate(model: nn.Module) -> Gate:
+    """The gate of whoever trains the model from now on."""
+    gate = _GATES[model] = Gate()
+    return gate
+
+
+def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
+    """Let no update of a model begin any more, while one under way ends; from any thread.
+
+    Args:
+        model: that is trained.
+        patience_s: to wait for that.
+
+    Returns:
+        Whether its weights are whole, and stay as they are.
+    """
+    gate = _GATES.get(model)
+    return gate is None or gate.close(patience_s)
