@@ -97,8 +97,8 @@ def test_a_damaged_one_is_passed_over_with_the_reason(
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     file = checkpoint.save(tmp_path, 1, state(1)) / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
-    with pytest.raises(StateError, match="has the format 2, and this version knows 1"):
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
+    with pytest.raises(StateError, match="has the format 3, and this version knows 2"):
         load(tmp_path)
 
 

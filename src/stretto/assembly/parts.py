@@ -29,7 +29,7 @@ from stretto.assembly.models import (
     prepare_torch,
     with_adapters,
 )
-from stretto.assembly.scorers import open_functions, reward_models
+from stretto.assembly.scorers import MODEL, open_functions, reward_models, reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.config import Config
 from stretto.models.forward import unwrapped
@@ -42,30 +42,37 @@ from stretto.tasks.prompts import PromptSource
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a run is made of, wherever it works.
+class Models:
+    """The models of a run that come of the actor.
 
     Attributes:
         end_tokens: that end a response.
+    """
+
+    actor: nn.Module
+    critic: nn.Module | None
+    reference: nn.Module | None
+    end_tokens: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run in one process is made of.
+
+    Attributes:
         functions: reward sources that are code.
         rewards: for each seat of the model scorers, the reward models.
     """
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
-    end_tokens: frozenset[int]
-    actor: nn.Module
-    critic: nn.Module | None
-    reference: nn.Module | None
+    models: Models
     functions: Sequence[FunctionScorer]
     rewards: Sequence[Sequence[RewardModelScorer]]
 
 
 def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Parts:
-    """Load and check all that a run needs.
-
-    The warm-up is done for a resumed run too: the reference, and under LoRA the frozen weights,
-    are what comes out of it, and checkpoints hold only what changes afterwards.
+    """Load and check all that a run in one process needs.
 
     Args:
         config: of the run.
@@ -77,22 +84,59 @@ def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Part
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
     prepare_torch(config)
+    tokenizer, task, prompts = open_task(config, given, say)
+    functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
+    rewards = reward_models(config, tokenizer, given, say)
+    models = trained_models(config, task, prompts, rewards[0], stack, say, given)
+    return Parts(tokenizer, prompts, models, functions, rewards)
+
+
+def open_task(
+    config: Config, given: Given, say: Say
+) -> tuple[PreTrainedTokenizerBase, tasks.Task, PromptSource]:
+    """The actor's tokenizer, the task, and its prompts; arguments as those of :func:`make_parts`.
+
+    Raises:
+        StrettoError: a setting, the tokenizer or the dataset is at fault.
+    """
     trust = config.model.trust_remote_code
     tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust)
     task = given.task or tasks.load(config.task, config.seed)
-    prompts = PromptSource(task, config.task, tokenizer, config.seed)
-    functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
-    rewards = reward_models(config, tokenizer, given, say)
+    return tokenizer, task, PromptSource(task, config.task, tokenizer, config.seed)
+
+
+def trained_models(
+    config: Config,
+    task: tasks.Task,
+    prompts: PromptSource,
+    rewards: Sequence[RewardModelScorer],
+    stack: ExitStack,
+    say: Say,
+    given: Given,
+) -> Models:
+    """Actor, critic and reference, as training starts.
+
+    The warm-up is done for a resumed run too: the reference, and under LoRA the frozen weights,
+    are what comes out of it, and checkpoints hold only what changes afterwards.
+
+    Args:
+        config, stack, say, given: as those of :func:`make_parts`.
+        task, prompts: see :func:`open_task`.
+        rewards: the reward models, as far as they are in this process.
+
+    Raises:
+        StrettoError: a setting or a model is at fault.
+    """
     base = make_actor(config, given, say)
     ends = given.end_tokens
-    ends = end_token_ids(unwrapped(base), tokenizer) if ends is None else ends
+    ends = end_token_ids(unwrapped(base), prompts.tokenizer) if ends is None else ends
     check_ends(config, ends)
     check_positions(config, "the actor", base, generating=True)
-    check_rewards(config, rewards[0], look_at_prompts(prompts, say))
+    check_rewards(config, rewards, look_at_prompts(prompts, say))
     check_lora(base, config.model)
-    check_cuts(config, base, rewards[0])
+    check_cuts(config, base, rewards)
     warmed_up(base, config, task, prompts, given, say)
-    critic = make_critic(config, base, tokenizer, rewards[0], given, say)
+    critic = make_critic(config, base, prompts.tokenizer, rewards, given, say)
     if critic is not None:
         brought = given.critic is not None
         critic = with_adapters(critic, config, "SEQ_CLS", stack, brought=brought)
@@ -102,4 +146,14 @@ def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Part
     check_positions(config, "the reference", reference)
     for model in filter(None, (actor, critic)):
         set_checkpointing(model, config.model)
-    return Parts(tokenizer, prompts, ends, actor, critic, reference, functions, rewards)
+    return Models(actor, critic, reference, ends)
+
+
+def critic_rewards(
+    config: Config, tokenizer: PreTrainedTokenizerBase, say: Say
+) -> list[RewardModelScorer]:
+    """The reward model that the critic starts from, where it does."""
+    if config.critic.init != "reward" or not config.algorithm.definition.critic:
+        return []
+    source = next(s for s in config.reward.sources if s.startswith(MODEL))
+    return [reward_scorer(source, config, tokenizer, say)]

@@ -15,10 +15,10 @@ from stretto.assembly.models import NOTHING, Given, Say, load_reward_model, made
 from stretto.config import Config
 from stretto.models.forward import token_budget
 from stretto.models.load import pick_device
+from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.weights.channel import WeightChannel
-from stretto.workers.protocols import ScorerWorker
 
 MODEL = "model:"
 """What a source that is a reward model begins with; the model's name follows."""
@@ -134,10 +134,10 @@ def model_scorers(
     critic: nn.Module | None,
     channel: WeightChannel,
     say: Say,
-) -> list[ScorerWorker]:
+) -> list[ModelScorer]:
     """Reference and critic, where there are any; the critic's weights come by a channel."""
     budget = _budget(config)
-    scorers: list[ScorerWorker] = []
+    scorers: list[ModelScorer] = []
     if reference is not None:
         slots = scorer_slots(config, reference, say)
         temperature = config.rollout.temperature

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import model_validator
 
@@ -33,6 +33,8 @@ class Config(Section):
     """Folder in which the run gets a folder of its own."""
     threads: NonNegativeInt = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
+    runtime: Literal["inline", "local"] = "inline"
+    """Where roles work: on threads of this process, or each in a process of its own on this machine."""
     warmup_examples: NonNegativeInt = 0
     """Supervised examples trained on before RL, made from the task's own answers (for models from scratch)."""
     warmup_lr: Positive = 1e-3

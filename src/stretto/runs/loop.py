@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config
@@ -65,13 +66,11 @@ def train(
             first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         running = start(config, stack, progress.note, given)
-        if state is not None:
-            running.load_state_dict(state)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
         running.spans.reset()
-        run = _Run(config, running, recorder, run_dir, done=first)
+        run = _Run(config, running, recorder, run_dir, state, done=first)
         with saved_at_the_end(
             run_dir.model,
             lambda: running.save(run_dir.model),
@@ -94,6 +93,7 @@ class _Run:
     """The steps of a run, recorded.
 
     Attributes:
+        state: to go on from.
         done: steps taken, over all resumptions.
         stats: of the last one.
     """
@@ -102,17 +102,21 @@ class _Run:
     running: Running
     recorder: Recorder
     run_dir: RunDirectory
+    state: dict[str, Any] | None
     done: int
     stats: Stats = field(default_factory=dict)
 
     async def steps(self) -> None:
         """Take all that are left."""
+        if self.state is not None:
+            await self.running.load_state_dict(self.state)
+            self.state = None
         async with self.running.schedule as schedule:
             while self.done < self.config.steps:
                 self._record(await schedule.step())
                 if _due(self.done, self.config):
                     async with schedule.steady:
-                        state = self.running.state_dict()
+                        state = await self.running.state_dict()
                     checkpoint.save(self.run_dir.checkpoints, self.done, state)
 
     def halt(self) -> bool:

@@ -32,11 +32,11 @@ class Running(Protocol):
     @property
     def spans(self) -> Spans: ...
 
-    def state_dict(self) -> dict[str, Any]:
+    async def state_dict(self) -> dict[str, Any]:
         """Everything that changes during the run; to be taken between two steps."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         ...
 

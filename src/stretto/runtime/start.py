@@ -10,7 +10,7 @@ from stretto.runtime.base import Running
 
 
 def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) -> Running:
-    """Put a run together, in this process: the one runtime for real models there is.
+    """Put a run together on the runtime that the settings name.
 
     Args:
         config: of the run.
@@ -21,6 +21,10 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     Raises:
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
+    if config.runtime == "local":
+        from stretto.runtime import local
+
+        return local.start(config, stack, say, given)
     from stretto.runtime import inline
 
     return inline.start(config, stack, say, given)

@@ -148,6 +148,10 @@ class PolicyLearner:
         """Write the actor in Hugging Face format, whole or not at all."""
         self._actor.save(folder, tokenizer)
 
+    def fingerprint(self, name: str) -> str:
+        """Of all parameters of a trained model."""
+        return self._trained[name].fingerprint()
+
     def end_updates(self) -> bool:
         """Let no update of the actor begin any more; whether its weights are whole; any thread."""
         return self._actor.end_updates()

@@ -44,6 +44,7 @@ class Ranks:
         backend: ``gloo``, or ``nccl`` with a device each.
         threads: of each rank's torch.
         patience_s: after a rank raised, how long to look whether it did so because another died.
+        role: what a process stands for that is alone, for messages.
         words: plain words for what methods do, for messages: nouns, by the method's name.
 
     Raises:
@@ -59,10 +60,12 @@ class Ranks:
         backend: str = "gloo",
         threads: int = 1,
         patience_s: float = 1.0,
+        role: str = "",
         words: Mapping[str, str] = _NO_WORDS,
     ) -> None:
         self.remedy = "start again"
         self._patience_s, self._words, self._closed = patience_s, words, False
+        self._role = role
         self._calling = Lock()
         self._died: RankError | None = None
         self._tell: Callable[[RankError], None] = lambda _: None
@@ -217,11 +220,11 @@ class Ranks:
         return error
 
     def _error(self, rank: int, what: str) -> RankError:
-        return RankError(
-            f"rank {rank} of {len(self._processes)} {what}. All ranks have been ended; mend the "
-            f"cause, and {self.remedy}",
-            rank,
-        )
+        who = f"rank {rank} of {len(self._processes)}"
+        ended = ". All ranks have been ended"
+        if self._role:
+            who, ended = f"the process of the {self._role}", ""
+        return RankError(f"{who} {what}{ended}; mend the cause, and {self.remedy}", rank)
 
     def _has_ended(self, rank: int) -> None:
         """Whoever called when it did has found that out by now."""

@@ -100,6 +100,10 @@ class Lane:
                 ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(Interrupted)
             )
 
+    def stop(self) -> None:
+        """Have the thread end after the calls that were asked for."""
+        self._calls.put(None)
+
     def join(self, seconds: float) -> bool:
         """Wait for the thread to end, at most so long; whether it has."""
         self._thread.join(seconds)

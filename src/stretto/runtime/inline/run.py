@@ -41,7 +41,7 @@ class InlineRun:
     schedule: Schedule
     spans: Spans
 
-    def state_dict(self) -> dict[str, Any]:
+    async def state_dict(self) -> dict[str, Any]:
         return {
             "prompts": self.prompts.state_dict(),
             "learner": self.learner.state_dict(),
@@ -50,7 +50,7 @@ class InlineRun:
             "schedule": self.schedule.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.learner.load_state_dict(state["learner"])
         self.placement.load_state_dict(state["placement"])
@@ -69,11 +69,11 @@ class InlineRun:
 def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) -> InlineRun:
     """Put a run together; arguments as those of :func:`~stretto.assembly.parts.make_parts`."""
     parts = make_parts(config, stack, say, given)
-    actor, critic = parts.actor, parts.critic
+    actor, critic, end_tokens = parts.models.actor, parts.models.critic, parts.models.end_tokens
     weights = SharedChannel()
-    place = Placement(config, actor, critic, parts.tokenizer, stack, parts.end_tokens, weights)
+    place = Placement(config, actor, critic, parts.tokenizer, stack, end_tokens, weights)
     models = [
-        [*own, *model_scorers(config, parts.reference, values, weights, say)]
+        [*own, *model_scorers(config, parts.models.reference, values, weights, say)]
         for own, values in zip(parts.rewards, place.critics, strict=True)
     ]
     learner, ranks = make_learner(
@@ -95,7 +95,8 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         RealClock(),
         spans,
     )
-    scorers = [*parts.functions, *(scorer for seat in models for scorer in seat)]
+    scorers: list[ScorerWorker] = [*parts.functions]
+    scorers += [scorer for seat in models for scorer in seat]
     return InlineRun(
         actor, parts.tokenizer, parts.prompts, scorers, learner, place, weights, schedule, spans
     )

@@ -1,0 +1,196 @@
+"""A run whose roles work in processes of their own, behind the same schedule."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from stretto.assembly.checks import look_at_prompts
+from stretto.assembly.controls import controls_of
+from stretto.assembly.models import NOTHING, Given, Say, prepare_torch
+from stretto.assembly.parts import open_task
+from stretto.assembly.scorers import MODEL, open_functions
+from stretto.clock import RealClock
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.observe.spans import Spans
+from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
+from stretto.runtime.local import services
+from stretto.schedules.schedule import Schedule
+from stretto.schedules.scoring import Seat
+from stretto.scoring.functions import FunctionScorer
+from stretto.tasks.prompts import PromptSource
+from stretto.weights.disk import DiskChannel
+from stretto.workers.executor import ThreadExecutor
+from stretto.workers.process import ProcessExecutor
+from stretto.workers.services import ScorerService
+from stretto.workers.threads import Lane
+
+PATIENCE_S = 30.0
+"""How long the end of a run waits for a step of the learner."""
+
+MEMORY = Path("/dev/shm")
+"""Where files are in memory, on Linux."""
+
+
+@dataclass(frozen=True)
+class LocalRun:
+    """A run over processes; see :class:`~stretto.runtime.base.Running`.
+
+    Attributes:
+        followers: generators, and scorers that follow a trained model, by role.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    learner: ProcessExecutor
+    followers: Mapping[str, ProcessExecutor]
+    others: Sequence[ProcessExecutor]
+    functions: Sequence[FunctionScorer]
+    weights: DiskChannel
+    schedule: Schedule
+    spans: Spans
+
+    async def state_dict(self) -> dict[str, Any]:
+        followers = {name: (await e.call("state_dict")).value for name, e in self.followers.items()}
+        return {
+            "prompts": self.prompts.state_dict(),
+            "learner": (await self.learner.call("state_dict")).value,
+            "followers": followers,
+            "weights": self.weights.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
+
+    async def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        await self.learner.call("load_state_dict", state["learner"])
+        for name, follower in self.followers.items():
+            await follower.call("load_state_dict", state["followers"][name])
+        self.weights.load_state_dict(state["weights"])
+        self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
+
+    def save(self, folder: Path) -> None:
+        self.learner.ask("save", folder.absolute())
+
+    def halt(self) -> bool:
+        for executor in (*self.followers.values(), *self.others):
+            executor.close()
+        for function in self.functions:
+            function.close()
+        return self.learner.settle(PATIENCE_S)
+
+
+def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) -> LocalRun:
+    """Put a run together; arguments as those of :func:`~stretto.assembly.parts.make_parts`.
+
+    Raises:
+        ConfigError: the caller brings models, or training is to go through pipelines.
+    """
+    check(config, given)
+    prepare_torch(config)
+    tokenizer, task, prompts = open_task(config, given, say)
+    columns = task.row(0).data.keys()
+    functions = open_functions(config, columns, tokenizer, stack, given)
+    first = look_at_prompts(prompts, say)
+    memory = MEMORY if MEMORY.is_dir() else None
+    channel = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-", dir=memory)))
+    threads = config.threads or torch.get_num_threads()
+
+    def opened(name: str, make: Callable[..., Any], *arguments: Any) -> ProcessExecutor:
+        executor = ProcessExecutor(name, make, arguments, threads=threads)
+        stack.callback(executor.close)
+        return executor
+
+    learner = opened("learner", services.learner, config, channel, threads, given.warmup)
+    begun: services.Begun = learner.ask("begun")
+    for line in begun.said:
+        say(line)
+    wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(
+        generator_names(config.rollout.engines), (services.generator, config, channel, begun)
+    )
+    wanted |= {
+        source: (services.reward_model, config, source, first)
+        for source in config.reward.sources
+        if source.startswith(MODEL)
+    }
+    if config.algorithm.has_reference:
+        wanted["reference"] = (services.reference, config, channel, begun)
+    if config.algorithm.definition.critic:
+        wanted["critic"] = (services.critic, config, channel, begun)
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        made = {name: pool.submit(opened, name, *how) for name, how in wanted.items()}
+    executors = {name: future.result() for name, future in made.items()}
+
+    spans = Spans(RealClock())
+    generators = [
+        GeneratorClient(name, executors[name], spans)
+        for name in generator_names(config.rollout.engines)
+    ]
+    seats = [Seat(_function(f, stack, spans)) for f in functions]
+    for name, executor in executors.items():
+        if wanted[name][0] is not services.generator:
+            info, said = executor.ask("begun")
+            for line in said:
+                say(line)
+            seats.append(Seat(ScorerClient(info, executor, spans)))
+    schedule = Schedule(
+        prompts.next,
+        generators,
+        seats,
+        LearnerClient("learner", learner, spans),
+        controls_of(config, None),
+        RealClock(),
+        spans,
+    )
+    following = {*generator_names(config.rollout.engines), "critic"}
+    return LocalRun(
+        tokenizer,
+        prompts,
+        learner,
+        {name: e for name, e in executors.items() if name in following},
+        [e for name, e in executors.items() if name not in following],
+        functions,
+        DiskChannel(channel),
+        schedule,
+        spans,
+    )
+
+
+def check(config: Config, given: Given) -> None:
+    """Refuse what processes cannot do.
+
+    Raises:
+        ConfigError: see :func:`start`.
+    """
+    objects = [n for n in ("actor", "reference", "critic", "task") if getattr(given, n) is not None]
+    if objects or given.reward_models:
+        raise ConfigError(
+            f"runtime = 'local' loads models in processes of their own, and the caller brings "
+            f"objects ({', '.join(objects) or 'reward models'}); name folders, or set runtime = "
+            "'inline'"
+        )
+    if config.schedule.knobs.migrates(config.rollout.engines):
+        raise ConfigError(
+            "runtime = 'local' does not move responses between processes yet; set "
+            "schedule.migrate = 'off', or runtime = 'inline'"
+        )
+    if config.pipeline.ranks:
+        raise ConfigError(
+            "runtime = 'local' has one process for the learner, and pipeline.ranks = "
+            f"{config.pipeline.ranks} asks for several; set one of them back"
+        )
+
+
+def _function(function: FunctionScorer, stack: ExitStack, spans: Spans) -> ScorerClient:
+    """A reward function has a process of its own already; a thread waits for it."""
+    service, lane = ScorerService(function), Lane(function.name, 1)
+    stack.callback(lane.stop)
+    return ScorerClient(service.info(), ThreadExecutor(service, lane), spans)

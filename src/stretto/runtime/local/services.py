@@ -1,0 +1,230 @@
+"""What stands in each role's process: made there from the settings, with the learner's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from stretto.assembly.checks import check_rewards
+from stretto.assembly.controls import most_in_flight
+from stretto.assembly.engines import make_engine, prefill_tokens_per_s, scorer_slots
+from stretto.assembly.learner import make_learner
+from stretto.assembly.models import (
+    NOTHING,
+    Given,
+    load_actor,
+    make_critic,
+    prepare_torch,
+    with_adapters,
+)
+from stretto.assembly.parts import critic_rewards, open_task, trained_models
+from stretto.assembly.scorers import model_scorers, reward_scorer
+from stretto.config import Config
+from stretto.models.load import load_tokenizer
+from stretto.models.resolve import resolve
+from stretto.models.weights import load_weights
+from stretto.rollout.engine import TorchEngine
+from stretto.scoring.base import ModelScorer
+from stretto.training.learner import PolicyLearner
+from stretto.types import Prompt, Reply, ScorerInfo, WeightsRef
+from stretto.weights.disk import DiskChannel
+from stretto.workers.services import GeneratorService, LearnerService, ScorerService
+
+Refs = Mapping[str, WeightsRef]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the learner's process tells the others when it has loaded its models.
+
+    Attributes:
+        refs: tickets for all weights of the trained models, as training starts.
+        end_tokens: that end a response.
+        said: lines for people.
+    """
+
+    refs: Refs
+    end_tokens: frozenset[int]
+    said: Sequence[str]
+
+
+class LocalLearner(LearnerService):
+    """The learner, and the models that the others start from."""
+
+    def __init__(
+        self,
+        learner: PolicyLearner,
+        tokenizer: PreTrainedTokenizerBase,
+        begun: Begun,
+        stack: ExitStack,
+    ) -> None:
+        super().__init__(learner)
+        self._learner, self._tokenizer, self._begun, self._stack = learner, tokenizer, begun, stack
+
+    def begun(self) -> Begun:
+        return self._begun
+
+    def state_dict(self) -> Reply[dict[str, Any]]:
+        return Reply(self._learner.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
+        self._learner.load_state_dict(state)
+        return Reply(None)
+
+    def save(self, folder: Path) -> None:
+        self._learner.save(folder, self._tokenizer)
+
+
+def learner(config: Config, folder: Path, threads: int, warmup: Path | None) -> LocalLearner:
+    """The learner's service, in its process.
+
+    Args:
+        config: of the run.
+        folder: of the channel.
+        threads: CPU threads.
+        warmup: a file to keep what comes out of the warm-up in, or to take it from.
+    """
+    stack, said, channel = ExitStack(), list[str](), DiskChannel(folder)
+    prepare_torch(config)
+    tokenizer, task, prompts = open_task(config, NOTHING, said.append)
+    rewards = critic_rewards(config, tokenizer, said.append)
+    given = Given(warmup=warmup)
+    models = trained_models(config, task, prompts, rewards, stack, said.append, given)
+    trained = {"actor": models.actor} | ({"critic": models.critic} if models.critic else {})
+    made, _ = make_learner(
+        config,
+        models.actor,
+        models.critic,
+        stack,
+        snapshots=tuple(trained),
+        channel=channel,
+        threads=threads,
+    )
+    refs = {}
+    for name, model in trained.items():
+        mark = made.fingerprint(name)
+        refs[name] = WeightsRef(name, 0, mark, channel.name)
+        channel.put(refs[name], dict(model.named_parameters()))
+    return LocalLearner(made, tokenizer, Begun(refs, models.end_tokens, said), stack)
+
+
+class LocalGenerator(GeneratorService):
+    """An engine over weights of its own."""
+
+    def __init__(self, engine: TorchEngine, model: nn.Module) -> None:
+        super().__init__(engine)
+        self._engine, self._model = engine, model
+
+    def prefill_tokens_per_s(self) -> float:
+        return prefill_tokens_per_s(self._model)
+
+    def state_dict(self) -> Reply[dict[str, Any]]:
+        return Reply({**self._engine.state_dict(), "weights": _trained(self._model)})
+
+    def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
+        _restore(self._model, state["weights"])
+        self._engine.load_state_dict(state)
+        return Reply(None)
+
+
+def generator(config: Config, folder: Path, begun: Begun) -> LocalGenerator:
+    """A generator's service, in its process."""
+    prepare_torch(config)
+    channel = DiskChannel(folder)
+    model = _actor(config, begun, channel)
+    tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
+    rows = most_in_flight(config)
+    engine = make_engine(config, model, tokenizer, rows, begun.end_tokens, channel)
+    return LocalGenerator(engine, model)
+
+
+class LocalScorer(ScorerService):
+    """A model scorer; one that follows a trained model has weights of its own."""
+
+    def __init__(self, scorer: ModelScorer, said: Sequence[str]) -> None:
+        super().__init__(scorer)
+        self._scorer, self._said = scorer, said
+
+    def begun(self) -> tuple[ScorerInfo, Sequence[str]]:
+        return self.info(), self._said
+
+    def state_dict(self) -> Reply[dict[str, Any]]:
+        return Reply({"weights": _trained(self._scorer.model)})
+
+    def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
+        _restore(self._scorer.model, state["weights"])
+        return Reply(None)
+
+
+def reference(config: Config, folder: Path, begun: Begun) -> LocalScorer:
+    """The reference's service, in its process: the actor as training starts."""
+    prepare_torch(config)
+    said, channel = list[str](), DiskChannel(folder)
+    model = _actor(config, begun, channel)
+    (scorer,) = model_scorers(config, model, None, channel, said.append)
+    return LocalScorer(scorer, said)
+
+
+def critic(config: Config, folder: Path, begun: Begun) -> LocalScorer:
+    """The service of the critic as a scorer, in its process."""
+    prepare_torch(config)
+    said, channel = list[str](), DiskChannel(folder)
+    tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
+    rewards = critic_rewards(config, tokenizer, _quiet)
+    actor = load_actor(config, _quiet)
+    model = make_critic(config, actor, tokenizer, rewards, NOTHING, _quiet)
+    assert model is not None
+    model = with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
+    ref = begun.refs["critic"]
+    load_weights(model, ref, channel.get(ref), "the critic")
+    (scorer,) = model_scorers(config, None, model, channel, said.append)
+    return LocalScorer(scorer, said)
+
+
+def reward_model(config: Config, source: str, prompts: Sequence[Prompt]) -> LocalScorer:
+    """A reward model's service, in its process.
+
+    Args:
+        config: of the run.
+        source: as in ``reward.sources``.
+        prompts: some of the run's, to see that it can read them.
+    """
+    prepare_torch(config)
+    said = list[str]()
+    tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
+    whole = reward_scorer(source, config, tokenizer, said.append)
+    slots = scorer_slots(config, whole.model, said.append)
+    scorer = reward_scorer(source, config, tokenizer, said.append, slots=slots) if slots else whole
+    check_rewards(config, [scorer], prompts)
+    return LocalScorer(scorer, said)
+
+
+def _actor(config: Config, begun: Begun, channel: DiskChannel) -> nn.Module:
+    """The actor as training starts, in its adapters where it has any."""
+    model = load_actor(config, _quiet)
+    model = with_adapters(model, config, "CAUSAL_LM", ExitStack(), brought=False)
+    ref = begun.refs["actor"]
+    load_weights(model, ref, channel.get(ref), "the actor's copy")
+    return model
+
+
+def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def _restore(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)
+
+
+def _quiet(_: str) -> None:
+    """The learner's process has said it."""

@@ -1,0 +1,111 @@
+"""A service in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.clock import Clock, RealClock
+from stretto.errors import RankError, StrettoError
+from stretto.types import Reply
+from stretto.workers.ranks import Ranks
+from stretto.workers.threads import Lane
+
+SAMPLES = 5
+"""Round trips by which the distance of two clocks is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An error of Stretto that a call ended with; the process lives on."""
+
+    error: StrettoError
+
+
+class Host:
+    """Stands in the process, and keeps its service alive through errors that a run may survive.
+
+    Args:
+        rank: of the process in its group of one.
+        make: called with ``arguments`` for the service; both travel by pickle.
+    """
+
+    def __init__(self, rank: int, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._service = make(*arguments)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> object:
+        """What a method of the service returns, or the error of Stretto that it raised."""
+        try:
+            result: object = getattr(self._service, method)(*args)
+        except StrettoError as error:
+            return Raised(error)
+        return result
+
+
+class ProcessExecutor:
+    """Calls a service in a process of its own, one call at a time.
+
+    Args:
+        name: of the role, for messages.
+        make: an importable function that makes the service there.
+        arguments: for it; they travel by pickle.
+        threads: of torch in that process.
+        clock: of this process.
+
+    Raises:
+        StrettoError: ``make`` raised it.
+        RankError: the process could not start, or ``make`` raised anything else.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        threads: int,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or RealClock()
+        try:
+            self._ranks = Ranks(1, Host, (make, arguments), threads=threads, role=name)
+        except RankError as error:
+            if isinstance(error.__cause__, StrettoError):
+                raise error.__cause__ from None
+            raise
+        self._lane = Lane(name, 0)
+        self._ahead_s = self._distance()
+        self._ranks.watch(self._lane.fail)
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """See :class:`~stretto.workers.executor.Executor`."""
+        reply: Reply[Any] = await self._lane.run(lambda: self.ask(method, *args))
+        return reply.shifted(self._ahead_s)
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """What a method returns, by its own clock; only while no call is under way."""
+        (answer,) = self._ranks.call("call", method, args)
+        if isinstance(answer, Raised):
+            raise answer.error
+        return answer
+
+    def settle(self, seconds: float) -> bool:
+        """Take no more calls, and wait for one that is under way; whether that has ended."""
+        self._lane.stop()
+        return self._lane.join(seconds)
+
+    def close(self) -> None:
+        """End the process, at work or not; from any thread, any number of times."""
+        self._ranks.close()
+        self._lane.stop()
+
+    def _distance(self) -> float:
+        """By how much this process's clock is ahead, from the shortest of some round trips."""
+        trips: list[tuple[float, float]] = []
+        for _ in range(SAMPLES):
+            before_s = self._clock.now()
+            theirs_s: float = self.ask("now").value
+            after_s = self._clock.now()
+            trips.append((after_s - before_s, (before_s + after_s) / 2 - theirs_s))
+        return min(trips)[1]

@@ -1,0 +1,261 @@
+"""The runtime of processes: what it computes is what the runtime of threads computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from stretto import runs
+from stretto.clock import ManualClock
+from stretto.config import Config, recipes
+from stretto.errors import ConfigError, EngineError, JudgeError, RankError
+from stretto.observe import RunDirectory
+from stretto.observe.progress import NoProgress
+from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
+from stretto.weights.channel import SharedChannel, fetched
+from stretto.weights.disk import DiskChannel
+from stretto.workers.process import ProcessExecutor
+from stretto.workers.services import Service
+
+TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
+
+
+def settings(tiny_folder: Path, **changes: Any) -> Config:
+    data: dict[str, Any] = {
+        "steps": 2,
+        "threads": 1,
+        "model": {"name": str(tiny_folder), "dtype": "float32"},
+        "task": {"settings": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}},
+        "rollout": {"batch": 4, "max_new_tokens": 6},
+        "reward": {"missing_eos": "off"},
+        "training": {"lr": 1e-3, "critic_lr": 1e-3},
+    }
+    return recipes.build({**data, **changes}, "here")
+
+
+def trained(config: Config, folder: Path, display: Any = None, **rest: Any) -> RunDirectory:
+    folder.mkdir(parents=True, exist_ok=True)
+    run = RunDirectory.create(folder, "run", config)
+    runs.train(config, run_dir=run, progress=display or NoProgress(), **rest)
+    return run
+
+
+def assert_same(one: RunDirectory, two: RunDirectory) -> None:
+    """Weights, rollouts and all metrics but times, bit for bit."""
+    weights = [load_file(run.model / "model.safetensors") for run in (one, two)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
+    assert one.read_rollouts() == two.read_rollouts()
+    metrics: list[list[Mapping[str, Any]]] = [
+        [{k: v for k, v in m.items() if not k.startswith(TIMES)} for m in run.read_metrics()]
+        for run in (one, two)
+    ]
+    assert metrics[0] == metrics[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
+    ],
+)
+def test_sync_is_the_same_on_threads_and_on_processes(
+    tiny_folder: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    model = {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})}
+    config = settings(tiny_folder, **{**changes, "model": model})
+    here = trained(config, tmp_path / "inline")
+    there = trained(config.model_copy(update={"runtime": "local"}), tmp_path / "local")
+    assert_same(here, there)
+
+
+def test_roles_work_at_the_same_time_and_a_run_is_resumed(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        steps=4,
+        schedule={"preset": "async"},
+        observe={"checkpoint_every": 2},
+        algorithm={"name": "rloo"},
+        rollout={"batch": 4, "max_new_tokens": 6, "samples_per_prompt": 2},
+    )
+    whole = trained(config, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trained(config, tmp_path / "half", Stopper())
+    (folder,) = (tmp_path / "half").iterdir()
+    run = RunDirectory.open(folder)
+    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
+    assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
+    assert [m["staleness/max"] for m in run.read_metrics()] == [0, 1, 1, 1]
+    assert_same(run, whole)
+
+
+class Stopper(NoProgress):
+    """Presses Ctrl-C after the third step, of which there is no checkpoint."""
+
+    def step(self, done: int, *_: Any, **__: Any) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+
+class Killer(NoProgress):
+    """Kills one of the run's processes after the first step."""
+
+    killed = False
+
+    def step(self, *_: Any, **__: Any) -> None:
+        if not self.killed:
+            self.killed = True
+            ranks = [
+                child
+                for child in psutil.Process().children()
+                if any("workers.rank" in word for word in child.cmdline())
+            ]
+            os.kill(ranks[1].pid, signal.SIGKILL)
+
+
+def test_a_process_that_dies_ends_the_run_and_the_model_is_saved(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = settings(tiny_folder, runtime="local", steps=500)
+    with pytest.raises(RankError, match=r"the process of the \w+ was killed by SIGKILL"):
+        trained(config, tmp_path, Killer())
+    (run,) = tmp_path.glob("run-*")
+    assert load_file(run / "model" / "model.safetensors")
+    left = [c for c in psutil.Process().children() if "workers.rank" in " ".join(c.cmdline())]
+    assert not left
+
+
+def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(completions):\n    raise ValueError('no')\n")
+    config = settings(tiny_folder, runtime="local", reward={"sources": (f"{tmp_path}/mine.py:f",)})
+    with pytest.raises(JudgeError, match="ValueError: no"):
+        trained(config, tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 2}}, "does not move responses"),
+        ({"pipeline": {"ranks": 2}}, "has one process for the learner"),
+    ],
+)
+def test_what_processes_cannot_do_is_refused(
+    tiny_folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trained(settings(tiny_folder, runtime="local", **changes), tmp_path)
+
+
+# -- what crosses a boundary ---------------------------------------------------------------------
+
+
+def test_every_message_can_be_pickled() -> None:
+    tokens, logprobs = np.array([3, 4], np.int32), np.array([-1.0, -2.0], np.float32)
+    prompt = Prompt(1, (5, 6), "text", ({"role": "user", "content": "x"},), {"row": 1})
+    response = Response(7, 1, prompt, tokens, 2, FinishReason.STOP)
+    ids = np.array([7], np.int64)
+    batch = TrainBatch(
+        ids, ((5, 6),), ids, np.array([2]), np.array([True]), tokens, logprobs, tokens,
+        {"task": logprobs[:1]}, {"task": np.array([True])}, {"values": logprobs},
+    )  # fmt: skip
+    messages: list[Any] = [
+        response,
+        batch,
+        Score(7, "task", "reward", logprobs[:1]),
+        WeightsRef("actor", 3, "abc", "disk"),
+        Reply((response,), (Work("gen", 0.0, 1.0, {"tokens": 2}),)),
+        JudgeError("failed", [7]),
+    ]
+    for message in messages:
+        again = pickle.loads(pickle.dumps(message))
+        assert repr(again) == repr(message)
+    assert batch.total_tokens == 4
+    assert [r.tokens.tolist() for r in batch.responses()] == [[3, 4]]
+
+
+class Slow(Service):
+    """A service whose clock is five seconds behind."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__(ManualClock(100.0))
+        self.factor = factor
+
+    def times(self, number: int) -> Reply[int]:
+        return self._timed("work", lambda: self.factor * number, lambda _: {"of": number})
+
+    def refuse(self) -> Reply[None]:
+        raise EngineError("not so")
+
+
+def test_a_service_in_a_process_answers_by_this_clock_and_survives_errors() -> None:
+    executor = ProcessExecutor("slow", Slow, (3,), threads=1, clock=ManualClock(105.0))
+    try:
+        reply = executor.ask("times", 4)
+        assert (reply.value, reply.work[0].start_s) == (12, 100.0)
+        assert reply.shifted(executor._ahead_s).work == (Work("work", 105.0, 105.0, {"of": 4}),)
+        with pytest.raises(EngineError, match="not so"):
+            executor.ask("refuse")
+        assert executor.ask("times", 5).value == 15
+    finally:
+        executor.close()
+    with pytest.raises(RankError, match="have been ended"):
+        executor.ask("times", 1)
+
+
+def test_channels_hand_on_the_tensors_of_a_ticket(tmp_path: Path) -> None:
+    import torch
+
+    refs = [WeightsRef("actor", v, "x", "disk") for v in range(4)]
+    disk = DiskChannel(tmp_path)
+    for ref in refs:
+        disk.put(ref, {"w": torch.full((2,), float(ref.version), dtype=torch.bfloat16)})
+    assert disk.get(refs[3])["w"].tolist() == [3.0, 3.0]
+    assert disk.get(refs[2])["w"].dtype is torch.bfloat16
+    with pytest.raises(EngineError, match="version 1 of the actor is not in"):
+        disk.get(refs[1])
+    shared = SharedChannel()
+    shared.put(refs[0], {"w": torch.zeros(1)})
+    shared.put(refs[1], {"w": torch.ones(1)})
+    assert shared.get(refs[1])["w"].item() == 1.0
+    with pytest.raises(EngineError, match="version 0 of the actor is not in the channel 'shared'"):
+        shared.get(refs[0])
+    with pytest.raises(EngineError, match="in the channel 'disk', to which who is to load it"):
+        fetched(shared, refs[1])
+    assert fetched(None, WeightsRef("actor", 1, "x")) == {}
+
+
+def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) -> None:
+    """No tensors: weights travel by tickets."""
+    from contextlib import ExitStack
+
+    from stretto.runtime.inline import start
+    from stretto.workers.drive import drive
+
+    config = settings(tiny_folder, schedule={"preset": "async"}, steps=3)
+    states: list[Any] = []
+
+    async def body() -> None:
+        async with run.schedule as schedule:
+            await schedule.step()
+            async with schedule.steady:
+                states.append(schedule.state_dict())
+
+    with ExitStack() as stack:
+        run = start(config, stack, lambda _: None)
+        drive(body())
+        run.placement.close()
+    assert json.loads(json.dumps(states[0], default=list))["weights"].keys() == {"actor", "critic"}
