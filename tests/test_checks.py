@@ -21,12 +21,14 @@ from transformers import (
 
 import stretto
 from helpers import llama
+from stretto.assembly.checks import check_engine
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
 from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
+from stretto.rollout.engine import TorchEngine
 from stretto.runtime.inline import InlineRun, start
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
@@ -293,3 +295,25 @@ def test_prompts_that_spell_control_tokens_are_remarked_on(
         assemble(tiny_folder, say=said.append, task=task)
         marked = [line for line in said if "spell control tokens (<bos>, <eos>)" in line]
         assert len(marked) == remarks
+
+
+@pytest.mark.parametrize(
+    ("able", "settings", "message"),
+    [
+        ({"interruptible": False}, {"schedule": {"preset": "oppo"}}, "score_on stops decoding"),
+        ({"interruptible": False}, {"schedule": {"overcommit": 2}}, "overcommit stops decoding"),
+        ({"interruptible": False}, {"schedule": {"preset": "async"}}, ""),
+        ({"logprobs": "raw"}, {}, "algorithm.old_policy = 'proximal'"),
+        ({"logprobs": "raw"}, {"algorithm": {"old_policy": "proximal"}}, ""),
+    ],
+)
+def test_an_engine_that_cannot_do_what_the_schedule_asks_is_refused(
+    able: dict[str, Any], settings: dict[str, Any], message: str
+) -> None:
+    can = replace(TorchEngine.capabilities, **able)
+    config = Config.model_validate(settings)
+    if not message:
+        check_engine(config, can)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_engine(config, can)

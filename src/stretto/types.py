@@ -317,3 +317,21 @@ class Reply(Generic[V]):
         """The same by a clock that is ``by_s`` ahead of the worker's."""
         moved = (replace(w, start_s=w.start_s + by_s, end_s=w.end_s + by_s) for w in self.work)
         return Reply(self.value, tuple(moved))
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a generation engine can do.
+
+    Attributes:
+        moves_cache: hands keys and values of a rollout to another engine of its kind.
+        deterministic: samples the same tokens from the same seed, whatever is decoded beside.
+        interruptible: stops after any token, and goes on later where it was.
+        logprobs: ``sampled``: of the distribution that tokens are drawn from, with temperature and
+            truncation; ``raw``: of the model's own.
+    """
+
+    moves_cache: bool
+    deterministic: bool
+    interruptible: bool
+    logprobs: Literal["sampled", "raw"]

@@ -12,7 +12,7 @@ from stretto.models.positions import positions
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.partition import check_stages
-from stretto.types import Prompt
+from stretto.types import Capabilities, Prompt
 
 FIRST = 8
 """Prompts that are looked at before the run."""
@@ -56,6 +56,31 @@ def check_ends(config: Config, end_tokens: Collection[int]) -> None:
             f"reward.missing_eos = '{rule.missing_eos}' has a penalty. Set eos_token in the "
             "model's tokenizer_config.json, name a string in rollout.stop, or set "
             "reward.missing_eos = 'off'"
+        )
+
+
+def check_engine(config: Config, able: Capabilities) -> None:
+    """Refuse a schedule that asks more of an engine than it can do.
+
+    Raises:
+        ConfigError: it cannot stop in the midst of a response, or does not say how likely its
+            tokens were to be drawn, and the settings need that.
+    """
+    knobs = config.schedule.knobs
+    early = [name for name in ("score_on", "overcommit") if knobs.on(name)]
+    early += ["migrate"] if knobs.migrates(config.rollout.engines) else []
+    if knobs.score_on == "rollout":
+        early.remove("score_on")  # whole responses are enough for that
+    if early and not able.interruptible:
+        raise ConfigError(
+            f"schedule.{early[0]} stops decoding in the midst of responses, which the engine "
+            "cannot; set schedule.preset = 'sync' or 'async'"
+        )
+    if able.logprobs == "raw" and config.algorithm.old_policy != "proximal":
+        raise ConfigError(
+            "the engine gives log-probabilities of the model, not of what it samples from "
+            f"(rollout.temperature = {config.rollout.temperature}); set algorithm.old_policy = "
+            "'proximal', which takes the learner's own"
         )
 
 

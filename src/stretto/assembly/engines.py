@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from stretto.assembly.checks import check_engine
 from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.errors import EngineError, ModelError
@@ -42,6 +43,7 @@ def make_engine(
         end_tokens: that end a response; without them the model's and the tokenizer's do.
         channel: where new weights come from, if any do.
     """
+    check_engine(config, TorchEngine.capabilities)
     ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
     stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
     return TorchEngine(

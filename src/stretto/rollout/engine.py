@@ -26,7 +26,7 @@ from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs, check_cached_pass
 from stretto.rollout.stop import StopStrings
-from stretto.types import Chunk, FinishReason, Parcel, Response, WeightsRef
+from stretto.types import Capabilities, Chunk, FinishReason, Parcel, Response, WeightsRef
 from stretto.weights.channel import WeightChannel, fetched
 
 
@@ -59,6 +59,10 @@ class TorchEngine:
     Raises:
         EngineError: the model cannot be driven over slots, or ``slots`` is below 1.
     """
+
+    capabilities = Capabilities(
+        moves_cache=True, deterministic=True, interruptible=True, logprobs="sampled"
+    )
 
     def __init__(
         self,

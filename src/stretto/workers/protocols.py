@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from stretto.types import (
+    Capabilities,
     Chunk,
     Parcel,
     Response,
@@ -50,6 +51,7 @@ class FunctionWorker(ScorerWorker, Protocol):
 class GeneratorWorker(Protocol):
     """Works for a generator."""
 
+    capabilities: Capabilities
     version: int
     context_tokens: int
     prefilled_tokens: int

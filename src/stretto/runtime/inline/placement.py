@@ -94,6 +94,7 @@ class Placement:
             return None
         rows, prefill = most_in_flight(config), prefill_tokens_per_s(self._generating)
         longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+        moves_cache = all(engine.capabilities.moves_cache for engine in self.engines)
         return Migrating(
             MigrationLimits(
                 engines=len(self.engines),
@@ -101,7 +102,7 @@ class Placement:
                 cache_tokens=rows * longest,
                 longest_tokens=longest,
                 prefill_tokens_per_s=prefill,
-                transfer_tokens_per_s=COPY_GAIN * prefill,
+                transfer_tokens_per_s=COPY_GAIN * prefill if moves_cache else 0.0,
             ),
             score_tokens_per_s=prefill / 2 if self._hosts else 0.0,  # reference and critic
             prompt_tokens=config.task.max_prompt_tokens // 2,
