@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(_page("index.md", ROOT / "README.md", config))
     for table in sorted((ROOT / "benchmarks/results").glob("*.md")):
         files.append(_page(f"results/{table.name}", table, config))
-    for name in ("CONTRIBUTING.md", "LICENSE"):
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
         files.append(_page(name, ROOT / name, config))
     return files
 
