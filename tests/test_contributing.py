@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stretto"
@@ -85,3 +86,13 @@ def test_the_documented_layers_are_those_that_are_checked() -> None:
         contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
     (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     assert documented == layers
+
+
+def test_the_hooks_are_the_checks() -> None:
+    """As 'make check' has them, on all files."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.partition("\ncheck:")[2].partition("\n\n")[0]
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    hooks = [hook["entry"].replace(".venv/bin/", "$(BIN)/") for hook in local["hooks"]]
+    assert hooks == [line.strip() for line in recipe.splitlines()[1:]]
+    assert not any(hook["pass_filenames"] for hook in local["hooks"])
