@@ -64,7 +64,9 @@ def test_settings_stay_few_and_each_has_its_help() -> None:
                 assert info.description, f"{section.__name__}.{key} has no help"
 
 
-@pytest.mark.parametrize("module", ["stretto", "stretto.config", "stretto.config.recipes"])
+@pytest.mark.parametrize(
+    "module", ["stretto", "stretto.config", "stretto.config.recipes", "stretto.testing"]
+)
 def test_light_modules_import_nothing_heavy(module: str) -> None:
     heavy = {"torch", "transformers", "datasets", "reasoning_gym", "peft", "math_verify"}
     code = f"import sys, {module}; print(*{heavy} & set(sys.modules))"

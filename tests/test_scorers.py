@@ -16,7 +16,6 @@ from helpers import (
     critic_of,
     left_padded_logprobs,
     llama,
-    make_chunk,
     make_rollouts,
     naive_values,
     told,
@@ -35,6 +34,7 @@ from stretto.scoring.models import (
     reads_last_token,
     reference_scorer,
 )
+from stretto.testing import make_chunk
 from stretto.types import FinishReason, Message, Prompt, Score
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6)]

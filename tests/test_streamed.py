@@ -23,7 +23,6 @@ from helpers import (
     critic_of,
     left_padded_logprobs,
     llama,
-    make_chunk,
     naive_values,
     ticket,
     told,
@@ -40,6 +39,7 @@ from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import Reading, StablePrefix
+from stretto.testing import make_chunk
 from stretto.types import Chunk, FinishReason, Message, Prompt
 
 EOS = 258
