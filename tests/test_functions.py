@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from helpers import told
+from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
@@ -29,7 +30,6 @@ from stretto.scoring.text import response_text
 from stretto.tasks.prompts import render
 from stretto.testing import make_chunk
 from stretto.types import FinishReason, Message, Prompt, Score
-from test_tasks import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
