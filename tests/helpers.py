@@ -17,7 +17,7 @@ from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.learner import PolicyLearner
 from stretto.training.passes import LocalPasses
 from stretto.training.trained import TrainedModel
-from stretto.types import Chunk, FinishReason, Prompt, Response, Score, WeightsRef
+from stretto.types import FinishReason, Prompt, Response, Score, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 VOCABULARY = 61
@@ -148,19 +148,6 @@ def told(rollouts: Iterable[Rollout]) -> list[Response]:
 def train_on(learner: Any, rollouts: Sequence[Rollout]) -> Mapping[str, float]:
     """Take a step on scored rollouts; its figures."""
     return learner.train(train_batch(rollouts)).stats
-
-
-def make_chunk(
-    rollout_id: int,
-    start: int,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    version: int = 0,
-    finish: FinishReason | None = None,
-) -> Chunk:
-    """A chunk out of plain numbers."""
-    columns = np.array(tokens, np.int32), np.array(logprobs, np.float32)
-    return Chunk(rollout_id, start, *columns, version, finish)
 
 
 CHANNEL = SharedChannel()

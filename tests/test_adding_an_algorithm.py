@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from helpers import critic_of, llama, make_learner
+from learner_helpers import algorithm_settings, assert_close, learned_gradients, make_batch, now
 from stretto.algorithms import ppo
 from stretto.algorithms.algorithm import Algorithm
 from stretto.algorithms.experience import LossTerm, Part
@@ -21,8 +22,6 @@ from stretto.algorithms.registry import ALGORITHMS, own_settings
 from stretto.config import AlgorithmConfig, recipes
 from stretto.schedules.rollout import train_batch
 from stretto.training.collate import collate
-from test_learner import assert_close, learned_gradients
-from test_learner_algorithms import make_batch, now, settings
 
 DOCS = Path(__file__).parents[1] / "docs" / "algorithms.md"
 
@@ -108,7 +107,7 @@ def test_the_example_trains_with_its_own_tensor(
     learner = make_learner(
         actor,
         None,
-        settings(a, training={"microbatch_tokens": budget}),  # type: ignore[arg-type]
+        algorithm_settings(a, training={"microbatch_tokens": budget}),  # type: ignore[arg-type]
     )
     advantages = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None).advantages
 
@@ -140,7 +139,7 @@ def test_the_critic_is_trained_with_the_algorithms_own_value_loss(
         actor = llama(dtype=torch.float64)
         batch = make_batch(actor, {"name": "ppo"})
         a = listed(algorithm, monkeypatch)
-        learner = make_learner(actor, critic_of(actor).double(), settings(a))  # type: ignore[arg-type]
+        learner = make_learner(actor, critic_of(actor).double(), algorithm_settings(a))  # type: ignore[arg-type]
         gradients.append(learned_gradients(learner, batch)[0])
     once, twice = gradients
     factors = {name: 2 if name.startswith("critic.") else 1 for name in once}

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from loss_helpers import GARBAGE, mask_of, naive_gae, part_of, randn, rows_of, soiled
 from stretto.algorithms.advantages import gae, whiten
 from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
@@ -31,55 +32,6 @@ from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.errors import LearnerError, StateError
 
 LENGTHS = (5, 0, 3, 1, 6)
-GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30)
-
-
-def mask_of(lengths: tuple[int, ...], width: int = 0) -> Tensor:
-    return torch.arange(width or max(lengths))[None, :] < torch.tensor(lengths)[:, None]
-
-
-def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def soiled(x: Tensor, mask: Tensor, value: float) -> Tensor:
-    """``x`` with ``value`` outside the mask, in a mask that may be wider than ``x``."""
-    wide = torch.full(mask.shape, value, dtype=x.dtype)
-    wide[:, : x.shape[1]] = x
-    return torch.where(mask, wide, value)
-
-
-def part_of(mask: Tensor, mode: Any = "token_mean", longest: int = 1, **named: Any) -> Part:
-    """A whole mini-batch; advantages and old log-probs are 0 where not given."""
-    dtype = next((t.dtype for t in named.values() if isinstance(t, Tensor)), torch.float32)
-    zeros = torch.zeros(mask.shape, dtype=dtype)
-    return Part(
-        mask=mask,
-        weights=token_weights(mask, mode, longest).to(dtype),
-        means=token_weights(mask, "token_mean").to(dtype),
-        response_weights=response_weights(mask).to(dtype),
-        **{"advantages": zeros, "old_logprobs": zeros, **named},
-    )
-
-
-def rows_of(part: Part, rows: slice | list[int]) -> Part:
-    """Some rows of a part, with the weights that they have in the whole."""
-    return part.each(lambda tensor: tensor[rows])
-
-
-def naive_gae(
-    rewards: list[float], values: list[float], gamma: float, lam: float
-) -> tuple[list[float], list[float]]:
-    length = len(rewards)
-    advantages = []
-    for t in range(length):
-        total = 0.0
-        for i in range(t, length):
-            following = values[i + 1] if i + 1 < length else 0.0
-            delta = rewards[i] + gamma * following - values[i]
-            total += (gamma * lam) ** (i - t) * delta
-        advantages.append(total)
-    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
 
 # -- advantages ----------------------------------------------------------------------------------

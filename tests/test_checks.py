@@ -21,6 +21,7 @@ from transformers import (
 
 import stretto
 from helpers import llama
+from scorer_helpers import byte_rollout, reward_model, scores_of, stream
 from stretto.assembly.checks import check_engine
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config, recipes
@@ -34,7 +35,6 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks import load
 from stretto.types import FinishReason, Prompt
-from test_scorers import byte_rollout, reward_model, scores_of
 
 ROOM: dict[str, Any] = {
     "task": {"max_prompt_tokens": 60},
@@ -170,8 +170,6 @@ def test_a_text_that_does_not_fit_is_a_failure_and_no_other_row_is_harmed(
         made.append(Rollout(i, Prompt(i, r.prompt.tokens, r.prompt.text), i, r.tokens))
         made[-1].finish = FinishReason.STOP
     if slots:
-        from test_streamed import stream
-
         streamed = stream(scorer, made, 5)
         assert [len(values) for values in streamed] == [1, 0, 1]
         scorer._failures.clear()

@@ -21,6 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from helpers import told
+from scorer_helpers import plain_score, reward_model, scores_of
 from stretto.config import DemonstrationsConfig, TaskConfig
 from stretto.errors import TaskError
 from stretto.models.tiny import byte_tokenizer
@@ -294,8 +295,6 @@ def test_the_harmless_part_of_a_response_is_not_read_again() -> None:
 
 def test_a_reward_model_scores_what_was_typed() -> None:
     """The score of a response that spells an end is that of its letters."""
-    from test_scorers import plain_score, reward_model, scores_of
-
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["the"])
     model = reward_model(vocabulary=263)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 import stretto
 from helpers import full_beyond, llama
+from run_helpers import Notes, length, settings, weights
 from stretto import runs, signals
 from stretto.assembly.models import Given
 from stretto.cli.main import main
@@ -31,7 +32,6 @@ from stretto.runs import supervised
 from stretto.training.gate import Gate, end_updates
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
-from test_runtime import Notes, settings, weights
 
 ENDS: list[BaseException] = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -54,11 +54,6 @@ class End(Notes):
     ) -> None:
         if step == self._at:
             raise self._error
-
-
-def length(completions: Sequence[str], **_: Any) -> list[float]:
-    """A reward that needs no process of its own."""
-    return [float(len(completion)) for completion in completions]
 
 
 def reinforce(

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from helpers import CHANNEL, VOCABULARY, llama, make_chunk, ticket, told
+from helpers import CHANNEL, VOCABULARY, llama, ticket, told
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
 from stretto.evaluation.answers import completed
@@ -39,6 +39,7 @@ from stretto.rollout.sampling import stream_seed, uniform
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
 from stretto.rollout.stop import StopStrings
 from stretto.schedules.rollout import Rollout
+from stretto.testing import make_chunk
 from stretto.training.trained import TrainedModel
 from stretto.types import Chunk, FinishReason, Prompt, WeightsRef
 

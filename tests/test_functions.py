@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import make_chunk, told
+from helpers import told
+from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
@@ -27,8 +28,8 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.text import response_text
 from stretto.tasks.prompts import render
+from stretto.testing import make_chunk
 from stretto.types import FinishReason, Message, Prompt, Score
-from test_tasks import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

@@ -13,7 +13,8 @@ import pytest
 
 from stretto.config import Config, Section, recipes
 
-SOURCE = Path(__file__).parents[1] / "src" / "stretto"
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "stretto"
 FILES = sorted(SOURCE.rglob("*.py"))
 FILE_LINES, FILE_LIMIT = 400, 500
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
@@ -64,9 +65,31 @@ def test_settings_stay_few_and_each_has_its_help() -> None:
                 assert info.description, f"{section.__name__}.{key} has no help"
 
 
-@pytest.mark.parametrize("module", ["stretto", "stretto.config", "stretto.config.recipes"])
+@pytest.mark.parametrize(
+    "module", ["stretto", "stretto.config", "stretto.config.recipes", "stretto.testing"]
+)
 def test_light_modules_import_nothing_heavy(module: str) -> None:
     heavy = {"torch", "transformers", "datasets", "reasoning_gym", "peft", "math_verify"}
     code = f"import sys, {module}; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     assert done.stdout.split() == []
+
+
+def imported(file: Path) -> set[str]:
+    """The first part of every module's name that a file imports."""
+    names = set[str]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several need is in a module of helpers."""
+    files = sorted(TESTS.rglob("*.py"))
+    tests = {file.stem for file in files if file.name.startswith("test_")}
+    assert len(tests) > 50
+    taken = {str(file.relative_to(TESTS)): sorted(imported(file) & tests) for file in files}
+    assert {name: others for name, others in taken.items() if others} == {}

@@ -26,15 +26,14 @@ from helpers import (
     told,
     train_on,
 )
-from stretto.config import Config, ModelConfig, RolloutConfig, TrainingConfig
+from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients
+from stretto.config import Config, ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
-from stretto.evaluation.answers import completed
 from stretto.models import forward
 from stretto.models.clone import with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint, load_weights
-from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout, total_reward, train_batch
 from stretto.training import agreement
 from stretto.training import collate as collating
@@ -48,7 +47,6 @@ from stretto.types import FinishReason, Prompt, Score
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4)]
 """Prompt and response lengths: 32 response tokens, so that 1 / 32 is exact."""
 ANY_RATIO = {"ratio_tolerance": 100.0}
-Grads = dict[str, Tensor]
 
 
 def settings(**sections: Any) -> dict[str, Any]:
@@ -56,28 +54,6 @@ def settings(**sections: Any) -> dict[str, Any]:
     sections["training"] = {**ANY_RATIO, **sections.get("training", {})}
     sections.setdefault("rollout", {})["batch"] = 6
     return sections
-
-
-def learned_gradients(
-    learner: PolicyLearner, batch: Sequence[Rollout]
-) -> tuple[Grads, dict[str, Any]]:
-    """Gradients of actor and critic in the learner's first update, which is not taken."""
-    grads: Grads = {}
-
-    def keep(trained: TrainedModel, name: str) -> None:
-        def update() -> float:
-            for key, p in trained.model.named_parameters():
-                if p.grad is not None:
-                    grads[f"{name}.{key}"] = p.grad.clone()
-                    p.grad.zero_()
-            return 0.0
-
-        trained.update = update  # type: ignore[method-assign]
-
-    for name, trained in learner._trained.items():
-        keep(trained, name)
-    stats = train_on(learner, batch)
-    return grads, dict(stats)
 
 
 def naive_experience(batch: Sequence[Rollout], config: Any) -> list[dict[str, list[float]]]:
@@ -183,15 +159,6 @@ def naive_gradients(
             grads[f"{name}.{key}"] = p.grad.clone()
             p.grad = None
     return grads
-
-
-def assert_close(got: Grads, expected: Grads, rtol: float) -> None:
-    """Each tensor, relative to its own largest entry."""
-    assert got.keys() == expected.keys()
-    for name, want in expected.items():
-        scale = want.abs().max().item()
-        assert scale > 0, name
-        assert (got[name] - want).abs().max().item() <= rtol * scale, name
 
 
 def models(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -649,30 +616,6 @@ def test_no_tensor_grows_with_tokens_times_vocabulary() -> None:
 
 
 # -- on-policy data ------------------------------------------------------------------------------
-
-
-def engine_rollouts(
-    model: Any, critic: Any, *, temperature: float, version: int = 0
-) -> list[Rollout]:
-    """Rollouts that the engine decoded, with values and rewards."""
-    config = RolloutConfig(batch=8, max_new_tokens=12, temperature=temperature, slots=3)
-    engine = TorchEngine(model, config, end_tokens=frozenset(range(5, 11)), seed=3)
-    engine.version = version
-    rng = torch.Generator().manual_seed(0)
-    rollouts = []
-    for i in range(8):
-        ids = torch.randint(VOCABULARY, (2 + 3 * i,), generator=rng).tolist()
-        rollouts.append(Rollout(i, Prompt(i, tuple(ids), ""), i))
-    list(completed(engine, rollouts, 5))
-    for r in rollouts:
-        zeros = torch.zeros(len(r)).numpy()
-        reward = torch.randn(1, generator=rng).numpy()
-        r.scores["task"] = Score(r.id, "task", "reward", reward)
-        r.scores["critic"] = Score(r.id, "critic", "values", zeros)
-        r.scores["reference"] = Score(
-            r.id, "reference", "logprobs", torch.tensor(r.logprobs).numpy()
-        )
-    return rollouts
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])

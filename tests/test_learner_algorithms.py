@@ -13,70 +13,39 @@ from torch import Tensor
 
 from helpers import (
     critic_of,
-    left_padded_logprobs,
     llama,
     make_learner,
-    make_rollouts,
     told,
     train_on,
 )
+from learner_helpers import (
+    PROMPTS,
+    Grads,
+    algorithm_settings,
+    assert_close,
+    engine_rollouts,
+    learned_gradients,
+    make_batch,
+    now,
+)
+from loss_helpers import VARIANTS, loss_of, part_of
 from stretto.algorithms.correction import settled
 from stretto.algorithms.registry import ALGORITHMS
-from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.training.collate import collate
 from stretto.training.learner import PolicyLearner
 from stretto.types import Score
-from test_learner import Grads, assert_close, engine_rollouts, learned_gradients
-from test_losses import VARIANTS, loss_of, part_of
 
-SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6), (3, 4), (6, 2), (4, 8)]
-PROMPTS = [5, 2, 5, 2, 5, 8, 2, 8]
-"""Three responses to 5 and to 2, two to 8, in no order."""
 CORRECTED = {"old_policy": "proximal", "correction": "truncate", "correction_level": "sequence"}
-
-
-def settings(algorithm: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    training = {"ratio_tolerance": 100.0, "lr": 1e-3, **sections.pop("training", {})}
-    rollout = {"batch": 8, "samples_per_prompt": 2, "max_new_tokens": 16}
-    return {"algorithm": algorithm, "training": training, "rollout": rollout, **sections}
 
 
 def learner_of(algorithm: dict[str, Any], actor: Any, **sections: Any) -> PolicyLearner:
     critic = None
     if ALGORITHMS[algorithm["name"]].critic:
         critic = critic_of(actor).to(next(actor.parameters()).dtype)
-    return make_learner(actor, critic, settings(algorithm, **sections))
-
-
-def make_batch(
-    actor: Any, algorithm: dict[str, Any], shapes: Sequence[tuple[int, int]] = SHAPES
-) -> list[Rollout]:
-    """Scored responses, of the critic and the reference only where the algorithm has them."""
-    a = AlgorithmConfig.model_validate(algorithm)
-    filled = [(prompt, response or 1) for prompt, response in shapes]
-    batch = make_rollouts(actor, critic_of(actor), filled)
-    for rollout, prompt, (_, length) in zip(batch, PROMPTS, shapes, strict=True):
-        rollout.prompt = replace(rollout.prompt, id=prompt)
-        if not length:
-            rollout.tokens, rollout.logprobs, rollout.versions = [], [], []
-            for name in ("critic", "reference"):
-                rollout.scores[name] = replace(
-                    rollout.scores[name], values=rollout.scores[name].values[:0]
-                )
-        if not a.definition.critic:
-            del rollout.scores["critic"]
-        if not a.has_reference:
-            del rollout.scores["reference"]
-    return batch
-
-
-def now(actor: Any, batch: Sequence[Rollout]) -> Tensor:
-    """Log-probs [B, T] of the present policy by a naive pass for each response."""
-    rows = [left_padded_logprobs(actor, [r])[0] if len(r) else torch.zeros(0) for r in batch]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return make_learner(actor, critic, algorithm_settings(algorithm, **sections))
 
 
 def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]) -> Grads:

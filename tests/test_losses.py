@@ -14,8 +14,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from loss_helpers import (
+    BETA,
+    GARBAGE,
+    VARIANTS,
+    loss_of,
+    mask_of,
+    naive_gae,
+    part_of,
+    randn,
+    rows_of,
+    soiled,
+)
 from stretto.algorithms.correction import importance_weights, settled
-from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
+from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.groups import (
     best_and_worst,
     group_normalised,
@@ -28,34 +40,14 @@ from stretto.algorithms.reductions import Tally
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.errors import LearnerError
-from test_algorithms import GARBAGE, mask_of, naive_gae, part_of, randn, rows_of, soiled
 
 LENGTHS = (5, 3, 1, 6, 2, 4, 3)
 GROUPS = (9, 4, 9, 9, 4, 7, 7)
 """Prompts, in no order: three responses to 9, two to 4 and to 7."""
-BETA, LONGEST = 0.3, 16
+LONGEST = 16
 REWARD = RewardConfig(missing_eos="subtract", missing_eos_penalty=-1.0)
 STD_EPS = 1e-6
 PER_TOKEN = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "ppo": {"name": "ppo", "gamma": 0.9, "lam": 0.8},
-    "ppo sums": {"name": "ppo", "aggregation": "sequence_sum", "whiten_advantages": False},
-    "ppo, KL in the loss": {"name": "ppo", "kl_in": "loss", "kl_estimator": "k2"},
-    "rloo": {"name": "rloo"},
-    "rloo, k3 in the reward": {"name": "rloo", "kl_estimator": "k3", "aggregation": "token_mean"},
-    "rloo, KL in the loss": {"name": "rloo", "kl_in": "loss", "kl_estimator": "k1"},
-    "copg": {"name": "copg"},
-    "proximal-rloo": {"name": "proximal-rloo", "clip": 0.1},
-    "proximal-rloo, higher": {"name": "proximal-rloo", "clip": 0.1, "clip_high": 0.4},
-    "grpo": {"name": "grpo"},
-    "grpo, KL in the reward": {"name": "grpo", "kl_in": "reward"},
-    "dr-grpo": {"name": "grpo", "group_std": False, "aggregation": "fixed_length", "kl_coef": 0},
-    "dapo": {"name": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "kl_coef": 0},
-    "online-dpo": {"name": "online-dpo", "kl_coef": BETA},
-    "best-of-n": {"name": "best-of-n"},
-    "best-of-n of responses": {"name": "best-of-n", "aggregation": "sequence_mean", "kl_coef": 0},
-}
 
 
 def settings_of(variant: str, **changes: Any) -> AlgorithmConfig:
@@ -103,15 +95,6 @@ def whole(e: Experience, a: AlgorithmConfig) -> tuple[list[int], Part]:
     common = {n: None if (t := getattr(e, n)) is None else t[rows].double() for n in PER_TOKEN}
     own = {name: tensor[rows].double() for name, tensor in e.tensors.items()}
     return rows, part_of(e.mask[rows], a.averaging, LONGEST, tensors=own, **common)
-
-
-def loss_of(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> LossTerm:
-    """As the learner adds it up, but for the entropy."""
-    part, tally = settled(part, logprobs.detach(), a)
-    term = a.definition.policy_loss(logprobs, part, a)
-    if a.kl_place == "loss" and a.kl_coef:
-        term += kl_penalty(logprobs, part, BETA, a.estimator)
-    return LossTerm(term.loss, term.tally + tally)
 
 
 def shifted(e: Experience, seed: int = 40, by: float = 0.3) -> Tensor:

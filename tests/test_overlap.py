@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from helpers import told, train_on
+from run_helpers import Kill, assert_same_run, run, settings, untimed, weights
 from stretto import runs
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import Config, recipes
@@ -30,7 +31,6 @@ from stretto.runs import checkpoint
 from stretto.runtime import inline
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.workers.threads import Lane
-from test_runtime import Kill, assert_same_run, run, settings, untimed, weights
 
 SIX: dict[str, Any] = {"steps": 6, "rollout": {"batch": 4, "max_new_tokens": 10}}
 

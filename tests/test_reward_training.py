@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from helpers import critic_of, llama, make_chunk, told
+from helpers import critic_of, llama, told
 from stretto.cli import label
 from stretto.cli.main import main
 from stretto.config import PairsConfig, RewardModelConfig, TaskConfig, recipes
@@ -30,6 +30,7 @@ from stretto.tasks.base import TaskRow
 from stretto.tasks.pairs import Pair, PairTokens, read_pairs, tokens_of
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import Layout
+from stretto.testing import make_chunk
 from stretto.training.preference import BradleyTerry, Preferences, train
 from stretto.training.supervised import hold_out
 from stretto.types import FinishReason, Message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -12,94 +12,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from run_helpers import Kill, Notes, assert_same_run, lines, run, settings, untimed, weights
+from scorer_helpers import reward_model
 from stretto import evaluation, runs, tasks
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.assembly.warmup import _examples
-from stretto.config import Config, RolloutConfig, recipes
+from stretto.config import RolloutConfig, recipes
 from stretto.errors import ConfigError, JudgeError, StateError, TaskError
 from stretto.evaluation.answers import generate
 from stretto.evaluation.rows import SEED
 from stretto.models.load import load_tokenizer
 from stretto.models.tiny import byte_tokenizer
-from stretto.observe import RunDirectory, Sample
+from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Score, short_name
-
-UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
-
-
-def settings(folder: Path, **sections: Any) -> Config:
-    """A run of a second: the tiny recipe, made smaller."""
-    small: dict[str, Any] = {
-        "steps": 2,
-        "threads": 1,
-        "warmup_examples": 0,
-        "model": {"name": str(folder)},
-        "rollout": {"batch": 4, "max_new_tokens": 6},
-        "task": {
-            "name": "chain_sum",
-            "settings": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-            "size": 0,
-        },
-        "reward": {"missing_eos_penalty": -1.0},
-        "algorithm": {"lam": 0.95, "kl_coef": 0.05, "entropy_coef": 0.0},
-        "training": {"lr": 1e-3, "critic_lr": 1e-3, "warmup_steps": 0},
-        "observe": {"samples": 100, "progress": "off"},
-    }
-    data = recipes.load("tiny").model_dump()
-    for changes in (small, sections):
-        for name, value in changes.items():
-            data[name] = data[name] | value if isinstance(value, dict) else value
-    return Config.model_validate(data)
-
-
-def run(config: Config, out: Path, progress: Any = None) -> tuple[RunDirectory, runs.TrainResult]:
-    run_dir = RunDirectory.create(out, "run", config)
-    return run_dir, runs.train(config, run_dir=run_dir, progress=progress or NoProgress())
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def untimed(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in step.items() if not k.startswith(UNTIMED)} for step in metrics]
-
-
-def weights(run_dir: RunDirectory) -> dict[str, torch.Tensor]:
-    return load_file(run_dir.model / "model.safetensors")
-
-
-def assert_same_run(a: RunDirectory, b: RunDirectory) -> None:
-    assert untimed(lines(a.metrics_file)) == untimed(lines(b.metrics_file))
-    assert lines(a.samples_file) == lines(b.samples_file)
-    ours, theirs = weights(a), weights(b)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-class Notes(NoProgress):
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-class Kill(NoProgress):
-    """Ctrl-C just after the records of a step are written."""
-
-    def __init__(self, step: int) -> None:
-        self._at = step
-
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        if step == self._at:
-            raise KeyboardInterrupt
-
 
 # -- the run directory ---------------------------------------------------------------------------
 
@@ -398,8 +326,6 @@ def test_a_verl_style_function_as_reward(
 def test_a_reward_model_and_a_function_are_summed_with_weights(
     tiny_folder: Path, functions: Path, tmp_path: Path
 ) -> None:
-    from test_scorers import reward_model
-
     folder = tmp_path / "reward"
     reward_model().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

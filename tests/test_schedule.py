@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from itertools import combinations, permutations
 from typing import Any, TypeVar
@@ -16,9 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import make_chunk
 from stretto.errors import JudgeError, LifecycleError, StalledError
-from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.runtime.sim.loop import run
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.ledger import Ledger
@@ -27,175 +25,11 @@ from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import Seat
 from stretto.schedules.settings import Controls, Settings, Step
-from stretto.types import (
-    Chunk,
-    FinishReason,
-    Parcel,
-    Prompt,
-    Response,
-    Score,
-    ScoreKind,
-    TrainBatch,
-    TrainOutput,
-    WeightsRef,
-)
+from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
+from stretto.types import FinishReason, Prompt, Score, WeightsRef
 
 T = TypeVar("T")
 STOP = FinishReason.STOP
-
-
-class World:
-    """What all scripted roles of a run share: the script, and a log with times."""
-
-    def __init__(self, lengths: Sequence[int], fails: Sequence[int] = ()) -> None:
-        self.lengths, self.fails = lengths, set(fails)
-        self.log: list[str] = []
-        self.spans: list[tuple[str, str, float, float]] = []
-        self.places = 0
-        self.loaded: dict[str, int] = {}
-        self.clock = VirtualClock()
-
-    def length(self, rollout_id: int) -> int:
-        return self.lengths[rollout_id % len(self.lengths)]
-
-    def write(self, text: str) -> None:
-        self.log.append(f"{self.clock.now():g} {text}")
-
-    def prompt(self, place: int) -> Prompt:
-        return Prompt(place, tuple(range(place + 1)), f"p{place}")
-
-    def next_prompt(self) -> Prompt:
-        self.places += 1
-        return self.prompt(self.places - 1)
-
-    @contextmanager
-    def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
-        yield attributes
-
-    def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
-        self.spans.append((role, attributes.get("cause", name), start_s, end_s))
-
-
-class FakeGenerator:
-    """A token a second for everyone; token t of rollout i is 100 i + t."""
-
-    def __init__(self, world: World, name: str = "gen") -> None:
-        self.world, self.name = world, name
-        self.done: dict[int, int] = {}
-        self.idle = False
-        world.loaded[name] = 0
-
-    async def admit(self, responses: Sequence[Response]) -> None:
-        self.world.write(f"{self.name} admit {[r.id for r in responses]}")
-        self.done |= {r.id: len(r) for r in responses}
-
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
-        length = self.world.length
-        ends = sorted(length(i) - n for i, n in self.done.items())
-        steps = min(max_tokens, ends[-1]) if ends else 0
-        if stop_after and len(ends) >= stop_after:
-            steps = min(steps, ends[stop_after - 1])
-        version = self.world.loaded[self.name]
-        await asyncio.sleep(steps)
-        chunks = []
-        for id_, start in [] if self.idle else self.done.items():
-            n = min(steps, length(id_) - start)
-            tokens = tuple(100 * id_ + t for t in range(start, start + n))
-            finish = STOP if start + n == length(id_) else None
-            chunks.append(make_chunk(id_, start, tokens, (-0.5,) * n, version, finish))
-        chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
-        for c in chunks:
-            self.done[c.rollout_id] += len(c.tokens)
-            if c.finish:
-                del self.done[c.rollout_id]
-        return chunks
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        for id_ in rollout_ids:
-            self.done.pop(id_, None)
-
-    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[Parcel]:
-        self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
-        return [Parcel(i, self.done.pop(i)) for i in rollout_ids]
-
-    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
-        await asyncio.sleep(1)
-        self.world.write(f"{self.name} accept {[r.id for r in responses]}")
-        self.done |= {p.rollout_id: p.cache for p in parcels}
-
-    async def load(self, weights: WeightsRef) -> None:
-        self.world.loaded[self.name] = weights.version
-        self.world.write(f"{self.name} load {weights.version}")
-
-
-class FakeScorer:
-    """Half a second a call, and a tenth of one a token that is new to it."""
-
-    def __init__(
-        self,
-        world: World,
-        name: str,
-        kind: ScoreKind = "reward",
-        follows: str = "",
-        worthwhile_tokens: int = 0,
-    ) -> None:
-        self.worthwhile_tokens, self.streams, self.reads_text = worthwhile_tokens, True, False
-        self.world, self.name, self.kind, self.follows = world, name, kind, follows
-        self.tokens: dict[int, list[int]] = {}
-        self.new: dict[int, int] = {}
-        self.hangs = False
-        world.loaded[name] = 0
-
-    async def admit(self, responses: Sequence[Response]) -> None:
-        for r in responses:
-            self.tokens[r.id] = r.tokens.tolist()
-            self.new[r.id] = len(r)
-
-    async def extend(self, chunks: Sequence[Chunk]) -> None:
-        await asyncio.sleep(0.5 + 0.1 * sum(len(c.tokens) for c in chunks))
-        for c in chunks:
-            assert c.start == len(self.tokens[c.rollout_id])
-            self.tokens[c.rollout_id] += c.tokens.tolist()
-
-    async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
-        version = self.world.loaded[self.name]
-        await asyncio.sleep(
-            1e9 if self.hangs else 0.5 + 0.1 * sum(self.new[i] for i in rollout_ids)
-        )
-        assert version == self.world.loaded[self.name]
-        self.world.write(f"{self.name} finish {list(rollout_ids)}")
-        scores = []
-        for i in rollout_ids:
-            assert self.tokens.pop(i) == [100 * i + t for t in range(self.world.length(i))]
-            bad = self.name == "judge" and i in self.world.fails
-            values = np.full(0 if bad else 1, i + 0.5, np.float32)
-            if self.follows:
-                values = np.full(self.world.length(i), version, np.float32)
-            failure = f"no verdict on {i}" if bad else None
-            scores.append(Score(i, self.name, self.kind, values, failure))
-        return scores
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        for i in rollout_ids:
-            self.tokens.pop(i, None)
-
-    async def load(self, weights: WeightsRef) -> None:
-        self.world.loaded[self.name] = weights.version
-
-
-class FakeLearner:
-    def __init__(self, world: World, seconds: float = 2.0) -> None:
-        self.world, self.seconds, self.version = world, seconds, 0
-
-    async def train(self, batch: TrainBatch) -> TrainOutput:
-        self.world.write(f"train {batch.ids.tolist()}")
-        await asyncio.sleep(self.seconds)
-        return TrainOutput({"objective/scores": 1.25}, batch.totals().astype(np.float32))
-
-    async def publish(self) -> Mapping[str, WeightsRef]:
-        self.version += 1
-        self.world.write(f"publish {self.version}")
-        return {m: WeightsRef(m, self.version, "x") for m in ("actor", "critic")}
 
 
 def make(

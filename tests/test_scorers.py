@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ from helpers import (
     critic_of,
     left_padded_logprobs,
     llama,
-    make_chunk,
     make_rollouts,
     naive_values,
     told,
 )
+from scorer_helpers import EOS, byte_rollout, plain_score, reward_model, scores_of
 from stretto.config import Config, ModelConfig, recipes
 from stretto.errors import LifecycleError, ModelError
 from stretto.models.heads import critic_from_actor
@@ -29,32 +28,15 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.runtime import inline
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import (
-    ModelScorer,
     RewardModelScorer,
     critic_scorer,
     reads_last_token,
     reference_scorer,
 )
-from stretto.types import FinishReason, Message, Prompt, Score
+from stretto.testing import make_chunk
+from stretto.types import FinishReason, Prompt
 
 SHAPES = [(3, 7), (40, 5), (5, 1), (2, 9), (8, 6)]
-EOS = 258
-
-
-def scores_of(scorer: ModelScorer, rollouts: Sequence[Rollout]) -> list[Score]:
-    scorer.admit(told(rollouts))
-    return list(scorer.finish([r.id for r in rollouts]))
-
-
-def byte_rollout(id_: int, prompt: str, response: str, *, stop: bool = True) -> Rollout:
-    """A rollout of the byte tokenizer's tokens; a stopped one ends in <eos>."""
-    messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
-    tokens = tuple(prompt.encode())
-    rollout = Rollout(id_, Prompt(id_, tokens, prompt, messages), id_)
-    rollout.tokens = [*response.encode(), *([EOS] if stop else [])]
-    rollout.logprobs, rollout.versions = [-1.0] * len(rollout), [0] * len(rollout)
-    rollout.finish = FinishReason.STOP if stop else FinishReason.LENGTH
-    return rollout
 
 
 BYTE_ROLLOUTS = [
@@ -62,30 +44,6 @@ BYTE_ROLLOUTS = [
     byte_rollout(1, "a rather long prompt, longer than the others", "yes, it is", stop=False),
     byte_rollout(2, "é", "ü and the rest"),
 ]
-
-
-def reward_model(vocabulary: int = 259, **settings: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForSequenceClassification
-
-    torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        num_labels=1,
-        pad_token_id=256,
-        **settings,
-    )
-    return LlamaForSequenceClassification(config).eval()
-
-
-def plain_score(model: Any, tokens: Sequence[int]) -> float:
-    with torch.no_grad():
-        return float(model(input_ids=torch.tensor([list(tokens)])).logits[0, 0])
 
 
 # -- log-probabilities and values ----------------------------------------------------------------

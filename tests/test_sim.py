@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import make_chunk, ticket, told
+from helpers import ticket, told
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.observe.spans import Spans
@@ -49,6 +49,7 @@ from stretto.runtime.sim.lengths import (
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.roles import LearningCurve, SimLearner, SimScorer
 from stretto.schedules.rollout import Rollout, train_batch
+from stretto.testing import make_chunk
 from stretto.types import Chunk, FinishReason, Prompt, Score
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH

@@ -23,11 +23,11 @@ from helpers import (
     critic_of,
     left_padded_logprobs,
     llama,
-    make_chunk,
     naive_values,
     ticket,
     told,
 )
+from scorer_helpers import begun, chunk, stream
 from stretto.config import ModelConfig
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import CachedPass, slots_within
@@ -40,7 +40,7 @@ from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.types import Chunk, FinishReason, Message, Prompt
+from stretto.types import FinishReason, Message, Prompt
 
 EOS = 258
 TOLERANCE = 1e-5
@@ -58,25 +58,6 @@ def rollouts(shapes: Sequence[tuple[int, int]], vocabulary: int = VOCABULARY) ->
         r.finish = FinishReason.STOP if i % 2 else FinishReason.LENGTH
         made.append(r)
     return made
-
-
-def begun(r: Rollout, tokens: int = 0) -> Rollout:
-    """The rollout as it was after so many tokens."""
-    return Rollout(r.id, r.prompt, r.group, r.tokens[:tokens])
-
-
-def chunk(r: Rollout, start: int, stop: int) -> Chunk:
-    finish = r.finish if stop >= len(r) else None
-    tokens = tuple(r.tokens[start:stop])
-    return make_chunk(r.id, start, tokens, (-1.0,) * len(tokens), 0, finish)
-
-
-def stream(scorer: ModelScorer, made: Sequence[Rollout], size: int) -> list[np.ndarray[Any, Any]]:
-    """Scores of rollouts that all grow by chunks of one size."""
-    scorer.admit(told([begun(r) for r in made]))
-    for start in range(0, max(map(len, made)), size):
-        scorer.extend([chunk(r, start, start + size) for r in made if start <= max(0, len(r) - 1)])
-    return [s.values for s in scorer.finish([r.id for r in made])]
 
 
 def whole(scorer: ModelScorer, made: Sequence[Rollout]) -> list[np.ndarray[Any, Any]]:

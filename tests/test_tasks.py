@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
+from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
@@ -26,21 +25,6 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-
-
-def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """One token a byte (ids from 2), '<s>' = 0 before every plain text, '</s>' = 1."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    made.chat_template = template
-    return made
 
 
 def write_jsonl(path: Path, rows: list[Any]) -> str:

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from run_helpers import Notes, assert_same_run, length, settings
 from stretto import runs
 from stretto.assembly import warmup as assembled
 from stretto.assembly.models import Given
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory
 from stretto.training import warmup
-from test_ending import length
-from test_runtime import Notes, assert_same_run, settings
 
 
 def reinforce(

@@ -1,6 +1,7 @@
 """Hooks of mkdocs: pages that stand elsewhere in the repository, and links to them.
 
-The README is the site's first page, and the measured tables of ``benchmarks/results`` are pages.
+The README is the site's first page; CONTRIBUTING, the changelog and the measured tables of
+``benchmarks/results`` are pages.
 Files are read where they are, so that none stands twice.
 """
 
@@ -19,16 +20,18 @@ ROOT = Path(__file__).parent.parent
 LINKS = (
     (re.compile(r"\]\((?:\.\./)*benchmarks/results/"), "results/"),
     (re.compile(r"\]\((?:\.\./)*docs/"), ""),
+    (re.compile(r"\]\((?:\.\./)+(?=CONTRIBUTING\.md|CHANGELOG\.md)"), ""),
 )
 """Links between files of the repository, and the folder of the site that they lead to."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the README and the measured tables as pages."""
+    """Add what stands outside of ``docs/`` as pages."""
     files.append(_page("index.md", ROOT / "README.md", config))
     for table in sorted((ROOT / "benchmarks/results").glob("*.md")):
         files.append(_page(f"results/{table.name}", table, config))
-    files.append(_page("LICENSE", ROOT / "LICENSE", config))
+    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
+        files.append(_page(name, ROOT / name, config))
     return files
 
 

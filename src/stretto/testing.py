@@ -1,0 +1,261 @@
+"""Scripted roles in virtual time, for those who write schedules and controllers. No torch.
+
+A :class:`World` says how long each response gets. Its roles take exactly so long for their work,
+write down what they were asked for and when, and check that a schedule keeps the protocols
+(:mod:`stretto.protocols`). :func:`stretto.runtime.sim.loop.run` runs what is written with them; a
+whole run takes milliseconds and is the same every time. docs/schedules.md has an example.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from stretto.runtime.sim.loop import VirtualClock
+from stretto.types import (
+    Chunk,
+    FinishReason,
+    Parcel,
+    Prompt,
+    Response,
+    Score,
+    ScoreKind,
+    TrainBatch,
+    TrainOutput,
+    WeightsRef,
+)
+
+
+def make_chunk(
+    rollout_id: int,
+    start: int,
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    version: int = 0,
+    finish: FinishReason | None = None,
+) -> Chunk:
+    """A chunk out of plain numbers; see :class:`~stretto.types.Chunk`."""
+    columns = np.array(tokens, np.int32), np.array(logprobs, np.float32)
+    return Chunk(rollout_id, start, *columns, version, finish)
+
+
+class World:
+    """What the roles of a run share: the script, a log with times, and the clock.
+
+    It is a schedule's :class:`~stretto.protocols.Tracer`, and :meth:`next_prompt` its source of
+    prompts.
+
+    Args:
+        lengths: response tokens by rollout id; they repeat where there are more rollouts.
+        fails: ids of the rollouts that scorers of rewards fail on.
+
+    Attributes:
+        log: what roles were asked for, in order; a line is "<seconds> <role> <call> <ids>".
+        spans: (role, cause or name, start, end) of each wait and each call that was reported.
+        places: prompts drawn so far.
+        loaded: the version of the weights, by generator and scorer.
+        clock: the virtual clock; reads the loop that is running.
+    """
+
+    def __init__(self, lengths: Sequence[int], fails: Sequence[int] = ()) -> None:
+        self.lengths, self.fails = lengths, set(fails)
+        self.log: list[str] = []
+        self.spans: list[tuple[str, str, float, float]] = []
+        self.places = 0
+        self.loaded: dict[str, int] = {}
+        self.clock = VirtualClock()
+
+    def length(self, rollout_id: int) -> int:
+        """Tokens that the response gets in all."""
+        return self.lengths[rollout_id % len(self.lengths)]
+
+    def write(self, text: str) -> None:
+        """Add a line to the log, behind the time."""
+        self.log.append(f"{self.clock.now():g} {text}")
+
+    def prompt(self, place: int) -> Prompt:
+        """The prompt at a place of the order; it has ``place + 1`` tokens."""
+        return Prompt(place, tuple(range(place + 1)), f"p{place}")
+
+    def next_prompt(self) -> Prompt:
+        """The next prompt."""
+        self.places += 1
+        return self.prompt(self.places - 1)
+
+    @contextmanager
+    def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
+        """Keep nothing of it; see :class:`~stretto.protocols.Tracer`."""
+        yield attributes
+
+    def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
+        """Keep it in :attr:`spans`; see :class:`~stretto.protocols.Tracer`."""
+        self.spans.append((role, attributes.get("cause", name), start_s, end_s))
+
+
+class FakeGenerator:
+    """Decodes a token a second for everyone; token t of rollout i is ``100 i + t``.
+
+    Its methods are those of :class:`~stretto.protocols.Generator`. Taking over rollouts of another
+    generator takes a second.
+
+    Args:
+        world: the script.
+        name: in the log.
+
+    Attributes:
+        done: tokens of each rollout that is here.
+        idle: set it to have :meth:`decode` return nothing.
+    """
+
+    def __init__(self, world: World, name: str = "gen") -> None:
+        self.world, self.name = world, name
+        self.done: dict[int, int] = {}
+        self.idle = False
+        world.loaded[name] = 0
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        self.world.write(f"{self.name} admit {[r.id for r in responses]}")
+        self.done |= {r.id: len(r) for r in responses}
+
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
+        length = self.world.length
+        ends = sorted(length(i) - n for i, n in self.done.items())
+        steps = min(max_tokens, ends[-1]) if ends else 0
+        if stop_after and len(ends) >= stop_after:
+            steps = min(steps, ends[stop_after - 1])
+        version = self.world.loaded[self.name]
+        await asyncio.sleep(steps)
+        chunks = []
+        for id_, start in [] if self.idle else self.done.items():
+            n = min(steps, length(id_) - start)
+            tokens = tuple(100 * id_ + t for t in range(start, start + n))
+            finish = FinishReason.STOP if start + n == length(id_) else None
+            chunks.append(make_chunk(id_, start, tokens, (-0.5,) * n, version, finish))
+        chunks.sort(key=lambda c: (c.finish is None, len(c.tokens), c.rollout_id))
+        for c in chunks:
+            self.done[c.rollout_id] += len(c.tokens)
+            if c.finish:
+                del self.done[c.rollout_id]
+        return chunks
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        for id_ in rollout_ids:
+            self.done.pop(id_, None)
+
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[Parcel]:
+        self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
+        return [Parcel(i, self.done.pop(i)) for i in rollout_ids]
+
+    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
+        await asyncio.sleep(1)
+        self.world.write(f"{self.name} accept {[r.id for r in responses]}")
+        self.done |= {p.rollout_id: p.cache for p in parcels}
+
+    async def load(self, weights: WeightsRef) -> None:
+        self.world.loaded[self.name] = weights.version
+        self.world.write(f"{self.name} load {weights.version}")
+
+
+class FakeScorer:
+    """Takes half a second a call, and a tenth of one for each token that is new to it.
+
+    Its methods are those of :class:`~stretto.protocols.Scorer`. The score of rollout i is
+    ``i + 0.5``; one that follows a model gives its version for each token. What it is given is
+    checked: chunks in order, all tokens before the score, no new weights within a call.
+
+    Args:
+        world: the script.
+        name: in the log, and of its scores.
+        kind: of its scores.
+        follows: the trained model whose weights it loads; empty for none.
+        worthwhile_tokens: that make a call worth its cost.
+
+    Attributes:
+        hangs: set it to have :meth:`finish` take 30 years.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        kind: ScoreKind = "reward",
+        follows: str = "",
+        worthwhile_tokens: int = 0,
+    ) -> None:
+        self.worthwhile_tokens, self.streams, self.reads_text = worthwhile_tokens, True, False
+        self.world, self.name, self.kind, self.follows = world, name, kind, follows
+        self.tokens: dict[int, list[int]] = {}
+        self.new: dict[int, int] = {}
+        self.hangs = False
+        world.loaded[name] = 0
+
+    async def admit(self, responses: Sequence[Response]) -> None:
+        for r in responses:
+            self.tokens[r.id] = r.tokens.tolist()
+            self.new[r.id] = len(r)
+
+    async def extend(self, chunks: Sequence[Chunk]) -> None:
+        await asyncio.sleep(0.5 + 0.1 * sum(len(c.tokens) for c in chunks))
+        for c in chunks:
+            assert c.start == len(self.tokens[c.rollout_id])
+            self.tokens[c.rollout_id] += c.tokens.tolist()
+
+    async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
+        version = self.world.loaded[self.name]
+        await asyncio.sleep(
+            1e9 if self.hangs else 0.5 + 0.1 * sum(self.new[i] for i in rollout_ids)
+        )
+        assert version == self.world.loaded[self.name]
+        self.world.write(f"{self.name} finish {list(rollout_ids)}")
+        scores = []
+        for i in rollout_ids:
+            assert self.tokens.pop(i) == [100 * i + t for t in range(self.world.length(i))]
+            bad = self.kind == "reward" and i in self.world.fails
+            values = np.full(0 if bad else 1, i + 0.5, np.float32)
+            if self.follows:
+                values = np.full(self.world.length(i), version, np.float32)
+            failure = f"no verdict on {i}" if bad else None
+            scores.append(Score(i, self.name, self.kind, values, failure))
+        return scores
+
+    async def release(self, rollout_ids: Sequence[int]) -> None:
+        for i in rollout_ids:
+            self.tokens.pop(i, None)
+
+    async def load(self, weights: WeightsRef) -> None:
+        self.world.loaded[self.name] = weights.version
+
+
+class FakeLearner:
+    """Learns nothing, in so many seconds a step, and publishes versions 1, 2, ...
+
+    Its methods are those of :class:`~stretto.protocols.Learner`.
+
+    Args:
+        world: the script.
+        seconds: that a step takes.
+
+    Attributes:
+        version: that was published last.
+        mean_score: the mean reward that it reports, which controllers follow; may be changed
+            between steps.
+    """
+
+    def __init__(self, world: World, seconds: float = 2.0) -> None:
+        self.world, self.seconds, self.version = world, seconds, 0
+        self.mean_score = 1.25
+
+    async def train(self, batch: TrainBatch) -> TrainOutput:
+        self.world.write(f"train {batch.ids.tolist()}")
+        await asyncio.sleep(self.seconds)
+        rewards = batch.totals().astype(np.float32)
+        return TrainOutput({"objective/scores": self.mean_score}, rewards)
+
+    async def publish(self) -> Mapping[str, WeightsRef]:
+        self.version += 1
+        self.world.write(f"publish {self.version}")
+        return {m: WeightsRef(m, self.version, "x") for m in ("actor", "critic")}

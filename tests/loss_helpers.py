@@ -1,0 +1,94 @@
+"""Mini-batches out of plain tensors, all losses by name, and what they are compared with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.algorithms.correction import settled
+from stretto.algorithms.experience import LossTerm, Part
+from stretto.algorithms.policy import kl_penalty
+from stretto.algorithms.reductions import response_weights, token_weights
+from stretto.config import AlgorithmConfig
+
+GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30)
+BETA = 0.3
+"""The coefficient of the KL."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "ppo": {"name": "ppo", "gamma": 0.9, "lam": 0.8},
+    "ppo sums": {"name": "ppo", "aggregation": "sequence_sum", "whiten_advantages": False},
+    "ppo, KL in the loss": {"name": "ppo", "kl_in": "loss", "kl_estimator": "k2"},
+    "rloo": {"name": "rloo"},
+    "rloo, k3 in the reward": {"name": "rloo", "kl_estimator": "k3", "aggregation": "token_mean"},
+    "rloo, KL in the loss": {"name": "rloo", "kl_in": "loss", "kl_estimator": "k1"},
+    "copg": {"name": "copg"},
+    "proximal-rloo": {"name": "proximal-rloo", "clip": 0.1},
+    "proximal-rloo, higher": {"name": "proximal-rloo", "clip": 0.1, "clip_high": 0.4},
+    "grpo": {"name": "grpo"},
+    "grpo, KL in the reward": {"name": "grpo", "kl_in": "reward"},
+    "dr-grpo": {"name": "grpo", "group_std": False, "aggregation": "fixed_length", "kl_coef": 0},
+    "dapo": {"name": "grpo", "clip_high": 0.28, "aggregation": "token_mean", "kl_coef": 0},
+    "online-dpo": {"name": "online-dpo", "kl_coef": BETA},
+    "best-of-n": {"name": "best-of-n"},
+    "best-of-n of responses": {"name": "best-of-n", "aggregation": "sequence_mean", "kl_coef": 0},
+}
+
+
+def mask_of(lengths: tuple[int, ...], width: int = 0) -> Tensor:
+    return torch.arange(width or max(lengths))[None, :] < torch.tensor(lengths)[:, None]
+
+
+def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def soiled(x: Tensor, mask: Tensor, value: float) -> Tensor:
+    """``x`` with ``value`` outside the mask, in a mask that may be wider than ``x``."""
+    wide = torch.full(mask.shape, value, dtype=x.dtype)
+    wide[:, : x.shape[1]] = x
+    return torch.where(mask, wide, value)
+
+
+def part_of(mask: Tensor, mode: Any = "token_mean", longest: int = 1, **named: Any) -> Part:
+    """A whole mini-batch; advantages and old log-probs are 0 where not given."""
+    dtype = next((t.dtype for t in named.values() if isinstance(t, Tensor)), torch.float32)
+    zeros = torch.zeros(mask.shape, dtype=dtype)
+    return Part(
+        mask=mask,
+        weights=token_weights(mask, mode, longest).to(dtype),
+        means=token_weights(mask, "token_mean").to(dtype),
+        response_weights=response_weights(mask).to(dtype),
+        **{"advantages": zeros, "old_logprobs": zeros, **named},
+    )
+
+
+def rows_of(part: Part, rows: slice | list[int]) -> Part:
+    """Some rows of a part, with the weights that they have in the whole."""
+    return part.each(lambda tensor: tensor[rows])
+
+
+def naive_gae(
+    rewards: list[float], values: list[float], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    length = len(rewards)
+    advantages = []
+    for t in range(length):
+        total = 0.0
+        for i in range(t, length):
+            following = values[i + 1] if i + 1 < length else 0.0
+            delta = rewards[i] + gamma * following - values[i]
+            total += (gamma * lam) ** (i - t) * delta
+        advantages.append(total)
+    return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
+
+
+def loss_of(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> LossTerm:
+    """As the learner adds it up, but for the entropy."""
+    part, tally = settled(part, logprobs.detach(), a)
+    term = a.definition.policy_loss(logprobs, part, a)
+    if a.kl_place == "loss" and a.kl_coef:
+        term += kl_penalty(logprobs, part, BETA, a.estimator)
+    return LossTerm(term.loss, term.tally + tally)

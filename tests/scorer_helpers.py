@@ -1,0 +1,93 @@
+"""A tokenizer of bytes, rollouts in its tokens, a small reward model, scores whole and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from helpers import told
+from stretto.schedules.rollout import Rollout
+from stretto.scoring.models import ModelScorer
+from stretto.testing import make_chunk
+from stretto.types import Chunk, FinishReason, Message, Prompt, Score
+
+EOS = 258
+
+
+def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a byte (ids from 2), '<s>' = 0 before every plain text, '</s>' = 1."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0, "</s>": 1} | {char: i + 2 for i, char in enumerate(alphabet)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    made.chat_template = template
+    return made
+
+
+def scores_of(scorer: ModelScorer, rollouts: Sequence[Rollout]) -> list[Score]:
+    scorer.admit(told(rollouts))
+    return list(scorer.finish([r.id for r in rollouts]))
+
+
+def byte_rollout(id_: int, prompt: str, response: str, *, stop: bool = True) -> Rollout:
+    """A rollout of the byte tokenizer's tokens; a stopped one ends in <eos>."""
+    messages: tuple[Message, ...] = (Message(role="user", content=prompt),)
+    tokens = tuple(prompt.encode())
+    rollout = Rollout(id_, Prompt(id_, tokens, prompt, messages), id_)
+    rollout.tokens = [*response.encode(), *([EOS] if stop else [])]
+    rollout.logprobs, rollout.versions = [-1.0] * len(rollout), [0] * len(rollout)
+    rollout.finish = FinishReason.STOP if stop else FinishReason.LENGTH
+    return rollout
+
+
+def reward_model(vocabulary: int = 259, **settings: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        num_labels=1,
+        pad_token_id=256,
+        **settings,
+    )
+    return LlamaForSequenceClassification(config).eval()
+
+
+def plain_score(model: Any, tokens: Sequence[int]) -> float:
+    with torch.no_grad():
+        return float(model(input_ids=torch.tensor([list(tokens)])).logits[0, 0])
+
+
+def begun(r: Rollout, tokens: int = 0) -> Rollout:
+    """The rollout as it was after so many tokens."""
+    return Rollout(r.id, r.prompt, r.group, r.tokens[:tokens])
+
+
+def chunk(r: Rollout, start: int, stop: int) -> Chunk:
+    finish = r.finish if stop >= len(r) else None
+    tokens = tuple(r.tokens[start:stop])
+    return make_chunk(r.id, start, tokens, (-1.0,) * len(tokens), 0, finish)
+
+
+def stream(scorer: ModelScorer, made: Sequence[Rollout], size: int) -> list[np.ndarray[Any, Any]]:
+    """Scores of rollouts that all grow by chunks of one size."""
+    scorer.admit(told([begun(r) for r in made]))
+    for start in range(0, max(map(len, made)), size):
+        scorer.extend([chunk(r, start, start + size) for r in made if start <= max(0, len(r) - 1)])
+    return [s.values for s in scorer.finish([r.id for r in made])]
