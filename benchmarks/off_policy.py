@@ -100,7 +100,7 @@ def settings(variant: Variant, seed: int, changed: Mapping[str, Any]) -> Config:
     corrections = {"old_policy": variant.old_policy, "correction": variant.correction}
     for changes in (
         of_algorithm,
-        {"algorithm": corrections, "schedule": {"batches_per_handover": variant.n}},
+        {"algorithm": corrections, "schedule": {"weight_sync_interval": variant.n}},
         {"seed": seed, "steps": STEPS, "observe": {"progress": "off"}},
         changed,
     ):

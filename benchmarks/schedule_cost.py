@@ -74,7 +74,7 @@ def bare(description: Cluster) -> float:
         spans = Spans(VirtualClock())
         roles = make_roles(description, spans)
         (generator,), w = roles.generators, description.workload
-        scorers = [seat.scorer for seat in roles.seats]
+        scorers = [replica.scorer for replica in roles.replicas]
         size = description.schedule.chunk_tokens
         prompt = make_schedule(description, roles, spans)._next_prompt()
         start_s = time.process_time()

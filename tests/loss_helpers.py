@@ -87,8 +87,8 @@ def naive_gae(
 
 def loss_of(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> LossTerm:
     """As the learner adds it up, but for the entropy."""
-    part, tally = settled(part, logprobs.detach(), a)
+    part, metrics = settled(part, logprobs.detach(), a)
     term = a.definition.policy_loss(logprobs, part, a)
     if a.kl_place == "loss" and a.kl_coef:
         term += kl_penalty(logprobs, part, BETA, a.estimator)
-    return LossTerm(term.loss, term.tally + tally)
+    return LossTerm(term.loss, term.metrics + metrics)

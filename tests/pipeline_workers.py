@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.pipelines.executor.executor import Executor, Layout, Timings, Work
+from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, Timings, Work
 from stretto.pipelines.executor.layout import NAMES
 from stretto.pipelines.executor.stages import Stage
 from stretto.pipelines.executor.transfers import Outbox
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Trainer:
         self.rank = rank
         self.doomed = False
 
-    def load(self, actor: Stage, critic: Stage, layout: Layout) -> None:
+    def load(self, actor: Stage, critic: Stage, layout: StageLayout) -> None:
         self.stages = {"actor": Watched(actor), "critic": Watched(critic)}
-        self.executor = Executor(actor, critic, layout, torch.device("cpu"))
+        self.executor = PipelineExecutor(actor, critic, layout, torch.device("cpu"))
 
     def step(
         self,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         actor: Sequence[Batch],
         critic: Sequence[Batch],
         problem: Problem | None = None,

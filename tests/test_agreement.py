@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from stretto.algorithms.policy import SQUARES, TOKENS
-from stretto.algorithms.reductions import Tally
+from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
 from stretto.training.agreement import Agreement, difference_rms
 
 
-def seen(rms: float, tokens: int) -> Tally:
+def seen(rms: float, tokens: int) -> Metrics:
     numbers = {SQUARES: rms**2 * tokens, TOKENS: float(tokens)}
-    return Tally({name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()})
+    return Metrics({name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()})
 
 
 def test_the_tolerance_is_twice_what_the_first_thousand_tokens_measure() -> None:
@@ -68,7 +68,7 @@ def test_what_was_measured_comes_back_with_the_state() -> None:
 
 def test_not_a_number_is_refused_and_nothing_is_passed_over() -> None:
     agreement = Agreement(torch.float32, 0.0)
-    agreement.check(Tally())
-    assert difference_rms(Tally()) is None
+    agreement.check(Metrics())
+    assert difference_rms(Metrics()) is None
     with pytest.raises(LearnerError, match="differ by nan"):
         agreement.check(seen(float("nan"), 1000))

@@ -21,7 +21,7 @@ from stretto.algorithms.policy import drift, entropy_bonus
 from stretto.algorithms.ppo import explained_variance, policy_loss, value_loss
 from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import (
-    Tally,
+    Metrics,
     masked_mean,
     masked_var,
     response_weights,
@@ -199,9 +199,9 @@ def test_masked_moments_equal_numpy() -> None:
 
 
 def test_tallies_of_parts_keep_what_only_one_of_them_has() -> None:
-    a = Tally({"s": torch.tensor(1.0)}, {"low": torch.tensor(2.0)}, {"high": torch.tensor(2.0)})
-    b = Tally({"s": torch.tensor(4.0), "only": torch.tensor(7.0)}, {"low": torch.tensor(-1.0)})
-    assert (a + b + Tally()).floats() == {"s": 5.0, "only": 7.0, "low": -1.0, "high": 2.0}
+    a = Metrics({"s": torch.tensor(1.0)}, {"low": torch.tensor(2.0)}, {"high": torch.tensor(2.0)})
+    b = Metrics({"s": torch.tensor(4.0), "only": torch.tensor(7.0)}, {"low": torch.tensor(-1.0)})
+    assert (a + b + Metrics()).floats() == {"s": 5.0, "only": 7.0, "low": -1.0, "high": 2.0}
 
 
 # -- the losses ----------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_policy_loss_by_hand() -> None:
     new = old + ratios.log()
     term = policy_loss(new, part, AlgorithmConfig(clip=0.2))
     assert term.loss.item() == pytest.approx(-(1.2 - 1.5 + 0.5 - 0.8) / 4, rel=1e-6)
-    stats = (term.tally + drift(new, part)).floats()
+    stats = (term.metrics + drift(new, part)).floats()
     assert stats["loss/policy_avg"] == pytest.approx(0.15, rel=1e-5)
     assert stats["policy/clipfrac_avg"] == 0.5  # the first and the last
     assert stats["val/ratio"] == pytest.approx(1.0, rel=1e-6)
@@ -237,10 +237,10 @@ def test_value_loss_by_hand() -> None:
     part = part_of(mask_of((3, 1)), tensors=own)
     term = value_loss(values, part, AlgorithmConfig(value_clip=0.5))
     assert term.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0.25) / 4, rel=1e-6)
-    assert term.tally.floats()["val/clipfrac_avg"] == 0.25
+    assert term.metrics.floats()["val/clipfrac_avg"] == 0.25
     plain = value_loss(values, part, AlgorithmConfig(value_clip=0))
     assert plain.loss.item() == pytest.approx(0.5 * (0.64 + 1 + 4 + 0) / 4, rel=1e-6)
-    assert plain.tally.floats()["val/clipfrac_avg"] == 0
+    assert plain.metrics.floats()["val/clipfrac_avg"] == 0
 
 
 def test_entropy_bonus_by_hand() -> None:
@@ -248,11 +248,11 @@ def test_entropy_bonus_by_hand() -> None:
     term = entropy_bonus(torch.tensor([[2.0, float("nan")], [1.0, 3.0]]), part, 0.1)
     assert term.loss.item() == pytest.approx(-0.1 * (2 + 2) / 2, rel=1e-6)
     # The loss averages as it is asked to; the figure is over tokens, always.
-    assert term.tally.floats() == {"policy/entropy_avg": pytest.approx(2.0, rel=1e-6)}
+    assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(2.0, rel=1e-6)}
     part = part_of(mask_of((1, 3)), "sequence_mean")
     term = entropy_bonus(torch.tensor([[8.0, 0.0, 0.0], [4.0, 4.0, 4.0]]), part, 0.1)
     assert term.loss.item() == pytest.approx(-0.1 * (8 + 4) / 2, rel=1e-6)
-    assert term.tally.floats() == {"policy/entropy_avg": pytest.approx(5.0, rel=1e-6)}
+    assert term.metrics.floats() == {"policy/entropy_avg": pytest.approx(5.0, rel=1e-6)}
 
 
 def terms(logprobs: Tensor, values: Tensor, part: Part) -> list[LossTerm]:
@@ -285,7 +285,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
 
     whole = terms(new, values, fixed)
     expected = torch.autograd.grad(total(whole), [new, values])
-    stats = sum((term.tally for term in whole), Tally()).floats()
+    stats = sum((term.metrics for term in whole), Metrics()).floats()
 
     # The second part is an empty response alone.
     for bounds in ((0, 1, 2, 5), (0, 3, 5), (0, 1, 2, 3, 4, 5)):
@@ -301,7 +301,7 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
             torch.autograd.grad(total(parts), [new, values]), expected, strict=True
         ):
             assert torch.equal(got, want)
-        merged = sum((part.tally for part in parts), Tally()).floats()
+        merged = sum((part.metrics for part in parts), Metrics()).floats()
         # The loss itself is a sum in float32; figures are added up in float64.
         assert merged.pop("loss/policy_avg") == pytest.approx(stats["loss/policy_avg"], rel=1e-6)
         assert merged == pytest.approx(
@@ -328,7 +328,7 @@ def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
     found = terms(*inputs, soiled_fixed)
     for got, want in zip(found, clean, strict=True):
         assert torch.equal(got.loss, want.loss)
-        assert got.tally.floats() == want.tally.floats()
+        assert got.metrics.floats() == want.metrics.floats()
     for got, want in zip(torch.autograd.grad(total(found), inputs), clean_gradients, strict=True):
         assert torch.equal(got[:, :6], want)
         assert not got[~wide].any()
@@ -351,7 +351,7 @@ def test_on_policy_gradient_is_the_policy_gradient() -> None:
     (gradient,) = torch.autograd.grad(term.loss, logprobs)
     assert torch.equal(gradient, torch.where(mask, -fixed.weights * fixed.advantages, 0.0))
     assert drift(logprobs, fixed).floats()["val/ratio"] == pytest.approx(1.0, rel=1e-6)
-    assert term.tally.floats()["policy/clipfrac_avg"] == 0
+    assert term.metrics.floats()["policy/clipfrac_avg"] == 0
 
 
 # -- from scores to experience -------------------------------------------------------------------

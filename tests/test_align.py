@@ -13,11 +13,11 @@ from stretto.api.alignment import penalty
 from stretto.api.stages import Stages, check_opens, replaced, stages_of
 from stretto.cli.main import main
 from stretto.config import RewardConfig, RewardModelConfig, SftConfig, recipes
-from stretto.errors import ConfigError, JudgeError, StateError, StrettoError, TaskError
+from stretto.errors import ConfigError, RewardError, StateError, StrettoError, TaskError
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.observe.lock import locked
 from stretto.recipes import posts
-from stretto.runs.supervised import RewardModelResult
+from stretto.runs.finetuning import RewardModelResult
 
 RECIPES = [
     *(("train", name) for name in recipes.names()),
@@ -291,7 +291,7 @@ def test_what_is_done_is_not_done_again(
     def stopped(self: PolicyLearner, batch: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
-            raise JudgeError("stopped here")
+            raise RewardError("stopped here")
         return learn(self, batch)
 
     with monkeypatch.context() as patch:

@@ -25,7 +25,7 @@ from scorer_helpers import byte_rollout, reward_model, scores_of, stream
 from stretto.assembly.checks import check_engine
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config, recipes
-from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
+from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
@@ -203,7 +203,7 @@ def test_a_run_drops_such_a_row_or_ends_with_a_line(tiny_folder: Path, tmp_path:
     line = (
         r"14 positions, and reads rollout \d with its prompt as \d+ tokens. Lower rollout.max_new"
     )
-    with pytest.raises(JudgeError, match=line):
+    with pytest.raises(RewardError, match=line):
         stretto.train("tiny", **settings)
     result = stretto.train("tiny", **settings, reward__on_failure="drop")
     assert result.stats["rejected"] == 2

@@ -14,7 +14,7 @@ from stretto import __version__, evaluation, runs
 from stretto.cli import doctor
 from stretto.cli.main import COMMANDS, main
 from stretto.config import Config, SftConfig, recipes
-from stretto.errors import JudgeError
+from stretto.errors import RewardError
 from stretto.evaluation import EvalResult, answers
 from stretto.observe import RunDirectory
 
@@ -198,7 +198,7 @@ def test_a_schedule_keeps_its_steps_on_resume(
 def test_errors_and_interrupts_of_a_run(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runtime.failure = JudgeError("the function failed on sample 3")
+    runtime.failure = RewardError("the function failed on sample 3")
     assert run("train", "tiny") == 2
     assert capsys.readouterr().err.endswith("stretto: error: the function failed on sample 3\n")
     runtime.steps = 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.assembly.controls import Judging, Migrating, Sizes, controls, controls_of
+from stretto.assembly.controls import Filtering, Migrating, Sizes, controls, controls_of
 from stretto.config import Config, ScheduleConfig
 from stretto.errors import ConfigError, StateError
 from stretto.schedules.buffer import Buffer
@@ -317,7 +317,7 @@ def test_a_schedule_is_told_what_the_run_has_settled() -> None:
             "rollout": {"batch": 8, "samples_per_prompt": 4, "max_new_tokens": 30, "engines": 2},
             "algorithm": {"name": "rloo"},
             "reward": {"on_failure": "drop"},
-            "schedule": {"preset": "async", "max_carries": 3, "batches_per_handover": 2},
+            "schedule": {"preset": "async", "max_carries": 3, "weight_sync_interval": 2},
         }
     )
     settings = controls_of(config, None).settings
@@ -331,7 +331,7 @@ def test_a_schedule_is_told_what_the_run_has_settled() -> None:
         reward_weights=config.reward.factors,
         score_on="rollout",
         lag=1,
-        batches_per_handover=2,
+        weight_sync_interval=2,
         max_carries=3,
         deadline_s=1800.0,
     )
@@ -343,11 +343,11 @@ def test_stragglers_move_as_the_knob_says() -> None:
 
     def policy(migrating: Migrating | None, **schedule: Any) -> MigrationPolicy | None:
         given = ScheduleConfig.model_validate(schedule)
-        return controls(given, sizes, Judging(), seed=0, migrating=migrating).migration
+        return controls(given, sizes, Filtering(), seed=0, migrating=migrating).migration
 
     assert policy(None, migrate=0.5) is None
     assert policy(where) is None
-    fixed = policy(where, migrate=0.5, batches_per_handover=2)
+    fixed = policy(where, migrate=0.5, weight_sync_interval=2)
     assert isinstance(fixed, FixedMigration)
     assert fixed.threshold() == 8  # half of two batches
     assert isinstance(policy(where, preset="rlhfuse"), AutoMigration)
@@ -379,7 +379,7 @@ def test_settings_of_over_commitment_that_contradict_each_other(
 def test_as_many_beyond_the_batch_as_can_be_trained_on_in_time() -> None:
     for schedule in (
         {"overcommit": 64, "max_carries": 8},
-        {"overcommit": 32, "max_carries": 2, "batches_per_handover": 2},
+        {"overcommit": 32, "max_carries": 2, "weight_sync_interval": 2},
     ):
         Config.model_validate({"rollout": {"batch": 8}, "schedule": schedule})
 

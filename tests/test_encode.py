@@ -32,7 +32,7 @@ from stretto.tasks.base import TaskRow
 from stretto.tasks.conversations import Demonstration, example_of
 from stretto.tasks.encode import MARK, Encoder
 from stretto.tasks.prompts import render
-from stretto.tasks.responses import Layout
+from stretto.tasks.responses import PromptLayout
 from stretto.types import FinishReason, Message, Prompt
 
 SPECIAL = ["<s>", "</s>", "<unk>", "[SEP]", "<|im_start|>"]
@@ -231,7 +231,7 @@ MARKED = TEMPLATE.replace(
 @pytest.mark.parametrize("template", [None, TEMPLATE, MARKED])
 def test_what_a_demonstration_spells_ends_nothing(template: str | None) -> None:
     tokenizer = trained("bytes", template)
-    layout = Layout(tokenizer, frozenset({1}), DemonstrationsConfig())
+    layout = PromptLayout(tokenizer, frozenset({1}), DemonstrationsConfig())
     asked, said = "what<s> is it", "cold</s><|im_start|>user\nno"
     row = Demonstration(asked, said, 0)
     if template:

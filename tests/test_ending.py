@@ -28,7 +28,7 @@ from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import LearnerError, StorageError
 from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
-from stretto.runs import supervised
+from stretto.runs import finetuning
 from stretto.training.gate import Gate, end_updates
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
@@ -215,7 +215,7 @@ def supervised_config(kind: type[Any], tiny_folder: Path, folder: Path) -> Any:
 @pytest.mark.parametrize("error", [ENDS[0], ENDS[-1]], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize(
     ("kind", "train"),
-    [(SftConfig, supervised.sft), (RewardModelConfig, supervised.train_reward_model)],
+    [(SftConfig, finetuning.sft), (RewardModelConfig, finetuning.train_reward_model)],
     ids=["sft", "reward"],
 )
 def test_whatever_ends_supervised_training_leaves_what_was_learned(
@@ -250,7 +250,7 @@ def test_half_an_update_of_supervised_training_is_not_saved(
     config = supervised_config(SftConfig, tiny_folder, tmp_path)
     run, notes = RunDirectory.create(tmp_path, "run", config), Notes()
     with pytest.raises(MemoryError):
-        supervised.sft(config, run_dir=run, progress=notes)
+        finetuning.sft(config, run_dir=run, progress=notes)
     assert "broken off half-way" in notes.notes[-1]
     assert not run.model.exists()
 
@@ -271,8 +271,8 @@ def test_ctrl_c_in_an_update_waits_for_its_end(
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", pressed)
         with pytest.raises(KeyboardInterrupt):
-            supervised.sft(config, run_dir=run, progress=Notes())
-    supervised.sft(config.model_copy(update={"steps": 2}), run_dir=two, progress=Notes())
+            finetuning.sft(config, run_dir=run, progress=Notes())
+    finetuning.sft(config.model_copy(update={"steps": 2}), run_dir=two, progress=Notes())
     assert_equal(weights(run), weights(two))
 
 

@@ -563,11 +563,11 @@ def test_moved_with_its_cache_a_rollout_goes_on_bit_for_bit() -> None:
     a, b = engine(model()), engine(model())
     a.admit(told(made))
     take(a.decode(4), by_id)
-    parcels = a.export(range(7), with_cache=True)
-    assert [p.rollout_id for p in parcels] == list(range(7))
-    assert [p.cached_tokens for p in parcels] == [len(r.prompt.tokens) + 3 for r in made]
+    transfers = a.export(range(7), with_cache=True)
+    assert [p.rollout_id for p in transfers] == list(range(7))
+    assert [p.cached_tokens for p in transfers] == [len(r.prompt.tokens) + 3 for r in made]
     assert a.decode(3) == []
-    b.accept(told(made), parcels)
+    b.accept(told(made), transfers)
     finish(b, made)
     for r, expected in zip(made, alone, strict=True):
         assert (r.tokens, r.logprobs) == (expected.tokens, expected.logprobs)
@@ -601,9 +601,9 @@ def test_tokens_do_not_depend_on_the_engine(
         take(there.decode(steps_there), made)
         source, target = (here, there) if way == "there" else (there, here)
         moving = [i for i in sorted(ids) if at[i] is source and not made[i].finish]
-        parcels = source.export(moving, with_cache)
-        assert all(p.cache is None for p in parcels if not with_cache)
-        target.accept(told([made[i] for i in moving]), parcels)
+        transfers = source.export(moving, with_cache)
+        assert all(p.cache is None for p in transfers if not with_cache)
+        target.accept(told([made[i] for i in moving]), transfers)
         at.update(dict.fromkeys(moving, target))
     for _ in range(50):
         take(here.decode(5), made)
@@ -626,15 +626,15 @@ def test_parcels_must_be_the_rollouts_own() -> None:
     made = rollouts(PROMPTS[2:4])
     a.admit(told(made))
     chunks = a.decode(3)
-    parcels = a.export([0, 1], with_cache=True)
-    with pytest.raises(EngineError, match=r"rollout 0 .* parcel of rollout 1"):
-        b.accept(told(made), parcels[::-1])
+    transfers = a.export([0, 1], with_cache=True)
+    with pytest.raises(EngineError, match=r"rollout 0 .* transfer of rollout 1"):
+        b.accept(told(made), transfers[::-1])
     with pytest.raises(EngineError, match=r"rollout 0 with 9 tokens .* covers 11"):
-        b.accept(told(made), parcels)  # the chunks were not appended
+        b.accept(told(made), transfers)  # the chunks were not appended
     take(chunks, dict(enumerate(made)))
     other = engine(from_config(hf.LlamaConfig(**SMALL)))
     run(other, [[1, 2]])
-    other.accept(told(made), parcels)
+    other.accept(told(made), transfers)
     with pytest.raises(EngineError, match=r"one model.*\(2, 8\)\], .* for \[\(4, 8\)"):
         other.decode(1)
 
@@ -782,13 +782,13 @@ def test_a_cache_that_is_reused_is_of_the_old_weights(moved: bool) -> None:
     e = engine(m, own={"carry": "reuse"})
     e.admit(told(made))
     take(e.decode(4), by_id)
-    if moved:  # a parcel that is on its way while the weights change
-        parcels = e.export([0, 1], with_cache=True)
+    if moved:  # a transfer that is on its way while the weights change
+        transfers = e.export([0, 1], with_cache=True)
         e = engine(m, own={"carry": "reuse"})
     m.load_state_dict(new.state_dict())
     e.load(weights_of(new, 1, copied=False))
     if moved:
-        e.accept(told(made), parcels)
+        e.accept(told(made), transfers)
     finish(e, made)
     for r in made:
         assert r.versions == [0] * 4 + [1] * (LIMIT - 4)
@@ -829,13 +829,13 @@ def test_a_cache_on_its_way_while_the_weights_change_is_made_again() -> None:
     a, b = engine(m), engine(m, own={"slots": 1})
     a.admit(told(made))
     take(a.decode(4), dict(enumerate(made)))
-    parcels = a.export([0, 1], with_cache=True)
+    transfers = a.export([0, 1], with_cache=True)
     b.accept(
-        told(made[:1]), parcels[:1]
+        told(made[:1]), transfers[:1]
     )  # one waits in the queue, the other is accepted afterwards
     m.load_state_dict(new.state_dict())
     b.load(weights_of(new, 1, copied=False))
-    b.accept(told(made[1:]), parcels[1:])
+    b.accept(told(made[1:]), transfers[1:])
     for r in finish(b, made):
         got, expected = torch.tensor(r.logprobs), plain_logprobs(new, r)
         assert torch.allclose(got[4:], expected[4:], rtol=0, atol=1e-4)

@@ -22,11 +22,18 @@ from helpers import critic_of, left_padded_logprobs
 from stretto import evaluation, tasks
 from stretto.cli.main import main
 from stretto.config import Config, recipes
-from stretto.errors import ConfigError, JudgeError, MissingExtraError, ModelError, TaskError
+from stretto.errors import (
+    ConfigError,
+    JudgeError,
+    MissingExtraError,
+    ModelError,
+    RewardError,
+    TaskError,
+)
 from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.gold import end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
-from stretto.evaluation.llm import Verdict, open_judge, parse, tally
+from stretto.evaluation.llm import Verdict, metrics, open_function, parse
 from stretto.evaluation.rates import compare
 from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
@@ -364,8 +371,8 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
 def test_a_score_that_is_no_number_stops_the_comparison(
     config: Config, policy: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("stretto.evaluation.gold.judge_all", lambda *_: [math.nan] * 3)
-    with pytest.raises(JudgeError, match="gives nan for the response to prompt"):
+    monkeypatch.setattr("stretto.evaluation.gold.score_all", lambda *_: [math.nan] * 3)
+    with pytest.raises(RewardError, match="gives nan for the response to prompt"):
         evaluation.win_rate(config, policy=str(policy), samples=3, by="task")
 
 
@@ -613,7 +620,7 @@ def test_verdicts_by_hand() -> None:
         ("tie", "B"),  # a tie, then the policy
         ("A", None),
     ]
-    result = tally("m", verdicts)
+    result = metrics("m", verdicts)
     assert (result.wins, result.ties, result.losses) == (1, 3, 1)
     assert (result.rate, result.consistent) == (0.5, 0.6)
     assert (result.unparsable, result.left_out) == (1, 1)
@@ -647,7 +654,7 @@ def test_verdicts_are_read_from_answers(answer: str, verdict: str | None) -> Non
 
 def test_openais_own_endpoint_needs_a_key(serve: Any) -> None:
     with pytest.raises(ConfigError, match="set OPENAI_API_KEY, or name another endpoint"):
-        open_judge(evaluation.LlmJudge("gpt"))
+        open_function(evaluation.LlmJudge("gpt"))
     with pytest.raises(ConfigError, match="both must be above 0"):
         evaluation.LlmJudge("gpt", concurrency=0)
 

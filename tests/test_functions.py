@@ -1,4 +1,4 @@
-"""Judging with code in a process of its own: conventions, failures, and the process itself."""
+"""Filtering with code in a process of its own: conventions, failures, and the process itself."""
 
 from __future__ import annotations
 

@@ -86,9 +86,9 @@ def test_which_values_switch_a_knob_on(values: dict[str, Any], on: set[str]) -> 
 
 def test_what_each_knob_takes() -> None:
     assert {name: set(knob.needs) for name, knob in KNOBS.items()} == {
-        "score_on": {"scoring lane"},
+        "score_on": {"scoring worker"},
         "overcommit": set(),
-        "lag": {"training lane", "weights"},
+        "lag": {"training worker", "weights"},
         "migrate": {"engines"},
     }
 
@@ -128,8 +128,8 @@ def test_what_follows_from_each_preset(name: PresetName) -> None:
     assert {fact for fact in FACTS if getattr(knobs, fact)} == always
     assert {fact for fact in OF_ENGINES if getattr(knobs, fact)(1)} == with_one
     assert {fact for fact in OF_ENGINES if getattr(knobs, fact)(3)} == with_three
-    assert knobs.model_seats(1) == 1
-    assert knobs.model_seats(3) == (3 if name == "rlhfuse" else 1)
+    assert knobs.model_replicas(1) == 1
+    assert knobs.model_replicas(3) == (3 if name == "rlhfuse" else 1)
 
 
 def test_over_committing_alone_overlaps_nothing() -> None:
@@ -161,7 +161,7 @@ def test_migration_that_is_asked_for_by_hand() -> None:
 
 
 def test_the_most_in_flight_fills_up_the_last_group() -> None:
-    schedule = ScheduleConfig(overcommit=5, batches_per_handover=2)
+    schedule = ScheduleConfig(overcommit=5, weight_sync_interval=2)
     assert schedule.most_in_flight(batch=8, samples_per_prompt=1) == 16 + 5
     assert schedule.most_in_flight(batch=8, samples_per_prompt=4) == 16 + 8
     assert ScheduleConfig(overcommit="auto", overcommit_max=6).most_in_flight(8, 2) == 8 + 6

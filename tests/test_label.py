@@ -15,7 +15,7 @@ from stretto import evaluation, tasks
 from stretto.assembly.models import load_actor
 from stretto.cli.main import main
 from stretto.config import Config, PairsConfig, RewardModelConfig
-from stretto.errors import ConfigError, JudgeError, TaskError
+from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
@@ -280,8 +280,8 @@ def test_what_cannot_be_labelled_is_refused(tmp_path: Path, judge: str) -> None:
     refused(ConfigError, "preference data has others", "task")
     refused(ConfigError, "is the file that is read", f"{judge}length", out=file)
     refused(ConfigError, "a folder that there is", f"{judge}length", out=tmp_path / "no" / "x")
-    refused(JudgeError, "ValueError: no", f"{judge}broken")
-    refused(JudgeError, "gave None .* every response needs a number", f"{judge}never")
+    refused(RewardError, "ValueError: no", f"{judge}broken")
+    refused(RewardError, "gave None .* every response needs a number", f"{judge}never")
     refused(TaskError, "prefers no side in any of 1 rows", f"{judge}nothing")
     assert not out.exists()
     equal = write(tmp_path, [{"prompt": "a", "chosen": "x", "rejected": "x"}], "equal.jsonl")

@@ -790,7 +790,7 @@ def test_responses_of_older_weights_keep_the_policy_that_sampled_them() -> None:
     seen = watched_parts(learner)
     rollouts = engine_rollouts(actor, critic, temperature=1.0, version=2)
     train_on(learner, with_older(rollouts, rollouts))
-    train_on(learner, rollouts)  # batches_per_handover: of this version, but not of these weights
+    train_on(learner, rollouts)  # weight_sync_interval: of this version, but not of these weights
     sampled = {r.id: r.logprobs for r in rollouts}
     own = [{r.id: bool(own) for r, own in zip(p.responses, p.part.own, strict=True)} for p in seen]
     assert own == [{i: i not in (3, 5) for i in range(8)}, dict.fromkeys(range(8), False)]

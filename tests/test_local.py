@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from stretto import runs
 from stretto.clock import ManualClock
 from stretto.config import Config, recipes
-from stretto.errors import ConfigError, EngineError, JudgeError, RankError
+from stretto.errors import ConfigError, EngineError, RankError, RewardError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
@@ -142,7 +142,7 @@ def test_a_process_that_dies_ends_the_run_and_the_model_is_saved(
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def f(completions):\n    raise ValueError('no')\n")
     config = settings(tiny_folder, runtime="local", reward={"sources": (f"{tmp_path}/mine.py:f",)})
-    with pytest.raises(JudgeError, match="ValueError: no"):
+    with pytest.raises(RewardError, match="ValueError: no"):
         trained(config, tmp_path / "runs")
 
 
@@ -178,7 +178,7 @@ def test_every_message_can_be_pickled() -> None:
         Score(7, "task", "reward", logprobs[:1]),
         WeightsRef("actor", 3, "abc", "disk"),
         Reply((response,), (Work("gen", 0.0, 1.0, {"tokens": 2}),)),
-        JudgeError("failed", [7]),
+        RewardError("failed", [7]),
     ]
     for message in messages:
         again = pickle.loads(pickle.dumps(message))
@@ -251,7 +251,7 @@ def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) ->
     async def body() -> None:
         async with run.schedule as schedule:
             await schedule.step()
-            async with schedule.steady:
+            async with schedule.weights_lock:
                 states.append(schedule.state_dict())
 
     with ExitStack() as stack:

@@ -17,7 +17,7 @@ import stretto
 from helpers import VOCABULARY, critic_of, llama
 from stretto import Config
 from stretto.config import ModelConfig
-from stretto.errors import ConfigError, JudgeError
+from stretto.errors import ConfigError, RewardError
 from stretto.models.lora import add_lora, merge_lora, trained_names
 
 ROWS = [{"prompt": f"say {word}", "answer": word} for word in ("cat", "dog", "cow")]
@@ -205,7 +205,7 @@ def test_an_error_after_the_adapters_are_on_takes_them_off(
     tiny: Any, tiny_folder: Path, tmp_path: Path
 ) -> None:
     before = state(tiny)
-    with pytest.raises(JudgeError):
+    with pytest.raises(RewardError):
         train(tiny, tiny_folder, tmp_path, reward=failing)
     after = state(tiny)
     assert after.keys() == before.keys()

@@ -36,7 +36,7 @@ from stretto.algorithms.groups import (
 )
 from stretto.algorithms.policy import SQUARES, TOKENS, disagreement, drift, kl_penalty
 from stretto.algorithms.prepare import prepare
-from stretto.algorithms.reductions import Tally
+from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.errors import LearnerError
@@ -343,7 +343,7 @@ def test_rloo_by_hand() -> None:
     logprobs = torch.tensor([[-1.0, -2.0, 9.0], [-0.5, -0.5, -1.0]])
     term = loss_of(a, logprobs, part)
     assert term.loss.item() == pytest.approx((-2 * -3.0 + 2 * -2.0) / 2)
-    assert term.tally.floats() == {"loss/policy_avg": pytest.approx(1.0)}
+    assert term.metrics.floats() == {"loss/policy_avg": pytest.approx(1.0)}
     assert loss_of(AlgorithmConfig(name="copg"), logprobs, part).loss.item() == pytest.approx(
         (-2 * (-3 + 2) + 2 * (-2 + 3)) / 2
     )
@@ -361,7 +361,7 @@ def test_proximal_rloo_by_hand() -> None:
     logprobs[[0, 2], 1] += 0.1
     term = loss_of(a, logprobs, part)
     assert term.loss.item() == pytest.approx(-(2.4 - 1.6 - 3.0 + 1.0) / 4, rel=1e-5)
-    assert term.tally.floats() == {
+    assert term.metrics.floats() == {
         "loss/policy_avg": pytest.approx(0.3, rel=1e-5),
         "policy/clipfrac_avg": 0.5,
         "policy/sequence_ratio": pytest.approx(1.0, rel=1e-5),
@@ -379,7 +379,7 @@ def test_dpo_by_hand() -> None:
     term = loss_of(a, logprobs[rows], part)
     margin = 0.5 * ((-2 + 3) - (-3 + 1))  # beta (log ratio of the best - log ratio of the worst)
     assert term.loss.item() == pytest.approx(math.log(1 + math.exp(-margin)), rel=1e-6)
-    assert term.tally.floats() == {
+    assert term.metrics.floats() == {
         "loss/policy_avg": pytest.approx(math.log(1 + math.exp(-margin)), rel=1e-6),
         "dpo/margin": pytest.approx(1.5),
         "dpo/accuracy": 1.0,
@@ -394,7 +394,7 @@ def test_dpo_starts_at_log_2() -> None:
     logprobs = data.ref_logprobs[rows].clone().requires_grad_()
     term = loss_of(a, logprobs, part)
     assert term.loss.item() == pytest.approx(math.log(2), rel=1e-7)
-    figures = term.tally.floats()
+    figures = term.metrics.floats()
     assert figures["dpo/margin"] == 0
     assert figures["dpo/accuracy"] == 0
     # There its gradient is beta / 2 towards the best of each pair, and away from the worst.
@@ -542,7 +542,7 @@ def test_the_gradient_of_the_kl_in_the_loss(kind: str, slope: Any) -> None:
             value += 0.7 * w * naive_kl(kind, d[b, t].item())
     assert term.loss.item() == pytest.approx(value, rel=1e-6)
     per_token = [naive_kl(kind, x) for x in d[mask].tolist()]
-    assert term.tally.floats() == {"loss/kl_avg": pytest.approx(mean(per_token), rel=1e-6)}
+    assert term.metrics.floats() == {"loss/kl_avg": pytest.approx(mean(per_token), rel=1e-6)}
 
 
 def test_what_each_estimator_drives_the_policy_to_in_expectation() -> None:
@@ -581,10 +581,10 @@ def with_gradient(
     x = logprobs.detach().clone().requires_grad_()
     parts = [loss_of(a, x[rows], part) for rows, part in pieces]
     loss = torch.stack([p.loss for p in parts]).sum()
-    tally = sum((p.tally for p in parts), Tally())
+    metrics = sum((p.metrics for p in parts), Metrics())
     for rows, part in pieces:
-        tally += drift(x[rows], part)
-    return loss.item(), torch.autograd.grad(loss, x)[0], tally.floats()
+        metrics += drift(x[rows], part)
+    return loss.item(), torch.autograd.grad(loss, x)[0], metrics.floats()
 
 
 def split(
@@ -785,10 +785,10 @@ def test_on_policy_data_has_weights_of_one() -> None:
     a = settings_of("ppo", old_policy="proximal", correction="mask", correction_cap=1.0)
     data = scored()
     _, part = whole(prepared(a, data, data.logprobs.clone()), a)
-    found, tally = settled(part, part.old_logprobs, a)
+    found, metrics = settled(part, part.old_logprobs, a)
     assert torch.equal(found.advantages, part.advantages)
     assert torch.equal(found.old_logprobs, part.behaviour_logprobs)
-    assert tally.floats() == {"correction/weight_mean": pytest.approx(1.0)}
+    assert metrics.floats() == {"correction/weight_mean": pytest.approx(1.0)}
 
 
 # -- the policy under training as its own old policy ---------------------------------------------
@@ -851,8 +851,8 @@ def test_importance_weights_of_the_policy_itself(level: str) -> None:
     weights = {"token": [[1.5, 0.5], [1.2, 1.1]], "sequence": [[0.8, 0.8], [1.32, 1.32]]}[level]
     w = torch.tensor(weights, dtype=torch.float64)
     torch.testing.assert_close(gradient(a, now, part), -w * part.advantages / 4)
-    _, tally = settled(part, now, a)
-    assert tally.floats()["correction/weight_mean"] == pytest.approx(w.mean().item())
+    _, metrics = settled(part, now, a)
+    assert metrics.floats()["correction/weight_mean"] == pytest.approx(w.mean().item())
 
 
 def test_the_disagreement_is_of_fresh_responses_alone() -> None:

@@ -30,7 +30,7 @@ from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
 from stretto.runtime import inline
 from stretto.schedules.rollout import Rollout, RolloutState
-from stretto.workers.threads import Lane
+from stretto.workers.threads import WorkerThread
 
 SIX: dict[str, Any] = {"steps": 6, "rollout": {"batch": 4, "max_new_tokens": 10}}
 
@@ -124,7 +124,7 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "reuse": {"overcommit": 3, "carry": "reuse"},
     "stream": {"score_on": "chunk", "chunk_tokens": 3, "overcommit": "auto"},
     "lag": {"lag": 1, "overcommit": 3},
-    "dial": {"batches_per_handover": 2, "lag": 1, "overcommit": 3},
+    "dial": {"weight_sync_interval": 2, "lag": 1, "overcommit": 3},
     "all": {"score_on": "chunk", "chunk_tokens": 4, "overcommit": 2, "lag": 1},
 }
 UNEVEN: dict[str, Any] = {"max_new_tokens": 30, "stop": tuple(ascii_lowercase)}
@@ -297,12 +297,12 @@ def test_a_run_in_a_notebook(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_each_lane_has_threads_of_its_own() -> None:
-    """Whatever lanes that started later, or worked in between, have set for themselves."""
-    one, other = Lane("one", 2), Lane("other", 1)
-    alone = Lane("alone", 1, beside=[one], alone=3)
+    """Whatever workers that started later, or worked in between, have set for themselves."""
+    one, other = WorkerThread("one", 2), WorkerThread("other", 1)
+    alone = WorkerThread("alone", 1, beside=[one], alone=3)
 
     async def numbers() -> list[int]:
-        found = [await lane.run(torch.get_num_threads) for lane in (one, other, alone, one)]
+        found = [await worker.run(torch.get_num_threads) for worker in (one, other, alone, one)]
         one.busy = True
         return [*found, await alone.run(torch.get_num_threads)]
 
@@ -311,8 +311,8 @@ def test_each_lane_has_threads_of_its_own() -> None:
         assert asyncio.run(numbers()) == [2, 1, 3, 2, 1]
     finally:
         one.busy = False
-        for lane in (one, other, alone):
-            lane.interrupt()
+        for worker in (one, other, alone):
+            worker.interrupt()
         torch.set_num_threads(before)
 
 

@@ -21,11 +21,11 @@ from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.pipelines.baselines import greedy, one_f_one_b
 from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.executor import Executor, Layout, Timings, Work
+from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, Timings, Work
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.pipelines.executor.stages import cut
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.solve import solve
 from stretto.workers.ranks import Ranks
 
@@ -61,7 +61,7 @@ def require_close(ours: Tensor, serial: Tensor, most: float = 1e-6) -> None:
     assert far <= most, far.item()
 
 
-def load(ranks: Ranks, layout: Layout, actor: Any, critic: Any) -> None:
+def load(ranks: Ranks, layout: StageLayout, actor: Any, critic: Any) -> None:
     stages = []
     for rank in range(layout.ranks):
         pair = []
@@ -72,7 +72,7 @@ def load(ranks: Ranks, layout: Layout, actor: Any, critic: Any) -> None:
     ranks.call_each("load", stages)
 
 
-def require_equal_gradients(ranks: Ranks, layout: Layout, expected: Any) -> None:
+def require_equal_gradients(ranks: Ranks, layout: StageLayout, expected: Any) -> None:
     """Of all ranks, after a step; together they are all of both models'."""
     answers = ranks.call("gradients")
     for name, serial in expected.items():
@@ -114,7 +114,7 @@ def four() -> Iterator[Ranks]:
 RAGGED = [(9, 4, 7), (12,), (3, 3, 2, 5), (6, 11)]
 
 
-def schedules(problem: Problem) -> list[Schedule]:
+def schedules(problem: Problem) -> list[PipelineSchedule]:
     return [one_f_one_b(problem), greedy(problem), solve(problem, seconds=0.3).schedule]
 
 
@@ -128,7 +128,7 @@ def most_held(word: Sequence[str], pipelines: range) -> int:
 
 
 def require_equal_steps(
-    ranks: Ranks, layout: Layout, actor: Any, critic: Any, counts: tuple[int, int]
+    ranks: Ranks, layout: StageLayout, actor: Any, critic: Any, counts: tuple[int, int]
 ) -> None:
     """Every kind of schedule has the serial gradients, and keeps what its word says."""
     batches = [make_batches([RAGGED[i % 4] for i in range(n)], seed=n) for n in counts]
@@ -155,25 +155,25 @@ def require_equal_steps(
 )
 def test_two_stages_have_serial_gradients(two: Ranks, kind: str, tied: bool, layers: int) -> None:
     actor = language_model(kind, tied=tied, layers=layers)
-    require_equal_steps(two, Layout(2, 1, 2, 1), actor, critic_of(actor), (4, 4))
+    require_equal_steps(two, StageLayout(2, 1, 2, 1), actor, critic_of(actor), (4, 4))
 
 
 def test_stages_and_whole_models_have_serial_gradients(two: Ranks) -> None:
     actor = language_model("llama", layers=2)
-    require_equal_steps(two, Layout(2, 1, 1, 2), actor, critic_of(actor), (3, 4))
+    require_equal_steps(two, StageLayout(2, 1, 1, 2), actor, critic_of(actor), (3, 4))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_four_stages_have_serial_gradients(four: Ranks, tied: bool) -> None:
     actor = language_model("llama", tied=tied, layers=5)
-    require_equal_steps(four, Layout(4, 1, 4, 1), actor, critic_of(actor), (4, 6))
+    require_equal_steps(four, StageLayout(4, 1, 4, 1), actor, critic_of(actor), (4, 6))
 
 
 def test_four_stages_and_two_pipelines_have_serial_gradients(four: Ranks) -> None:
     actor = language_model("qwen2", layers=4)
     critic = critic_of(language_model("llama", layers=3))
-    require_equal_steps(four, Layout(4, 1, 2, 2), actor, critic, (4, 8))
-    require_equal_steps(four, Layout(2, 2, 4, 1), actor, critic_of(actor), (6, 4))
+    require_equal_steps(four, StageLayout(4, 1, 2, 2), actor, critic, (4, 8))
+    require_equal_steps(four, StageLayout(2, 2, 4, 1), actor, critic_of(actor), (6, 4))
 
 
 def test_adapters_over_frozen_weights_have_serial_gradients(two: Ranks) -> None:
@@ -185,11 +185,11 @@ def test_adapters_over_frozen_weights_have_serial_gradients(two: Ranks) -> None:
     for name, parameter in [*actor.named_parameters(), *critic.named_parameters()]:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3, generator=generator)
-    require_equal_steps(two, Layout(2, 1, 2, 1), actor, critic, (2, 3))
+    require_equal_steps(two, StageLayout(2, 1, 2, 1), actor, critic, (2, 3))
 
 
 def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: Ranks) -> None:
-    layout = Layout(2, 1, 2, 1)
+    layout = StageLayout(2, 1, 2, 1)
     actor = language_model("qwen2", layers=2, tied=False)
     critic = critic_of(actor)
     for model in (actor, critic):
@@ -208,7 +208,7 @@ def test_a_first_stage_that_is_frozen_altogether_keeps_nothing(two: Ranks) -> No
 
 
 def test_bfloat16_and_checkpointed_layers_have_serial_gradients(two: Ranks) -> None:
-    layout = Layout(2, 1, 2, 1)
+    layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2).to(torch.bfloat16)
     critic = critic_of(actor).to(torch.bfloat16)
     batches = make_batches(RAGGED, seed=3)
@@ -229,7 +229,7 @@ def test_what_is_sent_is_kept_until_it_has_left(two: Ranks) -> None:
 
 
 def test_gradients_add_up_over_runs(two: Ranks) -> None:
-    layout = Layout(2, 1, 2, 1)
+    layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
     use_short_attention(actor)  # which the ranks have not heard of before
     critic = critic_of(actor)
@@ -246,7 +246,7 @@ def test_gradients_add_up_over_runs(two: Ranks) -> None:
 
 def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
     """A critic that is much slower: its forwards, made early, are asked for late."""
-    layout = Layout(2, 1, 2, 1)
+    layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
     critic = critic_of(actor)
     load(two, layout, actor, critic)
@@ -264,7 +264,7 @@ def test_transfers_may_be_ordered_by_other_latencies(two: Ranks) -> None:
 
 
 def test_a_measured_run_becomes_a_problem(two: Ranks) -> None:
-    layout = Layout(2, 1, 2, 1)
+    layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=4)
     load(two, layout, actor, critic_of(language_model("llama", layers=2)))
     batches = make_batches([(16,) * 8] * 4, seed=3)
@@ -301,13 +301,13 @@ def test_what_does_not_fit_is_refused(alone: None) -> None:
     critic = critic_of(actor)
     cpu = torch.device("cpu")
     with pytest.raises(ConfigError, match="the layout is of 2 ranks, but 1 run; start as many as"):
-        Executor(cut(actor, 2, 0), cut(critic, 2, 1), Layout(2, 1, 2, 1), cpu)
-    layout = Layout(1, 1, 1, 1)
+        PipelineExecutor(cut(actor, 2, 0), cut(critic, 2, 1), StageLayout(2, 1, 2, 1), cpu)
+    layout = StageLayout(1, 1, 1, 1)
     with pytest.raises(
         ConfigError, match="rank 0 runs stage 0 of 1 of the critic, but got stage 1"
     ):
-        Executor(cut(actor, 1, 0), cut(critic, 2, 1), layout, cpu)
-    executor = Executor(cut(actor, 1, 0), cut(critic, 1, 0), layout, cpu)
+        PipelineExecutor(cut(actor, 1, 0), cut(critic, 2, 1), layout, cpu)
+    executor = PipelineExecutor(cut(actor, 1, 0), cut(critic, 1, 0), layout, cpu)
     work = [Work(torch.ones(1, 3, dtype=torch.long), Tensor.sum)]
     schedule = greedy(layout.problem(2, 1))
     with pytest.raises(
@@ -323,11 +323,11 @@ def test_what_does_not_fit_is_refused(alone: None) -> None:
 def test_one_rank_runs_both_models_whole(alone: None) -> None:
     actor = language_model("llama", layers=2)
     critic = critic_of(actor)
-    layout = Layout(1, 1, 1, 1)
+    layout = StageLayout(1, 1, 1, 1)
     batches = make_batches(RAGGED, seed=3)
     expected = serial_gradients(critic, batches)
     stage = cut(critic, 1, 0)
-    executor = Executor(cut(actor, 1, 0), stage, layout, torch.device("cpu"))
+    executor = PipelineExecutor(cut(actor, 1, 0), stage, layout, torch.device("cpu"))
     executor.run(
         greedy(layout.problem(1, 4)),
         [Work(batches[0].tokens, Tensor.sum)],

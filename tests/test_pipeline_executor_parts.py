@@ -15,7 +15,7 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.load import set_checkpointing
 from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.executor import Layout
+from stretto.pipelines.executor.executor import StageLayout
 from stretto.pipelines.executor.instructions import (
     Instruction,
     Receive,
@@ -29,7 +29,7 @@ from stretto.pipelines.executor.stages import cut
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.graph import make_graph
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import Schedule, check
+from stretto.pipelines.schedule import PipelineSchedule, check
 
 # Instructions
 
@@ -100,7 +100,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(*sides)
 
 
-def random_schedule(problem: Problem, draw: st.DrawFn) -> Schedule:
+def random_schedule(problem: Problem, draw: st.DrawFn) -> PipelineSchedule:
     """Any valid one: tasks whose inputs are made, in an order of chance."""
     graph = make_graph(problem)
     done = [0] * graph.length.size
@@ -118,7 +118,7 @@ def random_schedule(problem: Problem, draw: st.DrawFn) -> Schedule:
         q = draw(st.sampled_from(open_queues))
         done[q] += 1
         words[graph.device[q]].append(f"{graph.pipeline[q]}{'FB'[graph.kind[q]]}")
-    return Schedule(tuple(map(tuple, words)))
+    return PipelineSchedule(tuple(map(tuple, words)))
 
 
 @settings(max_examples=60, deadline=None)
@@ -164,7 +164,7 @@ def test_instructions_hold_for_latencies_other_than_the_schedule_was_made_for(
 
 def test_instructions_of_two_ranks_by_hand() -> None:
     side = Side.of(2, 1, 1, forward=1, backward=2, activation=1.0)
-    schedule = Schedule((("0F", "1F", "1B", "0B"), ("1F", "0F", "0B", "1B")))
+    schedule = PipelineSchedule((("0F", "1F", "1B", "0B"), ("1F", "0F", "0B", "1B")))
     # Time    0   1   2   3   4   5
     # rank 0  0F  1F  1B  1B  0B  0B
     # rank 1  1F  0F  0B  0B  1B  1B
@@ -179,7 +179,7 @@ def test_instructions_of_two_ranks_by_hand() -> None:
 def test_what_is_made_while_a_rank_works_is_asked_for_before() -> None:
     quick = Side.of(2, 1, 2, forward=1, backward=1, activation=1.0)
     slow = Side.of(2, 1, 2, forward=9, backward=9, activation=1.0)
-    schedule = Schedule(
+    schedule = PipelineSchedule(
         (
             ("0F", "0F", "1F", "1F", "1B", "1B", "0B", "0B"),
             ("1F", "1F", "0F", "0B", "0F", "0B", "1B", "1B"),
@@ -196,15 +196,16 @@ def test_a_schedule_that_cannot_run_has_no_instructions() -> None:
     side = Side.of(2, 1, 1, forward=1, backward=2, activation=1.0)
     with pytest.raises(ConfigError, match=r"device 0: backward of micro-batch 0 .* before its"):
         instructions(
-            Problem(side, side), Schedule((("0B", "0F", "1F", "1B"), ("1F", "0F", "0B", "1B")))
+            Problem(side, side),
+            PipelineSchedule((("0B", "0F", "1F", "1B"), ("1F", "0F", "0B", "1B"))),
         )
 
 
-# Layout
+# StageLayout
 
 
 def test_places_are_those_of_the_problem() -> None:
-    layout = Layout(4, 1, 2, 2)
+    layout = StageLayout(4, 1, 2, 2)
     graph = make_graph(layout.problem(3, 4))
     for q in range(graph.length.size):
         pipeline, stage, rank = graph.pipeline[q], graph.stage[q], graph.device[q]
@@ -215,8 +216,8 @@ def test_places_are_those_of_the_problem() -> None:
 
 def test_layouts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="both must cover the same devices"):
-        Layout(4, 1, 3, 1)
-    layout = Layout(4, 1, 2, 2)
+        StageLayout(4, 1, 3, 1)
+    layout = StageLayout(4, 1, 2, 2)
     with pytest.raises(ConfigError, match="5 micro-batches of the critic do not divide evenly"):
         layout.problem(4, 5)
     with pytest.raises(ConfigError, match=r"critic has 2 pipelines x 2 stages x 2 micro-batches, "):
@@ -259,7 +260,7 @@ def test_checkpointed_layers_keep_their_inputs_alone() -> None:
 
 
 def test_a_profile_says_what_was_timed() -> None:
-    layout = Layout(2, 1, 2, 1)
+    layout = StageLayout(2, 1, 2, 1)
     f, g, b, c = Task("F", 0, 0), Task("F", 1, 0), Task("B", 0, 0), Task("B", 1, 0)
     # asked, start, end; each transfer that is waited for takes 1 ms.
     zero = {f: (0, 0, 2), g: (2, 5, 6), c: (6, 6, 10), b: (10, 12, 15)}
@@ -288,13 +289,13 @@ def test_a_profile_says_what_was_timed() -> None:
         communication=1000,
     )
     assert makespan_us(timings) == 15_000
-    schedule = Schedule((("0F", "1F", "1B", "0B"), ("1F", "0F", "0B", "1B")))
+    schedule = PipelineSchedule((("0F", "1F", "1B", "0B"), ("1F", "0F", "0B", "1B")))
     assert evaluate(problem, schedule).latency == 15_000
     assert profile(layout, timings).critic.activation == (1.0, 1.0)
 
 
 def test_latencies_are_medians_over_micro_batches_and_pipelines() -> None:
-    layout = Layout(1, 2, 1, 2)
+    layout = StageLayout(1, 2, 1, 2)
     timings = []
     for rank in range(2):
         tasks = [Task(k, p, i) for p in (rank, 2 + rank) for i in range(3) for k in ("F", "B")]

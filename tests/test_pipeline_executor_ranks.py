@@ -22,7 +22,7 @@ from pipeline_models import critic_of, language_model
 from pipeline_workers import Batch, Trainer
 from stretto.errors import LearnerError, RankError
 from stretto.pipelines.baselines import greedy
-from stretto.pipelines.executor.executor import Layout
+from stretto.pipelines.executor.executor import StageLayout
 from stretto.pipelines.executor.stages import cut
 from stretto.workers.ranks import Ranks
 
@@ -170,7 +170,7 @@ def test_a_rank_that_cannot_start_is_named() -> None:
 
 
 def test_a_rank_killed_in_the_middle_of_a_step_ends_the_step() -> None:
-    layout = Layout(2, 1, 2, 1)
+    layout = StageLayout(2, 1, 2, 1)
     actor = language_model("llama", layers=2)
     critic = critic_of(actor)
     ranks = Ranks(2, Trainer, ())

@@ -27,14 +27,14 @@ from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem
 from stretto.runtime import inline
-from stretto.runtime.inline.placement import Placement
+from stretto.runtime.inline.placement import ThreadPlacement
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
 from stretto.training.planner import Planner
 from stretto.training.trained import Course, TrainedModel
 from stretto.weights.channel import SharedChannel
-from stretto.workers.threads import Lane
+from stretto.workers.threads import WorkerThread
 
 COURSES: Any = {"actor": Course(1e-3, 10, 0), "critic": Course(1e-3, 10, 0)}
 
@@ -62,8 +62,8 @@ class FakeRanks:
 
     def call(self, method: str, *_: Any) -> list[Any]:
         self.asked.append(method)
-        tally: dict[str, Any] = {"actor": pipelined.Tally(), "critic": pipelined.Tally()}
-        return KEPT if method == "saved_bytes" else [(ran, tally) for ran in RAN]
+        metrics: dict[str, Any] = {"actor": pipelined.Metrics(), "critic": pipelined.Metrics()}
+        return KEPT if method == "saved_bytes" else [(ran, metrics) for ran in RAN]
 
 
 def test_every_seed_of_a_run_serves_the_search() -> None:
@@ -235,7 +235,7 @@ def test_what_trains_beside_generation_gets_its_share(
     actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"), False)
     with ExitStack() as stack:
         tokenizer, channel = load_tokenizer(tiny_folder, False), SharedChannel()
-        place = Placement(config, actor, None, tokenizer, stack, frozenset({2}), channel)
+        place = ThreadPlacement(config, actor, None, tokenizer, stack, frozenset({2}), channel)
         assert place.training_threads == threads
 
 
@@ -270,24 +270,24 @@ def test_from_a_gpu_copies_are_sent() -> None:
 
 
 def test_a_lane_that_has_failed_tells_all() -> None:
-    lane, stop = Lane("here", 1), Event()
+    worker, stop = WorkerThread("here", 1), Event()
     error = RankError("gone")
 
     async def work() -> None:
-        waiting = [asyncio.create_task(lane.run(lambda: stop.wait(10))) for _ in range(2)]
+        waiting = [asyncio.create_task(worker.run(lambda: stop.wait(10))) for _ in range(2)]
         await asyncio.sleep(0.05)
-        await asyncio.get_running_loop().run_in_executor(None, lane.fail, error)
+        await asyncio.get_running_loop().run_in_executor(None, worker.fail, error)
         for task in waiting:
             with pytest.raises(RankError) as caught:
                 await task
             assert caught.value is error
         with pytest.raises(RankError):
-            await lane.run(lambda: None)
+            await worker.run(lambda: None)
         stop.set()
 
     asyncio.run(work())
-    lane.interrupt()
-    assert lane.join(5)
+    worker.interrupt()
+    assert worker.join(5)
 
 
 def test_the_command_line_shows_the_traceback_of_a_rank(

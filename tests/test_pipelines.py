@@ -29,7 +29,7 @@ from stretto.pipelines.kernels import (
     swap,
 )
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import Schedule, check
+from stretto.pipelines.schedule import PipelineSchedule, check
 from stretto.pipelines.sizes import ModelShape, Parallel, make_problem
 
 INSTANCES = json.loads((Path(__file__).parent / "pipeline_instances.json").read_text())
@@ -42,7 +42,9 @@ def side(stages: int, pipelines: int, batches: int, **other: Any) -> Side:
 
 TINY = Problem(side(2, 1, 2), side(1, 2, 1, forward=2, backward=3, activation=0.5))
 """Devices 0 and 1: pipeline 0 is the actor's, 1 and 2 are the critic's, one a device."""
-GOOD = Schedule((("0F", "0F", "1F", "1B", "0B", "0B"), ("2F", "0F", "0B", "0F", "0B", "2B")))
+GOOD = PipelineSchedule(
+    (("0F", "0F", "1F", "1B", "0B", "0B"), ("2F", "0F", "0B", "0F", "0B", "2B"))
+)
 
 
 @st.composite
@@ -66,7 +68,7 @@ def problems(draw: st.DrawFn) -> Problem:
     return Problem(*sides)
 
 
-def random_schedule(problem: Problem, chance: random.Random) -> Schedule:
+def random_schedule(problem: Problem, chance: random.Random) -> PipelineSchedule:
     """A valid schedule: run any task that is ready, in any order."""
     words: list[list[str]] = [[] for _ in range(problem.devices)]
     chains = []
@@ -83,7 +85,7 @@ def random_schedule(problem: Problem, chance: random.Random) -> Schedule:
             if at[i] < len(chain) and (i == 0 or chains[i - 1][0] != p or at[i - 1] > at[i])
         ]
         if not ready:
-            return Schedule(tuple(tuple(word) for word in words))
+            return PipelineSchedule(tuple(tuple(word) for word in words))
         i = chance.choice(ready)
         device, letter = chains[i][1][at[i]]
         words[device].append(letter)
@@ -100,7 +102,9 @@ def pipelines(problem: Problem) -> list[tuple[list[int], Side]]:
     return found
 
 
-def naive_starts(problem: Problem, schedule: Schedule) -> dict[tuple[int, str, int, int], int]:
+def naive_starts(
+    problem: Problem, schedule: PipelineSchedule
+) -> dict[tuple[int, str, int, int], int]:
     """Starts by relaxation, keyed by pipeline, kind, stage and micro-batch."""
     layout = pipelines(problem)
     keys: list[list[tuple[int, str, int, int]]] = []
@@ -140,7 +144,7 @@ def naive_starts(problem: Problem, schedule: Schedule) -> dict[tuple[int, str, i
     raise AssertionError("no fixed point")
 
 
-def naive_peak(problem: Problem, schedule: Schedule) -> float:
+def naive_peak(problem: Problem, schedule: PipelineSchedule) -> float:
     layout = pipelines(problem)
     peak = 0.0
     for d, word in enumerate(schedule.words):
@@ -166,7 +170,7 @@ class TestEvaluation:
         problem = Problem(
             side(2, 1, 1, communication=3), side(1, 2, 1, forward=2, backward=3), capacity=1.0
         )
-        schedule = Schedule((("0F", "0B", "1F", "1B"), ("0F", "0B", "2F", "2B")))
+        schedule = PipelineSchedule((("0F", "0B", "1F", "1B"), ("0F", "0B", "2F", "2B")))
         result = evaluate(problem, schedule)
         # Device 0: 0F 0-1, 0B 10-12, 1F 12-14, 1B 14-17. Its 1F could run from 1 on, but the
         # forward that is in flight fills the memory.
@@ -180,7 +184,7 @@ class TestEvaluation:
 
     def test_dependency_and_communication(self) -> None:
         problem = Problem(side(2, 1, 1, communication=3), side(1, 2, 1))
-        schedule = Schedule((("1F", "1B", "0F", "0B"), ("2F", "2B", "0F", "0B")))
+        schedule = PipelineSchedule((("1F", "1B", "0F", "0B"), ("2F", "2B", "0F", "0B")))
         result = evaluate(problem, schedule)
         # Device 0: ... 0F 3-4, 0B 13-15; its input is made from 8 to 10 and comes at 13.
         # Device 1: ... 0F 7-8, 0B 8-10; made at 4, comes at 7.
@@ -257,7 +261,7 @@ def full_evaluation(graph: Any, word: Ints) -> tuple[Ints, int]:
 
 class TestValidity:
     def test_backward_before_its_forward(self) -> None:
-        bad = Schedule((("0F", "0B", "0B", "0F", "1F", "1B"), GOOD.words[1]))
+        bad = PipelineSchedule((("0F", "0B", "0B", "0F", "1F", "1B"), GOOD.words[1]))
         reason = "device 0: backward of micro-batch 1 of pipeline 0 before its forward"
         assert check(TINY, bad) == reason
         with pytest.raises(ConfigError, match="device 0: backward of micro-batch 1"):
@@ -266,7 +270,7 @@ class TestValidity:
     def test_a_circle_is_named(self) -> None:
         problem = Problem(side(2, 1, 1), side(2, 1, 1))
         # The actor's backward waits for device 1, which waits for the critic's from device 0.
-        bad = Schedule((("0F", "0B", "1F", "1B"), ("1F", "1B", "0F", "0B")))
+        bad = PipelineSchedule((("0F", "0B", "1F", "1B"), ("1F", "1B", "0F", "0B")))
         reason = check(problem, bad)
         assert reason.startswith("devices wait for each other: ")
         steps = reason.removeprefix("devices wait for each other: ").split(" waits for ")
@@ -289,12 +293,12 @@ class TestValidity:
         ],
     )
     def test_what_is_missing(self, words: Any, reason: str) -> None:
-        assert reason in check(TINY, Schedule(words))
+        assert reason in check(TINY, PipelineSchedule(words))
 
     def test_json_round_trip(self) -> None:
-        assert Schedule.from_json(json.loads(json.dumps(GOOD.to_json()))) == GOOD
+        assert PipelineSchedule.from_json(json.loads(json.dumps(GOOD.to_json()))) == GOOD
         with pytest.raises(ConfigError, match="list of strings"):
-            Schedule.from_json({"devices": "0F"})
+            PipelineSchedule.from_json({"devices": "0F"})
 
 
 class TestProblem:

@@ -16,7 +16,7 @@ from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.graph import capacity_units, make_graph
 from stretto.pipelines.kernels import earliest_starts
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.solve import solve
 
 
@@ -37,7 +37,7 @@ def unequal(capacity: float | None = None) -> Problem:
 def test_a_device_may_be_woken_before_its_turn() -> None:
     """It then stands twice among those to look at; uncompiled, as that checks the indices."""
     problem = Problem(side(2, 2, 1), side(4, 1, 1))
-    word = Schedule(
+    word = PipelineSchedule(
         (
             ("2F", "0F", "0B", "2B"), ("2F", "0F", "0B", "2B"),
             ("2F", "1F", "1B", "2B"), ("2F", "1F", "1B", "2B"),

@@ -28,7 +28,7 @@ from stretto.pipelines.graph import Ints, capacity_units, make_graph
 from stretto.pipelines.kernels import earliest_starts, latency_of, peak_memory
 from stretto.pipelines.listing import UNLIMITED, decode, plain_rules, urgency
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.search import list_schedule, make_views, turned
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
@@ -148,7 +148,7 @@ class TestSearch:
         for view in views:
             latency, word = list_schedule(view, capacity, 0, 5, chance)
             front = turned(view, word) if view.backwards else word
-            result = evaluate(problem, Schedule.of_tasks(views[0].graph, front))
+            result = evaluate(problem, PipelineSchedule.of_tasks(views[0].graph, front))
             assert result.latency <= latency
             assert problem.capacity is not None
             assert result.peak <= problem.capacity
@@ -176,7 +176,7 @@ class TestSearch:
             ([4.0, 1.0, 3.0, 2.0], "0F 1F 1B 0B"),
         ):
             decode(graph, np.array(key), plain_rules(graph), UNLIMITED, word, start)
-            assert Schedule.of_tasks(graph, word).to_json() == {"devices": [letters]}
+            assert PipelineSchedule.of_tasks(graph, word).to_json() == {"devices": [letters]}
 
     def test_urgency_is_what_is_left(self) -> None:
         problem = Problem(side(2, 1, 2, communication=5), side(1, 2, 1))
@@ -252,7 +252,7 @@ class TestProofs:
 class TestPictures:
     def test_bars_are_the_tasks(self) -> None:
         problem = Problem(side(2, 1, 1), side(1, 2, 1, forward=3))
-        schedule = Schedule((("0F", "1F", "1B", "0B"), ("0F", "0B", "2F", "2B")))
+        schedule = PipelineSchedule((("0F", "1F", "1B", "0B"), ("0F", "0B", "2F", "2B")))
         drawn = bars(problem, make_graph(problem), evaluate(problem, schedule))
         assert [(b.device, b.start, b.end, b.critic, b.backward, b.label) for b in drawn] == [
             (0, 0, 1, False, False, "0"),
@@ -276,7 +276,7 @@ class TestPictures:
     def test_svg_of_very_many_tasks(self) -> None:
         # One device; 1,000 forwards of 1 tick, each followed by a backward of 2, for each model.
         one = side(1, 1, 1000)
-        schedule = Schedule((("0F", "0B") * 1000 + ("1F", "1B") * 1000,))
+        schedule = PipelineSchedule((("0F", "0B") * 1000 + ("1F", "1B") * 1000,))
         text = timeline_svg(Problem(one, one), evaluate(Problem(one, one), schedule), "", Units())
         assert text.count("<rect") == 1 + 4
         paths = re.findall(r'class="narrow" stroke="(#\w+)" .*? d="(.*?)"', text)
@@ -291,7 +291,9 @@ class TestPictures:
     def test_units_and_scales(self) -> None:
         one = side(1, 1, 2, activation=1500)
         problem = Problem(one, one, capacity=2048.0)
-        result = evaluate(problem, Schedule((("0F", "0B", "0F", "0B", "1F", "1B", "1F", "1B"),)))
+        result = evaluate(
+            problem, PipelineSchedule((("0F", "0B", "0F", "0B", "1F", "1B", "1F", "1B"),))
+        )
         text = timeline_svg(problem, result, "", UNITS)
         labels = re.findall(r"<text class=\"muted\"[^>]*>([^<]*)<", text)
         assert labels == [
@@ -343,7 +345,7 @@ class TestPictures:
 
 
 TWO_WAYS = Problem(side(2, 1, 1, activation=1e6), side(1, 2, 1, forward=3, activation=1e6))
-TWO_WAYS_SCHEDULE = Schedule((("0F", "1F", "1B", "0B"), ("0F", "0B", "2F", "2B")))
+TWO_WAYS_SCHEDULE = PipelineSchedule((("0F", "1F", "1B", "0B"), ("0F", "0B", "2F", "2B")))
 
 
 class TestCommand:
@@ -365,7 +367,7 @@ class TestCommand:
         assert "1.31 over 1F1B+ (294)" in printed
         data = json.loads(out.read_text())
         problem = Problem.from_json(data["problem"])
-        result = evaluate(problem, Schedule.from_json(data))
+        result = evaluate(problem, PipelineSchedule.from_json(data))
         assert (result.latency, result.peak) == (data["latency"], data["peak"])
         assert problem.capacity == 23.6
         assert "<svg" in page.read_text()

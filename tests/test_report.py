@@ -377,7 +377,7 @@ def dialled(
     """A run with an algorithm and an off-policyness."""
     return made(
         name,
-        settings={"algorithm.name": algorithm, "schedule.batches_per_handover": n},
+        settings={"algorithm.name": algorithm, "schedule.weight_sync_interval": n},
         metrics=[{"step": i, "objective/scores": r} for i, r in enumerate(rewards, start=1)],
         evaluations=evaluations,
     )

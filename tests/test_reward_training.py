@@ -23,16 +23,16 @@ from stretto.models.load import load_sequence_classifier, load_tokenizer
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.runs.supervised import train_reward_model
+from stretto.runs.finetuning import train_reward_model
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.base import TaskRow
 from stretto.tasks.pairs import Pair, PairTokens, read_pairs, tokens_of
 from stretto.tasks.prompts import render
-from stretto.tasks.responses import Layout
+from stretto.tasks.responses import PromptLayout
 from stretto.testing import make_chunk
+from stretto.training.epochs import hold_out
 from stretto.training.preference import BradleyTerry, Preferences, train
-from stretto.training.supervised import hold_out
 from stretto.types import FinishReason, Message
 
 EOS = 258  # of the byte tokenizer
@@ -228,7 +228,9 @@ def test_scorers_read_and_score_the_very_tokens_that_were_trained_on(
 ) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    pair = tokens_of(Pair(prompt, "four", "5"), Layout(tokenizer, frozenset({EOS}), PairsConfig()))
+    pair = tokens_of(
+        Pair(prompt, "four", "5"), PromptLayout(tokenizer, frozenset({EOS}), PairsConfig())
+    )
     model = critic_of(llama(vocabulary=259))
     scorer = RewardModelScorer("model:x", model, tokenizer, tokenizer, 1024)
     # As a run makes prompts, and as an engine leaves a response that ended by itself.
@@ -256,7 +258,7 @@ def test_so_they_do_with_another_tokenizer_than_the_actors(
     tokenizer.chat_template = template
     actor.chat_template = template and "[{{ messages[0]['content'] }}]"
     answers = ("he four of the rest", "5")
-    layout = Layout(tokenizer, frozenset({EOS}), PairsConfig())
+    layout = PromptLayout(tokenizer, frozenset({EOS}), PairsConfig())
     pair = tokens_of(Pair(prompt, *answers), layout)
     model = critic_of(llama(vocabulary=260))
     scorer = RewardModelScorer("model:x", model, tokenizer, actor, 1024, slots=2 * streamed)
@@ -289,7 +291,9 @@ def test_a_transcript_is_read_as_it_stands(tmp_path: Path) -> None:
     prompt = "\n\nHuman: hi\n\nAssistant:"
     for chat, expected in (("auto", prompt), ("on", f"<user>{prompt}<eos>\n<assistant>")):
         config = PairsConfig(chat=chat)
-        tokens = tokens_of(read_one(tmp_path, rows), Layout(tokenizer, frozenset({EOS}), config))
+        tokens = tokens_of(
+            read_one(tmp_path, rows), PromptLayout(tokenizer, frozenset({EOS}), config)
+        )
         assert tokenizer.decode(tokens.prompt) == expected
         assert tokens.chosen == (ord(" "), ord("a"), EOS)
 
@@ -297,7 +301,7 @@ def test_a_transcript_is_read_as_it_stands(tmp_path: Path) -> None:
 def test_sides_that_become_the_same_tokens_are_refused() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML.replace("m['content']", "m['content'].strip()")
-    layout = Layout(tokenizer, frozenset({EOS}), PairsConfig())
+    layout = PromptLayout(tokenizer, frozenset({EOS}), PairsConfig())
     with pytest.raises(TaskError, match="row 7: chosen and rejected are the same tokens"):
         tokens_of(Pair("q", "yes", "yes ", index=7), layout)
 
@@ -440,7 +444,7 @@ def test_a_run_learns_and_what_it_saves_scores_alike_everywhere(
 
     # Our own loading and scoring, and transformers' with its padding.
     tokenizer = load_tokenizer(run.model)
-    layout = Layout(tokenizer, frozenset({EOS}), config.data)
+    layout = PromptLayout(tokenizer, frozenset({EOS}), config.data)
     pairs = [tokens_of(p, layout) for p in read_pairs(config.data)[0]]
     held = hold_out(pairs, lambda p: p.prompt, 0.2, 0)[1]
     ours = load_sequence_classifier(run.model, torch.float32, torch.device("cpu"))

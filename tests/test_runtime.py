@@ -18,7 +18,7 @@ from stretto import evaluation, runs, tasks
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.assembly.warmup import _examples
 from stretto.config import RolloutConfig, recipes
-from stretto.errors import ConfigError, JudgeError, StateError, TaskError
+from stretto.errors import ConfigError, RewardError, StateError, TaskError
 from stretto.evaluation.answers import generate
 from stretto.evaluation.rows import SEED
 from stretto.models.load import load_tokenizer
@@ -360,7 +360,7 @@ def test_a_function_may_apply_to_some_prompts_alone(
     sources = tuple(f"{functions}:{name}" for name in ("odd", "even", "never"))
     reward = {"sources": sources, "weights": (2.0, 3.0, 5.0), "missing_eos": "off"}
     task = {"kind": "dataset", "name": str(rows), "settings": {}}
-    with pytest.raises(JudgeError, match=r"no reward source applies to rollout(.|\n)*say 6"):
+    with pytest.raises(RewardError, match=r"no reward source applies to rollout(.|\n)*say 6"):
         run(settings(tiny_folder, task=task, reward=reward), tmp_path)
     reward["on_failure"] = "drop"
     run_dir, _ = run(settings(tiny_folder, task=task, reward=reward), tmp_path)
@@ -399,7 +399,7 @@ def test_a_failed_verdict_stops_the_run_or_is_left_out(
     tiny_folder: Path, functions: Path, tmp_path: Path
 ) -> None:
     sources = (f"{functions}:fails",)
-    with pytest.raises(JudgeError, match="1 of 4 responses could not be judged"):
+    with pytest.raises(RewardError, match="1 of 4 responses could not be judged"):
         run(settings(tiny_folder, reward={"sources": sources}), tmp_path)
     notes = Notes()
     reward = {"sources": sources, "on_failure": "drop"}
@@ -532,7 +532,7 @@ def test_evaluate_stops_at_a_failed_verdict(
         return [Score(i, "task", "reward", empty, f"no verdict on {i}") for i in ids]
 
     monkeypatch.setattr(FunctionScorer, "finish", finish)
-    with pytest.raises(JudgeError, match="no verdict on 0"):
+    with pytest.raises(RewardError, match="no verdict on 0"):
         evaluation.evaluate(settings(tiny_folder), model=str(tiny_folder), samples=3)
 
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.errors import JudgeError, LifecycleError, StalledError
+from stretto.errors import LifecycleError, RewardError, StalledError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import FixedChunk
@@ -23,7 +23,7 @@ from stretto.schedules.ledger import Ledger
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.schedules.schedule import Schedule
-from stretto.schedules.scoring import Seat
+from stretto.schedules.scoring import ScorerReplica
 from stretto.schedules.settings import Controls, Settings, Step
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 from stretto.types import FinishReason, Prompt, Score, WeightsRef
@@ -41,7 +41,7 @@ def make(
     delta: int = 0,
     chunk: int = 4,
     generators: Sequence[FakeGenerator] = (),
-    seats: Sequence[Seat] = (),
+    replicas: Sequence[ScorerReplica] = (),
     seconds: float = 2.0,
     migration: Any = None,
     **settings: Any,
@@ -49,10 +49,10 @@ def make(
     return Schedule(
         world.next_prompt,
         generators or [FakeGenerator(world)],
-        seats
+        replicas
         or [
-            Seat(FakeScorer(world, "judge")),
-            Seat(FakeScorer(world, "critic", "values", follows="critic")),
+            ScorerReplica(FakeScorer(world, "judge")),
+            ScorerReplica(FakeScorer(world, "critic", "values", follows="critic")),
         ],
         FakeLearner(world, seconds),
         Controls(
@@ -132,7 +132,13 @@ def test_plain_steps_run_one_stage_after_the_other() -> None:
 def test_idle_roles_say_what_they_wait_for() -> None:
     """Responses end at 1, 2, 3, 4 and 9 s; with five in a batch the last is the straggler."""
     world = World([1, 2, 3, 4, 9])
-    take(world, batch=5, chunk=1, score_on="rollout", seats=[Seat(FakeScorer(world, "judge"))])
+    take(
+        world,
+        batch=5,
+        chunk=1,
+        score_on="rollout",
+        replicas=[ScorerReplica(FakeScorer(world, "judge"))],
+    )
     waits = [(role, cause, a, b) for role, cause, a, b in world.spans if role == "learner"]
     assert waits == [
         ("learner", "data", 0.0, 4.0),
@@ -149,8 +155,8 @@ def test_idle_roles_say_what_they_wait_for() -> None:
 
 def test_scores_on_each_rollout_as_it_ends() -> None:
     world = World([2, 5, 9, 9])
-    seats = [Seat(FakeScorer(world, "judge"))]
-    take(world, score_on="rollout", chunk=1, seats=seats)
+    replicas = [ScorerReplica(FakeScorer(world, "judge"))]
+    take(world, score_on="rollout", chunk=1, replicas=replicas)
     assert world.log[1:4] == [
         "2.7 judge finish [0]",  # 0.5 + 0.1 for each of 2 tokens
         "6 judge finish [1]",
@@ -161,8 +167,8 @@ def test_scores_on_each_rollout_as_it_ends() -> None:
 def test_streaming_leaves_only_the_last_chunk_to_score() -> None:
     """The scorer takes what has arrived: not in lock-step with the chunks."""
     world = World([8, 8, 8, 8])
-    seats = [Seat(FakeScorer(world, "judge"))]
-    take(world, score_on="chunk", chunk=2, seats=seats)
+    replicas = [ScorerReplica(FakeScorer(world, "judge"))]
+    take(world, score_on="chunk", chunk=2, replicas=replicas)
     # 4 x 2 tokens every 2 s take 1.3 s each; after the last 1.3 s and then 0.5 s for the score.
     assert world.log[1:3] == ["9.8 judge finish [0, 1, 2, 3]", "9.8 train [0, 1, 2, 3]"]
 
@@ -170,8 +176,8 @@ def test_streaming_leaves_only_the_last_chunk_to_score() -> None:
 def test_a_scorer_works_when_it_is_worth_it_or_someone_waits() -> None:
     """10 prompt tokens and 4 a second: 22 have come at 3 s, and 20 more at 8 s."""
     world = World([8, 8, 8, 8])
-    seats = [Seat(FakeScorer(world, "judge", worthwhile_tokens=20))]
-    take(world, score_on="chunk", chunk=1, seats=seats)
+    replicas = [ScorerReplica(FakeScorer(world, "judge", worthwhile_tokens=20))]
+    take(world, score_on="chunk", chunk=1, replicas=replicas)
     work = [(a, b) for role, _, a, b in world.spans if role == "judge"]
     assert work == [(0.0, 3.0), (3.0, 8.0)]
     # 20 tokens in 2.5 s; then the scores in 0.5 s and 1.2 s for the 12 tokens known at admission.
@@ -249,7 +255,7 @@ def test_generation_runs_one_version_behind_training() -> None:
     world = World([4])
     steps, _ = take(
         world, 4, lag=1, seconds=7.0, score_on="rollout", chunk=100,
-        seats=[Seat(FakeScorer(world, "judge"))],
+        replicas=[ScorerReplica(FakeScorer(world, "judge"))],
     )  # fmt: skip
     assert [{v for r in s.batch for v in r.versions} for s in steps] == [{0}, {0}, {1}, {2}]
     assert [line for line in world.log if "train" in line or "load" in line] == [
@@ -275,7 +281,7 @@ def test_no_token_is_older_than_the_lag(lag: int, seconds: float) -> None:
 def test_several_batches_on_one_version() -> None:
     """The dial N of asynchronous RLHF: 3 batches generated together, 3 steps, one hand-over."""
     world = World([4, 2, 3, 1])
-    steps, _ = take(world, 6, batch=2, batches_per_handover=3)
+    steps, _ = take(world, 6, batch=2, weight_sync_interval=3)
     assert [ids(s) for s in steps] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert [{v for r in s.batch for v in r.versions} for s in steps] == [{0}] * 3 + [{1}] * 3
     assert [line.split()[1] for line in world.log if "publish" in line] == ["publish"] * 2
@@ -305,14 +311,16 @@ def test_several_generators_stop_when_together_they_have_enough(score_on: str) -
 
 @pytest.mark.parametrize("host", [None, 0])
 def test_all_values_of_a_batch_are_of_one_version(host: int | None) -> None:
-    """Also with lag, where several seats of the critic share its work."""
+    """Also with lag, where several replicas of the critic share its work."""
     world = World([4, 2, 3, 1])
     generators = [FakeGenerator(world, "a"), FakeGenerator(world, "b")]
-    seats = [
-        Seat(FakeScorer(world, "critic", "values", follows="critic"), i if host == 0 else None)
+    replicas = [
+        ScorerReplica(
+            FakeScorer(world, "critic", "values", follows="critic"), i if host == 0 else None
+        )
         for i in range(2)
     ]
-    steps, _ = take(world, 6, lag=1, generators=generators, seats=seats, score_on="rollout")
+    steps, _ = take(world, 6, lag=1, generators=generators, replicas=replicas, score_on="rollout")
     versions = [{float(r.scores["critic"].values[0]) for r in s.batch} for s in steps]
     assert versions == [{0.0}, {0.0}, {1.0}, {2.0}, {3.0}, {4.0}]
 
@@ -406,7 +414,7 @@ def test_more_groups_than_can_be_taken_in_time_are_refused() -> None:
         {"delta": 3, "score_on": "chunk", "samples": 2},
         {"lag": 1},
         {"lag": 2, "delta": 2, "score_on": "chunk"},
-        {"lag": 1, "batches_per_handover": 2, "score_on": "rollout"},
+        {"lag": 1, "weight_sync_interval": 2, "score_on": "rollout"},
     ],
 )
 @pytest.mark.parametrize("seconds", [1.0, 30.0])
@@ -464,7 +472,7 @@ def failing(work: Callable[[Schedule], Awaitable[T]], world: World, **options: A
 
 def test_a_failed_judge_stops_the_run_before_training() -> None:
     world = World([3, 5, 2, 4], fails=[1, 2])
-    with pytest.raises(JudgeError, match="2 of 4 responses could not be judged") as caught:
+    with pytest.raises(RewardError, match="2 of 4 responses could not be judged") as caught:
         failing(Schedule.step, world)
     assert caught.value.rollout_ids == (1, 2)
     assert "no verdict on 1" in str(caught.value)
@@ -486,7 +494,7 @@ def test_failures_can_be_dropped_and_are_reported() -> None:
 
 def test_a_batch_without_any_verdict_stops_even_so() -> None:
     world = World([3], fails=range(4))
-    with pytest.raises(JudgeError, match="4 of 4"):
+    with pytest.raises(RewardError, match="4 of 4"):
         failing(Schedule.step, world, drop_failures=True)
 
 
@@ -522,11 +530,11 @@ def test_a_group_with_enough_left_goes_on() -> None:
 
 def test_a_step_that_loses_every_group_stops() -> None:
     world = World([3], fails=[1, 2])
-    with pytest.raises(JudgeError, match=r"2 of 4 .*, and no prompt has the 2 left") as caught:
+    with pytest.raises(RewardError, match=r"2 of 4 .*, and no prompt has the 2 left") as caught:
         failing(Schedule.step, world, samples=2, drop_failures=True, group_at_least=2)
     assert caught.value.rollout_ids == (1, 2)
     assert "on_failure" not in str(caught.value)
-    with pytest.raises(JudgeError, match=r"1 of 4 responses could not be judged\. The first"):
+    with pytest.raises(RewardError, match=r"1 of 4 responses could not be judged\. The first"):
         failing(Schedule.step, World([3], fails=[1]), samples=2, group_at_least=2)
 
 
@@ -535,7 +543,7 @@ def test_a_step_that_loses_every_group_stops() -> None:
     [
         {"delta": 3, "score_on": "chunk"},
         {"lag": 1, "delta": 4, "score_on": "rollout"},
-        {"batches_per_handover": 2, "lag": 1},
+        {"weight_sync_interval": 2, "lag": 1},
     ],
 )
 @pytest.mark.parametrize("seed", range(4))
@@ -577,7 +585,13 @@ def test_a_scorer_that_never_answers_is_named_with_what_it_holds_up(score_on: st
     scorer = FakeScorer(world, "judge")
     scorer.hangs = True
     with pytest.raises(StalledError, match="judge has not answered for 60 s; waited for") as caught:
-        failing(Schedule.step, world, seats=[Seat(scorer)], score_on=score_on, deadline_s=60.0)
+        failing(
+            Schedule.step,
+            world,
+            replicas=[ScorerReplica(scorer)],
+            score_on=score_on,
+            deadline_s=60.0,
+        )
     assert set(caught.value.rollout_ids) <= {0, 1, 2, 3}
     assert caught.value.rollout_ids
 
@@ -603,7 +617,7 @@ def test_a_scorer_must_answer_for_each_rollout() -> None:
 
     world = World([3])
     with pytest.raises(LifecycleError, match=r"asked for rollouts \[0, 1, 2, 3\] and answered for"):
-        failing(Schedule.step, world, seats=[Seat(Forgetful(world, "judge"))])
+        failing(Schedule.step, world, replicas=[ScorerReplica(Forgetful(world, "judge"))])
 
 
 def test_a_timeout_of_a_role_s_own_is_not_taken_for_the_deadline() -> None:
@@ -613,7 +627,7 @@ def test_a_timeout_of_a_role_s_own_is_not_taken_for_the_deadline() -> None:
 
     world = World([3])
     with pytest.raises(TimeoutError, match="the service timed out") as caught:
-        failing(Schedule.step, world, seats=[Seat(Slow(world, "judge"))])
+        failing(Schedule.step, world, replicas=[ScorerReplica(Slow(world, "judge"))])
     assert caught.value.__notes__ == ["raised by judge, which worked on 4 rollout(s): 0, 1, 2, 3"]
 
 

@@ -20,12 +20,12 @@ from stretto.errors import ConfigError, LearnerError, ModelError, TaskError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress, PlainProgress
-from stretto.runs.supervised import sft
+from stretto.runs.finetuning import sft
 from stretto.tasks.conversations import example_of, read_demonstrations
-from stretto.tasks.responses import Example, Layout
+from stretto.tasks.responses import Example, PromptLayout
+from stretto.training.epochs import batches, hold_out, updates
 from stretto.training.sft import CrossEntropy, objective_of, pack
 from stretto.training.sft import train as train_sft
-from stretto.training.supervised import batches, hold_out, updates
 from stretto.training.trained import TrainedModel
 
 EOS = 258  # of the byte tokenizer
@@ -59,7 +59,7 @@ def examples_of(
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     config = DemonstrationsConfig(name=write(folder, rows), **data)
-    layout = Layout(tokenizer, frozenset({EOS}), config)
+    layout = PromptLayout(tokenizer, frozenset({EOS}), config)
     return [example_of(row, layout) for row in read_demonstrations(config)[0]]
 
 

@@ -25,7 +25,7 @@ from stretto.runtime.sim.costs import (
     TrainCost,
     TransferCost,
 )
-from stretto.runtime.sim.devices import Device, Lane
+from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.hardware import (
@@ -71,8 +71,8 @@ def make(
     device: Device | None = None,
     **options: Any,
 ) -> SimGenerator:
-    lane = Lane("generator", [device or Device(0)], spans)
-    return SimGenerator(lane, cost, lengths, max_new_tokens=limit, **options)
+    worker = SimWorker("generator", [device or Device(0)], spans)
+    return SimGenerator(worker, cost, lengths, max_new_tokens=limit, **options)
 
 
 def virtually(body: Callable[[Spans], Coroutine[Any, Any, Any]]) -> Any:
@@ -189,8 +189,10 @@ def test_lengths_replayed_from_a_ledger() -> None:
 def test_roles_on_one_device_take_turns_and_others_do_not() -> None:
     async def body(spans: Spans) -> Any:
         shared, own = Device(0), Device(1)
-        a, b, c = (Lane(n, [d], spans) for n, d in zip("abc", (shared, shared, own), strict=True))
-        both = Lane("d", [own, shared], spans)
+        a, b, c = (
+            SimWorker(n, [d], spans) for n, d in zip("abc", (shared, shared, own), strict=True)
+        )
+        both = SimWorker("d", [own, shared], spans)
         await asyncio.gather(
             a.work("x", 2.0), b.work("y", 3.0), c.work("z", 4.0), both.work("w", 1.0)
         )
@@ -204,9 +206,9 @@ def test_roles_on_one_device_take_turns_and_others_do_not() -> None:
 def test_a_cancelled_call_gives_its_devices_back() -> None:
     async def body(spans: Spans) -> Any:
         devices = [Device(0), Device(1)]
-        lane, other = Lane("a", devices, spans), Lane("b", devices[1:], spans)
-        first = asyncio.create_task(lane.work("x", 10.0))
-        queued = asyncio.create_task(Lane("c", devices, spans).work("x", 10.0))
+        worker, other = SimWorker("a", devices, spans), SimWorker("b", devices[1:], spans)
+        first = asyncio.create_task(worker.work("x", 10.0))
+        queued = asyncio.create_task(SimWorker("c", devices, spans).work("x", 10.0))
         await asyncio.sleep(1.0)
         queued.cancel()
         first.cancel()
@@ -381,9 +383,9 @@ def test_moving_rollouts_with_and_without_their_cache() -> None:
         for chunk in await a.decode(5):
             rollouts[chunk.rollout_id].append(chunk)
         for r, with_cache in zip(rollouts, (True, False), strict=True):
-            parcels = await a.export([r.id], with_cache)
-            assert [p.cached_tokens for p in parcels] == [15 if with_cache else 0]
-            await b.accept(told([r]), parcels)
+            transfers = await a.export([r.id], with_cache)
+            assert [p.cached_tokens for p in transfers] == [15 if with_cache else 0]
+            await b.accept(told([r]), transfers)
         assert await a.decode(5) == []
         assert summary(await b.decode(3)) == [(0, 5, 3, None), (1, 5, 3, None)]
         return [(s.name, s.end_s - s.start_s) for s in spans.records]
@@ -420,9 +422,9 @@ def chunk(
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_streaming_scorer_has_only_the_rest_left(streams: bool) -> None:
     async def body(spans: Spans) -> Any:
-        lane = Lane("reward", [Device(0)], spans)
+        worker = SimWorker("reward", [Device(0)], spans)
         cost = PrefillCost(call_s=1.0, token_s=0.1)
-        s = SimScorer(lane, cost, "reward", reward=lambda i, v: i + v / 10, streams=streams)
+        s = SimScorer(worker, cost, "reward", reward=lambda i, v: i + v / 10, streams=streams)
         await s.admit(told([rollout(1), rollout(2, tokens=4)]))
         await s.extend([chunk(1, 0, 20), chunk(2, 4, 6, STOP)])
         await s.extend([chunk(1, 20, 5, STOP, v=3)])
@@ -442,7 +444,10 @@ def test_a_streaming_scorer_has_only_the_rest_left(streams: bool) -> None:
 def test_new_weights_void_what_a_critic_has_prefilled() -> None:
     async def body(spans: Spans) -> Any:
         s = SimScorer(
-            Lane("critic", [Device(0)], spans), PrefillCost(token_s=1.0), "values", follows="critic"
+            SimWorker("critic", [Device(0)], spans),
+            PrefillCost(token_s=1.0),
+            "values",
+            follows="critic",
         )
         await s.admit(told([rollout(1)]))
         await s.extend([chunk(1, 0, 5)])
@@ -456,7 +461,7 @@ def test_new_weights_void_what_a_critic_has_prefilled() -> None:
 
 def test_a_function_costs_by_responses() -> None:
     async def body(spans: Spans) -> Any:
-        s = SimScorer(Lane("task", [], spans), SampleCost(call_s=2.0, sample_s=0.5), "reward")
+        s = SimScorer(SimWorker("task", [], spans), SampleCost(call_s=2.0, sample_s=0.5), "reward")
         await s.admit(told([rollout(1), rollout(2)]))
         await s.extend([chunk(1, 0, 100, STOP), chunk(2, 0, 3, STOP)])
         await s.finish([1, 2])
@@ -467,7 +472,7 @@ def test_a_function_costs_by_responses() -> None:
 
 def test_a_scorer_refuses_what_is_out_of_order() -> None:
     async def body(spans: Spans) -> None:
-        s = SimScorer(Lane("reward", [Device(0)], spans), PrefillCost(), "reward")
+        s = SimScorer(SimWorker("reward", [Device(0)], spans), PrefillCost(), "reward")
         await s.admit(told([rollout(1)]))
         for bad in (chunk(2, 0, 1), chunk(1, 1, 1)):
             with pytest.raises(
@@ -486,7 +491,7 @@ def test_a_scorer_refuses_what_is_out_of_order() -> None:
 def test_the_learner_costs_by_tokens_and_reports_rewards() -> None:
     async def body(spans: Spans) -> Any:
         cost = TrainCost(step_s=3.0, token_s=0.1, publish_s=0.5)
-        learner = SimLearner(Lane("learner", [Device(0)], spans), cost, ("actor", "critic"))
+        learner = SimLearner(SimWorker("learner", [Device(0)], spans), cost, ("actor", "critic"))
         batch = [rollout(1, tokens=10), rollout(2, tokens=30)]
         for r, rewards in zip(batch, ((1.0, 0.5), (2.0, 0.0)), strict=True):
             for name, x in zip(("model", "task"), rewards, strict=True):
@@ -521,7 +526,7 @@ def test_faults_come_as_often_as_asked_and_the_same_again() -> None:
         loop, seen = asyncio.get_running_loop(), []
         faults = Faults(seed=1, raises=0.2, hangs=0.1, dawdles=0.3, slow_factor=4.0)
         for i in range(600):
-            learner = SimLearner(Lane("learner", [], spans), TrainCost(publish_s=1.0))
+            learner = SimLearner(SimWorker("learner", [], spans), TrainCost(publish_s=1.0))
             start_s = loop.time()
             try:
                 async with asyncio.timeout(100.0):
@@ -545,9 +550,9 @@ def test_faults_come_as_often_as_asked_and_the_same_again() -> None:
 
 def test_a_call_waits_for_the_faulty_one_before_it() -> None:
     async def body(spans: Spans) -> Any:
-        lane = Lane("reward", [Device(0)], spans)
+        worker = SimWorker("reward", [Device(0)], spans)
         scorer = faulty(
-            SimScorer(lane, PrefillCost(call_s=1.0), "reward"),
+            SimScorer(worker, PrefillCost(call_s=1.0), "reward"),
             Faults(dawdles=1.0, slow_factor=3.0, unscored=1.0),
             "reward",
         )
@@ -576,9 +581,9 @@ def test_costs_are_found_again_in_the_spans_they_made() -> None:
 
     async def body(spans: Spans) -> Any:
         g = make(spans, cost, Lengths(Lognormal(median=40, p95=160), 0))
-        model = SimScorer(Lane("reward", [Device(1)], spans), reward, "reward")
-        judge = SimScorer(Lane("task", [], spans), judged, "reward")
-        learner = SimLearner(Lane("learner", [Device(2)], spans), training)
+        model = SimScorer(SimWorker("reward", [Device(1)], spans), reward, "reward")
+        judge = SimScorer(SimWorker("task", [], spans), judged, "reward")
+        learner = SimLearner(SimWorker("learner", [Device(2)], spans), training)
         for step in range(12):
             batch = [rollout(100 * step + i, prompt=20 + i) for i in range(4 + step)]
             await g.admit(told(batch))

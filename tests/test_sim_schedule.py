@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfig
-from stretto.errors import ConfigError, JudgeError, StalledError
+from stretto.errors import ConfigError, RewardError, StalledError
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span, Spans
 from stretto.runtime.sim.cluster import (
@@ -356,14 +356,14 @@ def random_cluster(seed: int) -> Cluster:
         host=r.choice([None, 0]),
         cost=PrefillCost(token_s=0.001),
     )
-    seats = [critic.model_copy(update={"devices": (i,), "host": i}) for i in range(engines)]
+    replicas = [critic.model_copy(update={"devices": (i,), "host": i}) for i in range(engines)]
     judge = ScorerRole(name="task", cost=SampleCost(call_s=0.05, sample_s=0.01))
     delta, handover = r.choice([0, 0, 1, 4, 9, 16]), r.choice([1, 1, 2])
     carries = max(r.choice([1, 2, 4]), -(-delta // (4 * handover)))
     return Cluster(
         generators=generators,
         scorers=(
-            (reward, *seats)
+            (reward, *replicas)
             if r.random() < 0.3
             else tuple(r.sample([reward, critic, judge], r.randint(1, 3)))
         ),
@@ -388,7 +388,7 @@ def random_cluster(seed: int) -> Cluster:
             score_on=r.choice(["batch", "rollout", "chunk"]),
             overcommit=delta,
             lag=r.choice([0, 0, 1, 2]),
-            batches_per_handover=handover,
+            weight_sync_interval=handover,
             chunk_tokens=r.choice([1, 5, 16, 64]),
             max_carries=carries,
             carry=r.choice(["recompute", "reuse"]),
@@ -428,7 +428,7 @@ async def _outcome(cluster: Cluster, faults: Faults, cancel_s: float | None) -> 
         if cancel_s is None:  # a deadlock ended the run, and will be raised
             raise
         error = "cancelled"
-    except (InjectedError, JudgeError) as e:
+    except (InjectedError, RewardError) as e:
         error = str(e)
     except StalledError as e:
         error = str(e)
@@ -452,7 +452,7 @@ def check(seed: int) -> Outcome:
     """Run one seed: the books balance, it ended in time, and nothing is older than it may be."""
     o, s = outcome(seed), random_cluster(seed).schedule
     for step, (_, _, seen) in enumerate(o.stats):
-        version = step // s.batches_per_handover
+        version = step // s.weight_sync_interval
         for _, carries, oldest in seen:
             assert carries <= s.max_carries, seed
             assert version - oldest <= s.max_carries + s.knobs.lag, seed

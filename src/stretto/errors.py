@@ -7,7 +7,7 @@
     ├── MissingExtraError      an optional library is needed; names the extra to install
     ├── ModelError             a model cannot be found, fetched, loaded or driven
     ├── TaskError              a dataset cannot be read, or lacks a column
-    ├── JudgeError             a reward source failed on a sample (carries the samples)
+    ├── RewardError            a reward source failed on a sample (carries the samples)
     ├── EngineError            the generation engine was asked for what it cannot do
     ├── LearnerError           training found its own numbers wrong
     ├── StateError             saved state is damaged, or does not fit what it is put back into
@@ -53,16 +53,20 @@ class TaskError(StrettoError):
     """A dataset cannot be read, or lacks what the task needs."""
 
 
-class JudgeError(StrettoError):
+class RewardError(StrettoError):
     """A reward source failed on at least one sample.
 
     Attributes:
-        rollout_ids: the rollouts whose samples could not be judged.
+        rollout_ids: the rollouts whose samples could not be scored.
     """
 
     def __init__(self, message: str, rollout_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.rollout_ids = tuple(rollout_ids)
+
+
+class JudgeError(StrettoError):
+    """An LLM judge gave no verdict."""
 
 
 class EngineError(StrettoError):

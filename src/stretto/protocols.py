@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from stretto.types import (
     Chunk,
-    Parcel,
+    KVTransfer,
     Response,
     Score,
     ScoreKind,
@@ -45,15 +45,15 @@ class Generator(Protocol):
         """Forget rollouts, finished or not; unknown ids are ignored."""
         ...
 
-    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]:
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Let go of rollouts that go on elsewhere, in the order asked.
 
         Their tokens are in the rollouts themselves: every chunk has been returned by ``decode``.
         """
         ...
 
-    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
-        """Go on with rollouts that another generator exported, one parcel each."""
+    async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
+        """Go on with rollouts that another generator exported, one transfer each."""
         ...
 
     async def load(self, weights: WeightsRef) -> None:

@@ -19,7 +19,7 @@ from stretto.runtime.sim.loop import VirtualClock
 from stretto.types import (
     Chunk,
     FinishReason,
-    Parcel,
+    KVTransfer,
     Prompt,
     Response,
     Score,
@@ -146,14 +146,14 @@ class FakeGenerator:
         for id_ in rollout_ids:
             self.done.pop(id_, None)
 
-    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[Parcel]:
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
-        return [Parcel(i, self.done.pop(i)) for i in rollout_ids]
+        return [KVTransfer(i, self.done.pop(i)) for i in rollout_ids]
 
-    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
+    async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         await asyncio.sleep(1)
         self.world.write(f"{self.name} accept {[r.id for r in responses]}")
-        self.done |= {p.rollout_id: p.cache for p in parcels}
+        self.done |= {p.rollout_id: p.cache for p in transfers}
 
     async def load(self, weights: WeightsRef) -> None:
         self.world.loaded[self.name] = weights.version

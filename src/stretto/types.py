@@ -39,7 +39,7 @@ class Prompt:
         tokens: the prompt as the actor reads it.
         text: the same, before tokenisation (chat template applied where there is one).
         messages: the conversation, where the prompt is one; ``None`` for plain text.
-        data: the dataset row that the prompt came from; what judges look at.
+        data: the dataset row that the prompt came from; what reward functions look at.
     """
 
     id: int
@@ -179,7 +179,7 @@ Stats = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class KVTransfer:
     """A rollout on its way from one generator to another.
 
     Attributes:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import Part
-from stretto.algorithms.reductions import Tally, weighted_sums
+from stretto.algorithms.reductions import Metrics, weighted_sums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stretto.config import AlgorithmConfig
 
 
-def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Part, Tally]:
+def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Part, Metrics]:
     """What a loss takes: the old policy's log-probs, and importance weights on the advantages.
 
     Args:
@@ -45,7 +45,7 @@ def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Pa
     if part.own is not None:
         old = torch.where(part.own[:, None], logprobs, old)
     if settings.correction == "off":
-        return replace(part, old_logprobs=old), Tally()
+        return replace(part, old_logprobs=old), Metrics()
     weights = importance_weights(
         old,
         behaviour,
@@ -55,8 +55,8 @@ def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Pa
         settings.correction_cap,
     )
     figures = {"correction/weight_mean": weights[part.mask]}
-    tally = Tally(weighted_sums(part.means[part.mask], figures))
-    return replace(part, old_logprobs=old, advantages=part.advantages * weights), tally
+    metrics = Metrics(weighted_sums(part.means[part.mask], figures))
+    return replace(part, old_logprobs=old, advantages=part.advantages * weights), metrics
 
 
 def importance_weights(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from stretto.algorithms.deferred import torch
-from stretto.algorithms.reductions import Tally
+from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
 
 if TYPE_CHECKING:
@@ -149,14 +149,14 @@ class LossTerm:
 
     Attributes:
         loss: [], differentiable; adds over the parts of a batch.
-        tally: adds over parts.
+        metrics: adds over parts.
     """
 
     loss: Tensor
-    tally: Tally
+    metrics: Metrics
 
     def __add__(self, other: LossTerm) -> LossTerm:
-        return LossTerm(self.loss + other.loss, self.tally + other.tally)
+        return LossTerm(self.loss + other.loss, self.metrics + other.metrics)
 
 
 def require_finite(name: str, tensor: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part
 from stretto.algorithms.kl import Estimator, kl_estimate
-from stretto.algorithms.reductions import Tally, weighted_sums
+from stretto.algorithms.reductions import Metrics, weighted_sums
 from stretto.errors import LearnerError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def clipped_surrogate(logprobs: Tensor, part: Part, low: float, high: float) -> 
 
 def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
     """A policy loss with its figures, and itself among them as ``loss/policy_avg``."""
-    return LossTerm(loss, Tally({"loss/policy_avg": loss.detach().double(), **sums}))
+    return LossTerm(loss, Metrics({"loss/policy_avg": loss.detach().double(), **sums}))
 
 
 def entropy_bonus(entropy: Tensor, part: Part, coef: float) -> LossTerm:
@@ -70,7 +70,7 @@ def entropy_bonus(entropy: Tensor, part: Part, coef: float) -> LossTerm:
     """
     w, per_token = part.weights[part.mask], entropy[part.mask]
     sums = weighted_sums(part.means[part.mask], {"policy/entropy_avg": per_token})
-    return LossTerm(-coef * (w * per_token).sum(), Tally(sums))
+    return LossTerm(-coef * (w * per_token).sum(), Metrics(sums))
 
 
 def kl_penalty(logprobs: Tensor, part: Part, coef: float, estimator: Estimator) -> LossTerm:
@@ -87,10 +87,10 @@ def kl_penalty(logprobs: Tensor, part: Part, coef: float, estimator: Estimator) 
     mask = part.mask
     per_token = kl_estimate(logprobs[mask], part.ref_logprobs[mask], estimator)
     sums = weighted_sums(part.means[mask], {"loss/kl_avg": per_token})
-    return LossTerm(coef * (part.weights[mask] * per_token).sum(), Tally(sums))
+    return LossTerm(coef * (part.weights[mask] * per_token).sum(), Metrics(sums))
 
 
-def drift(logprobs: Tensor, part: Part) -> Tally:
+def drift(logprobs: Tensor, part: Part) -> Metrics:
     """How far the policy is from the old one: ``policy/approxkl_avg`` (half the mean squared log
     ratio), ``val/ratio`` and its extremes.
     """
@@ -99,26 +99,26 @@ def drift(logprobs: Tensor, part: Part) -> Tally:
     ratio = log_ratio.exp()
     figures = {"policy/approxkl_avg": log_ratio.square() / 2, "val/ratio": ratio}
     any_tokens = ratio.numel() > 0  # the least of nothing does not exist
-    return Tally(
+    return Metrics(
         sums=weighted_sums(part.means[mask], figures),
         minima={"val/ratio_min": ratio.amin()} if any_tokens else {},
         maxima={"val/ratio_max": ratio.amax()} if any_tokens else {},
     )
 
 
-def disagreement(logprobs: Tensor, part: Part) -> Tally:
+def disagreement(logprobs: Tensor, part: Part) -> Metrics:
     """How far the engine's log-probs are from the learner's where both have the same weights.
 
     Over the fresh responses of the part: the sum of squared differences and the number of tokens,
     under :data:`SQUARES` and :data:`TOKENS`, and ``sampling/logp_difference_max``.
     """
     if part.fresh is None or part.behaviour_logprobs is None:
-        return Tally()
+        return Metrics()
     chosen = part.mask & part.fresh[:, None]
     difference = (logprobs.detach()[chosen] - part.behaviour_logprobs[chosen]).double()
     if not difference.numel():
-        return Tally()
-    return Tally(
+        return Metrics()
+    return Metrics(
         sums={
             SQUARES: difference.square().sum(),
             TOKENS: difference.new_tensor(difference.numel()),

@@ -13,7 +13,7 @@ from stretto.algorithms.algorithm import Algorithm
 from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
 from stretto.algorithms.policy import clipped_surrogate
-from stretto.algorithms.reductions import Tally, masked_mean, masked_var, weighted_sums
+from stretto.algorithms.reductions import Metrics, masked_mean, masked_var, weighted_sums
 from stretto.algorithms.rewards import Rewards
 from stretto.errors import LearnerError
 
@@ -71,7 +71,7 @@ def value_loss(values: Tensor, part: Part, settings: AlgorithmConfig) -> LossTer
     per_token = torch.maximum(squares, clipped) / 2
 
     figures = {"loss/value_avg": per_token, "val/clipfrac_avg": clipped > squares}
-    return LossTerm((weights * per_token).sum(), Tally(weighted_sums(weights, figures)))
+    return LossTerm((weights * per_token).sum(), Metrics(weighted_sums(weights, figures)))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:

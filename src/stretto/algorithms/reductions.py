@@ -73,7 +73,7 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class Metrics:
     """Statistics of one part of a batch, which add up exactly to those of the whole.
 
     Attributes:
@@ -86,8 +86,8 @@ class Tally:
     minima: Mapping[str, Tensor] = field(default_factory=dict)
     maxima: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: Metrics) -> Metrics:
+        return Metrics(
             _merged(self.sums, other.sums, torch.add),
             _merged(self.minima, other.minima, torch.minimum),
             _merged(self.maxima, other.maxima, torch.maximum),

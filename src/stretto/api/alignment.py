@@ -45,7 +45,7 @@ PAIRS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PolicyOutcome:
     """One policy's responses to held-out prompts.
 
     Attributes:
@@ -74,8 +74,8 @@ class Aligned:
     reward: RewardModelResult
     penalty: float
     policy: Path
-    before: Outcome
-    after: Outcome
+    before: PolicyOutcome
+    after: PolicyOutcome
 
 
 def align(
@@ -273,7 +273,7 @@ class _Alignment:
         changes = {**self._out, "model__name": start, "reward": reward}
         return training.train(changed(self._stages.train, changes))
 
-    def _outcome(self, name: str, policy: str, proxy: str, start: str) -> Outcome:
+    def _outcome(self, name: str, policy: str, proxy: str, start: str) -> PolicyOutcome:
         from stretto.evaluation import Measured, measure
 
         config: Config = self._stages.train
@@ -290,7 +290,7 @@ class _Alignment:
                 reference_column=asked["reference_column"],
             ),
         )
-        return Outcome(measured, measured.win_rates[1].score)
+        return PolicyOutcome(measured, measured.win_rates[1].score)
 
     def _there(self, path: Path) -> str:
         """What a stage left.

@@ -86,8 +86,8 @@ def execute(
         progress: a display; without one what ``observe.progress`` says.
 
     Raises:
-        StrettoError: a setting, a model, a dataset, a judge, the numbers or the disk are at fault;
-            or another process is at work in the folder.
+        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
+            at fault; or another process is at work in the folder.
         KeyboardInterrupt: Ctrl-C, or as :class:`stretto.signals.Terminated` SIGTERM or SIGHUP.
     """
     config, run_dir = run.config, run.run_dir

@@ -59,7 +59,7 @@ class Simulation:
         result = simulate(cluster)
         in_all = {ALL_DEVICES: fmean(result.device_utilisation)}
         if self.seed is not None:
-            # A replay's devices stand for the lanes of one process, of which a schedule that
+            # A replay's devices stand for the workers of one process, of which a schedule that
             # overlaps has more.
             in_all = {}
         return Outcome(
@@ -107,7 +107,7 @@ def recorded(folder: str) -> Simulation:
     spans = [span for span in trace.spans if span.start_s >= warm_s]
 
     def of(job: Job) -> Cluster:
-        # The schedule decides which roles have lanes of their own, and so devices here.
+        # The schedule decides which roles have workers of their own, and so devices here.
         return recorded_cluster(config_of(config, job, ""), rollouts, spans)
 
     return Simulation(of, config.seed)

@@ -235,7 +235,7 @@ def _check_layouts(stages: Stages, row: Any, tokenizer: PreTrainedTokenizerBase)
 def _laid_out(
     prompt: str | tuple[Message, ...], data: RowsConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Prompt:
-    from stretto.tasks.responses import Layout
+    from stretto.tasks.responses import PromptLayout
 
     ends = frozenset({tokenizer.eos_token_id})
-    return Layout(tokenizer, ends, data).prompt(prompt)
+    return PromptLayout(tokenizer, ends, data).prompt(prompt)

@@ -53,7 +53,7 @@ def train(
             They take the place of the settings' sources. A mapping changes the section instead.
         dataset: rows, or the name of a file or a hub dataset. The prompts are in the column
             ``task.prompt_column``. Rows are kept in the run's folder, so they must be plain data.
-        task: prompts as an object; what judges them is ``reward``. A mapping changes the section
+        task: prompts as an object; what scores them is ``reward``. A mapping changes the section
             instead.
         model: the policy as an object, which is trained in place and needs its ``tokenizer``, or a
             model's name. A mapping changes the section instead.
@@ -66,7 +66,8 @@ def train(
         in the run's folder.
 
     Raises:
-        StrettoError: a setting, a model, a dataset, a judge, the numbers or the disk are at fault.
+        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
+            at fault.
         KeyboardInterrupt: Ctrl-C, or as :class:`stretto.signals.Terminated` SIGTERM or SIGHUP.
 
     Whatever ends the run after its first step: what was learned is saved, and in the model.
@@ -84,7 +85,7 @@ def train(
     config = changed(config, {**meant, **changes})
     if given.task is not None and "task" in config.reward.sources:
         raise ConfigError(
-            "a task that is brought as an object does not judge by itself; give what judges as "
+            "a task that is brought as an object does not score by itself; give what scores as "
             "reward=, a function of the completions and of the row's columns"
         )
     if not config.task.name:
@@ -208,7 +209,8 @@ def _rewards(
 
 
 def _keep(rows: Sequence[Mapping[str, Any]], run_dir: RunDirectory) -> Path:
-    """Write rows into a run's folder: its judge reads them there, and so does who resumes it."""
+    """Write rows into a run's folder: its reward function reads them there, and so does who resumes
+    it."""
     file = run_dir.path.absolute() / DATASET
     lines = []
     try:

@@ -34,12 +34,12 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Judging:
+class Filtering:
     """What the schedule makes of scores.
 
     Attributes:
-        drop_failures: leave a response out whose judge failed, instead of stopping.
-        group_at_least: judged responses to one prompt without which all of them are left out.
+        drop_failures: leave a response out whose reward function failed, instead of stopping.
+        group_at_least: scored responses to one prompt without which all of them are left out.
         reward_weights: factor of each reward source; ``None`` for 1 each.
     """
 
@@ -76,7 +76,7 @@ def controls_of(config: Config, migrating: Migrating | None) -> Controls:
             steps=config.steps,
             engines=r.engines,
         ),
-        Judging(
+        Filtering(
             drop_failures=config.reward.on_failure == "drop",
             group_at_least=config.algorithm.definition.group,
             reward_weights=config.reward.factors,
@@ -89,7 +89,7 @@ def controls_of(config: Config, migrating: Migrating | None) -> Controls:
 def controls(
     schedule: ScheduleConfig,
     sizes: Sizes,
-    judging: Judging,
+    filtering: Filtering,
     *,
     seed: int,
     migrating: Migrating | None,
@@ -99,7 +99,7 @@ def controls(
     Args:
         schedule: the knobs, and how they are turned.
         sizes: of the run.
-        judging: what is made of scores.
+        filtering: what is made of scores.
         seed: of what controllers simulate.
         migrating: needed where stragglers are moved together.
     """
@@ -110,12 +110,12 @@ def controls(
             samples_per_prompt=sizes.samples_per_prompt,
             max_new_tokens=sizes.max_new_tokens,
             steps=sizes.steps,
-            drop_failures=judging.drop_failures,
-            group_at_least=judging.group_at_least,
-            reward_weights=judging.reward_weights,
+            drop_failures=filtering.drop_failures,
+            group_at_least=filtering.group_at_least,
+            reward_weights=filtering.reward_weights,
             score_on=knobs.score_on,
             lag=knobs.lag,
-            batches_per_handover=s.batches_per_handover,
+            weight_sync_interval=s.weight_sync_interval,
             max_carries=s.max_carries,
             deadline_s=s.deadline_s,
         ),
@@ -148,7 +148,7 @@ def _overcommit(s: ScheduleConfig, sizes: Sizes, seed: int) -> Overcommit:
             return Algorithm1(start, low, high, s.overcommit_window)
         case "throughput":
             return ThroughputOvercommit(
-                sizes.batch * s.batches_per_handover,
+                sizes.batch * s.weight_sync_interval,
                 high,
                 s.max_carries,
                 low=low,
@@ -159,7 +159,7 @@ def _overcommit(s: ScheduleConfig, sizes: Sizes, seed: int) -> Overcommit:
 
 
 def _migration(s: ScheduleConfig, sizes: Sizes, seed: int, on: Migrating) -> MigrationPolicy | None:
-    share, batch = s.knobs.migrate, sizes.batch * s.batches_per_handover
+    share, batch = s.knobs.migrate, sizes.batch * s.weight_sync_interval
     if share == "off":
         return None
     if share == "auto":

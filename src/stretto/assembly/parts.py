@@ -61,7 +61,7 @@ class Parts:
 
     Attributes:
         functions: reward sources that are code.
-        rewards: for each seat of the model scorers, the reward models.
+        rewards: for each replica of the model scorers, the reward models.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -111,9 +111,10 @@ def reward_scorer(
 def reward_models(
     config: Config, tokenizer: PreTrainedTokenizerBase, given: Given, say: Say
 ) -> list[list[RewardModelScorer]]:
-    """For each seat of the model scorers, one for each reward model; seats share the models."""
-    count = config.schedule.knobs.model_seats(config.rollout.engines)
-    seats: list[list[RewardModelScorer]] = [[] for _ in range(count)]
+    """For each replica of the model scorers, one for each reward model; replicas share the
+    models."""
+    count = config.schedule.knobs.model_replicas(config.rollout.engines)
+    replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
     for source in config.reward.sources:
         if source in given.reward_models:
             loaded = given.reward_models[source]
@@ -123,9 +124,11 @@ def reward_models(
         else:
             continue
         slots = scorer_slots(config, loaded[0], say)
-        for seat in seats:
-            seat.append(reward_scorer(source, config, tokenizer, say, loaded=loaded, slots=slots))
-    return seats
+        for replica in replicas:
+            replica.append(
+                reward_scorer(source, config, tokenizer, say, loaded=loaded, slots=slots)
+            )
+    return replicas
 
 
 def model_scorers(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from stretto.api.alignment import Aligned, Outcome, align, resume_alignment
+from stretto.api.alignment import Aligned, PolicyOutcome, align, resume_alignment
 from stretto.api.stages import check_settings, replaced, stages_of
 from stretto.cli import dry_run
 from stretto.cli.variants import new_folder
@@ -78,7 +78,7 @@ def _held_out(result: Aligned) -> str:
     return "nothing held out" if held is None else f"held-out accuracy {held.accuracy:.3f}"
 
 
-def _row(name: str, outcome: Outcome) -> str:
+def _row(name: str, outcome: PolicyOutcome) -> str:
     win, m = _win(outcome), outcome.measured
     assert m.kl
     cells = (
@@ -94,7 +94,7 @@ def _row(name: str, outcome: Outcome) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _win(outcome: Outcome) -> WinRate:
+def _win(outcome: PolicyOutcome) -> WinRate:
     assert outcome.measured.win_rate
     return outcome.measured.win_rate
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stretto.api import begin, execute
-from stretto.cli import dry_run, supervised
+from stretto.cli import dry_run, supervised_options
 from stretto.config import SftConfig
 
 _DESCRIPTION = (
@@ -17,7 +17,7 @@ _DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> int:
     """Fine-tune, and say where the results are."""
-    config, name, is_dry = supervised.parse("sft", _DESCRIPTION, arguments, SftConfig)
+    config, name, is_dry = supervised_options.parse("sft", _DESCRIPTION, arguments, SftConfig)
     if is_dry:
         print(dry_run.describe_supervised(config))
         return 0

@@ -12,7 +12,7 @@ from typing import Literal
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
-Need = Literal["scoring lane", "training lane", "weights", "engines"]
+Need = Literal["scoring worker", "training worker", "weights", "engines"]
 """What a knob may take: scorers that work beside generation, a learner that does, generators (and the
 critic as a scorer) with weights of their own, several engines."""
 
@@ -49,7 +49,7 @@ class Knobs:
         metadata=_entry(
             "score on",
             "When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded.",
-            "scoring lane",
+            "scoring worker",
         ),
     )
     overcommit: int | Literal["auto"] = field(
@@ -64,7 +64,7 @@ class Knobs:
         metadata=_entry(
             "lag",
             "Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one.",
-            "training lane",
+            "training worker",
             "weights",
         ),
     )
@@ -98,13 +98,13 @@ class Knobs:
 
     @property
     def scores_early(self) -> bool:
-        """Whether scorers see responses while others are still decoded; each judge then has a lane."""
-        return "scoring lane" in self.needs
+        """Whether scorers see responses while others are still decoded; each reward function then has a worker."""
+        return "scoring worker" in self.needs
 
     @property
     def trains_beside(self) -> bool:
         """Whether the learner works while the next responses are decoded."""
-        return "training lane" in self.needs
+        return "training worker" in self.needs
 
     @property
     def copies_weights(self) -> bool:
@@ -112,7 +112,7 @@ class Knobs:
         return "weights" in self.needs
 
     def overlaps(self, engines: int) -> bool:
-        """Whether roles work at the same time; else all take turns on one lane."""
+        """Whether roles work at the same time; else all take turns on one worker."""
         return self.scores_early or self.trains_beside or engines > 1
 
     def migrates(self, engines: int) -> bool:
@@ -127,11 +127,11 @@ class Knobs:
         return self.migrates(engines) and not self.streams
 
     def scores_beside(self, engines: int) -> bool:
-        """Whether model scorers work on a lane of their own while responses are decoded."""
+        """Whether model scorers work on a worker of their own while responses are decoded."""
         return self.scores_early and not self.hosts_scorers(engines)
 
-    def model_seats(self, engines: int) -> int:
-        """How many seats each model scorer has: one, or one with each engine that may be freed."""
+    def model_replicas(self, engines: int) -> int:
+        """How many replicas each model scorer has: one, or one with each engine that may be freed."""
         return engines if self.hosts_scorers(engines) else 1
 
     def describe(self, engines: int) -> str:

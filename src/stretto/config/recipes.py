@@ -34,6 +34,9 @@ S = TypeVar("S", bound=Section)
 PACKAGE = "stretto.recipes"
 """Where the packaged recipes are."""
 
+RENAMED = {"schedule.batches_per_handover": "schedule.weight_sync_interval"}
+"""Settings of earlier versions, and what they are called now."""
+
 FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
 """Where the packaged recipes of each kind of settings are."""
 
@@ -239,6 +242,8 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         # A setting that exists, but in another section, is what was meant more often than a typo.
+        if key in RENAMED:
+            return f"'{key}' is called '{RENAMED[key]}' now"
         leaf = key.rpartition(".")[2]
         every = setting_names(kind)
         same_leaf = [known for known in every if known.rpartition(".")[2] == leaf]

@@ -78,7 +78,7 @@ class Config(Section):
         if knobs.migrate == "auto" and self.rollout.engines > 1 and knobs.streams:
             remarks.append(
                 "schedule.migrate = 'auto' moves nothing while schedule.score_on is 'chunk': scorers "
-                "that stream have a lane of their own, and a freed engine would have nothing to do"
+                "that stream have a worker of their own, and a freed engine would have nothing to do"
             )
         return [*remarks, *self.schedule.remarks]
 

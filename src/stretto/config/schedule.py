@@ -55,7 +55,7 @@ class ScheduleConfig(Section):
     """How often a response may be carried at most; the step waits for what would be carried once more. Bounds delta: at most max_carries times the responses between two hand-overs."""
     carry: Literal["recompute", "reuse"] = "recompute"
     """What happens to the keys and values of a carried response when the weights change: computed anew, or kept as they are."""
-    batches_per_handover: PositiveInt = 1
+    weight_sync_interval: PositiveInt = 1
     """Steps taken on what one version of the weights has generated (the off-policy dial N); for several updates on one batch see training.epochs."""
     threads: tuple[()] | tuple[PositiveInt, PositiveInt, PositiveInt] = ()
     """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
@@ -87,7 +87,7 @@ class ScheduleConfig(Section):
             samples_per_prompt: responses to each prompt, of which delta fills up the last group.
         """
         groups = -(-self.largest_overcommit(batch) // samples_per_prompt)
-        return batch * self.batches_per_handover + groups * samples_per_prompt
+        return batch * self.weight_sync_interval + groups * samples_per_prompt
 
     def first_overcommit(self, batch: int) -> int:
         """Delta at the start of 'auto', under the rules that look at rewards."""
@@ -113,7 +113,7 @@ class ScheduleConfig(Section):
                 f"(schedule.overcommit_min), and the largest, {high} (schedule.overcommit_max, or "
                 "else the batch); choose one between them, or 0"
             )
-        delta, round_size = self.largest_overcommit(batch), batch * self.batches_per_handover
+        delta, round_size = self.largest_overcommit(batch), batch * self.weight_sync_interval
         if delta > self.max_carries * round_size:
             name = "overcommit_max" if self.knobs.overcommit == "auto" else "overcommit"
             raise ValueError(

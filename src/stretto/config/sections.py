@@ -46,7 +46,7 @@ class CriticConfig(Section):
 
 
 class TaskConfig(Section):
-    """Where prompts come from, and what the task's own judge makes of an answer."""
+    """Where prompts come from, and what the task's own reward function makes of an answer."""
 
     kind: Literal["reasoning-gym", "dataset", "gsm8k"] = "reasoning-gym"
     """reasoning-gym: a procedural dataset with its verifier. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
@@ -63,7 +63,7 @@ class TaskConfig(Section):
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer_column: str = ""
-    """Column with the reference answer, judged by the task's verifier; empty when only reward functions judge."""
+    """Column with the reference answer, scored by the task's verifier; empty when only reward functions score."""
     system: str = ""
     """System message put before the prompt; with it, or with chat = on, text prompts become conversations."""
     instruction: str = ""

@@ -13,7 +13,7 @@ from torch import nn
 from stretto.assembly.engines import make_engine
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
-from stretto.errors import JudgeError
+from stretto.errors import RewardError
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.rollout.engine import TorchEngine
@@ -113,7 +113,7 @@ def say(text: str) -> None:
 
 
 class WholeScorer(Protocol):
-    """What judges finished rollouts."""
+    """What scores finished rollouts."""
 
     def admit(self, responses: Sequence[Response]) -> None:
         """Learn of them."""
@@ -123,21 +123,21 @@ class WholeScorer(Protocol):
         ...
 
 
-def judge_all(judge: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> list[float]:
-    """The verdict on each rollout; asked in batches, as a judge's time limit is for one.
+def score_all(function: WholeScorer, rollouts: Sequence[Rollout], batch: int) -> list[float]:
+    """The verdict on each rollout; asked in batches, as a reward function's time limit is for one.
 
     Raises:
-        JudgeError: it failed on one, or does not apply to one.
+        RewardError: it failed on one, or does not apply to one.
     """
     values = []
     for start in range(0, len(rollouts), batch):
         part = rollouts[start : start + batch]
-        judge.admit([r.response(text=True) for r in part])
-        for score in judge.finish([r.id for r in part]):
+        function.admit([r.response(text=True) for r in part])
+        for score in function.finish([r.id for r in part]):
             if score.failure:
-                raise JudgeError(score.failure, [score.rollout_id])
+                raise RewardError(score.failure, [score.rollout_id])
             if score.scalar is None:
-                raise JudgeError(
+                raise RewardError(
                     f"'{score.source}' gave None for response {score.rollout_id}, so it does not "
                     "apply there; here every response needs a number",
                     [score.rollout_id],

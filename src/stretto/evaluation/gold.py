@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 from stretto import tasks
 from stretto.assembly.scorers import MODEL, open_function, reward_scorer
 from stretto.config import Config
-from stretto.errors import ConfigError, JudgeError, ModelError, TaskError
-from stretto.evaluation.answers import WholeScorer, judge_all, say
+from stretto.errors import ConfigError, ModelError, RewardError, TaskError
+from stretto.evaluation.answers import WholeScorer, say, score_all
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Prompt
@@ -60,12 +60,12 @@ def gold_scores(
     """One number a response.
 
     Raises:
-        JudgeError: the source failed on a response, or gave no finite number.
+        RewardError: the source failed on a response, or gave no finite number.
     """
-    scores = judge_all(gold, rollouts, batch)
+    scores = score_all(gold, rollouts, batch)
     for rollout, score in zip(rollouts, scores, strict=True):
         if not math.isfinite(score):
-            raise JudgeError(
+            raise RewardError(
                 f"'{source}' gives {score} for the response to prompt {rollout.prompt.id} "
                 f"({rollout.prompt.text[:200]!r}), and scores are compared; correct the source",
                 [rollout.id],

@@ -33,7 +33,7 @@ from stretto.tasks.encode import utf8
 from stretto.tasks.files import Row, read
 from stretto.tasks.pairs import Pair, read_pairs
 from stretto.tasks.prompts import PromptSource
-from stretto.tasks.responses import Layout, attempt
+from stretto.tasks.responses import PromptLayout, attempt
 from stretto.tasks.tables import as_prompt
 from stretto.types import FinishReason, Message, Prompt
 
@@ -112,7 +112,7 @@ def label_pairs(
     Raises:
         ConfigError: the source or the output file cannot be used.
         TaskError: the data cannot be read, is no preference data, or has nothing but ties.
-        JudgeError: the source failed on a response.
+        RewardError: the source failed on a response.
     """
     if by == "task":
         raise ConfigError(
@@ -171,7 +171,7 @@ def label_responses(
         ConfigError: fewer than two responses to a prompt, or the source or the output file cannot
             be used.
         TaskError: there is nothing but ties, or no response that ended.
-        JudgeError: the source failed on a response.
+        RewardError: the source failed on a response.
     """
     if per_prompt < 2:
         raise ConfigError(
@@ -298,13 +298,13 @@ def _several(index: int, row: Row, data: PairsConfig) -> _Row:
 
 def _tokens_for(
     by: str, config: RewardModelConfig
-) -> tuple[PreTrainedTokenizerBase, Layout | None]:
+) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
     """What turns rows into tokens: a reward model's own, or for functions bytes."""
     if not by.startswith(MODEL):
         return byte_tokenizer(), None
     path, trust = resolve(by.removeprefix(MODEL), say), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust)
-    return tokenizer, Layout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
+    return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +316,7 @@ class _Read:
     responses: Sequence[Sequence[int]]
 
 
-def _reading(row: _Row, layout: Layout | None) -> _Read:
+def _reading(row: _Row, layout: PromptLayout | None) -> _Read:
     """With a layout in a reward model's tokens; without one as bytes, for functions."""
     try:
         if layout is None:

@@ -97,7 +97,7 @@ class LlmJudge:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class JudgedPair:
     """What is compared."""
 
     prompt: Prompt
@@ -131,7 +131,7 @@ class Judgement:
     left_out: int
 
 
-def open_judge(judge: LlmJudge) -> Callable[[Sequence[Pair]], Judgement]:
+def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
     """What has pairs judged, each in both orders; nothing is sent yet.
 
     What is returned raises ``JudgeError`` where a question got no answer in time or was refused,
@@ -160,7 +160,7 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[Pair]], Judgement]:
     return partial(_judge, judge, client)
 
 
-def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[Pair]) -> Judgement:
+def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) -> Judgement:
     questions = [
         _question(p.prompt, *sides)
         for p in pairs
@@ -173,7 +173,7 @@ def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[Pair]) -> Judge
         verdicts.extend(parse(answer) for answer in answers)
 
     drive(ask())
-    return tally(judge.model, list(zip(verdicts[::2], verdicts[1::2], strict=True)))
+    return metrics(judge.model, list(zip(verdicts[::2], verdicts[1::2], strict=True)))
 
 
 def parse(answer: str) -> Verdict | None:
@@ -189,7 +189,7 @@ def parse(answer: str) -> Verdict | None:
     return verdicts.get(last.lower())
 
 
-def tally(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
+def metrics(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
     """Verdicts on pairs, counted.
 
     Args:

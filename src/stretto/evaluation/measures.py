@@ -20,14 +20,14 @@ from stretto.evaluation.gold import (
     reference_text,
 )
 from stretto.evaluation.kl import KlToSft, drift, logprob_sums, require_tokenizer
-from stretto.evaluation.llm import Judgement, LlmJudge, Pair, open_judge
+from stretto.evaluation.llm import JudgedPair, Judgement, LlmJudge, open_judge
 from stretto.evaluation.rates import WinRate, compare
 from stretto.evaluation.rows import Questions, measured_on, questions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
-from stretto.tasks.responses import Layout
+from stretto.tasks.responses import PromptLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -95,7 +95,7 @@ def measure(
     Raises:
         ConfigError: a KL of greedy responses is asked for, or the SFT model has another tokenizer.
         TaskError: there are no reference responses.
-        JudgeError: a judge failed.
+        RewardError, JudgeError: a reward source or the judge failed.
         ModelError: a model cannot be loaded.
     """
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
@@ -198,7 +198,7 @@ def _win_rates(
     """The policy's responses against references; each source reads both, whole."""
     if not golds:
         return ()
-    layout = Layout(tokenizer, ends, RowsConfig())
+    layout = PromptLayout(tokenizer, ends, RowsConfig())
     given = [
         as_rollout(r.id, r.prompt, layout.response(r.prompt, text))
         for r, text in zip(own, texts, strict=True)
@@ -214,9 +214,9 @@ def _pairs(
     texts: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
-) -> list[Pair]:
+) -> list[JudgedPair]:
     return [
-        Pair(
+        JudgedPair(
             prompt=r.prompt,
             policy=response_text(tokenizer, r.tokens, r.finish, config.rollout.stop),
             reference=text,

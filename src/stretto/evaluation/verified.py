@@ -1,4 +1,4 @@
-"""Greedy answers, judged by the task's own verifier: pass@1 and the mean score."""
+"""Greedy answers, scored by the task's own verifier: pass@1 and the mean score."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.assembly.scorers import open_function
 from stretto.config import Config
-from stretto.evaluation.answers import answer, judge_all, of_model, say
+from stretto.evaluation.answers import answer, of_model, say, score_all
 from stretto.evaluation.rates import standard_error
 from stretto.evaluation.rows import measured_on, questions
 from stretto.models.load import load_tokenizer
@@ -20,11 +20,11 @@ from stretto.tasks.base import RIGHT
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Greedy answers, one to a prompt, judged.
+    """Greedy answers, one to a prompt, scored.
 
     Attributes:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
-        samples: answers judged.
+        samples: answers scored.
         distinct: different prompts among theirs.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
@@ -64,7 +64,7 @@ def evaluate(
 
     Raises:
         TaskError: the task has no verifier, or no prompts to ask.
-        JudgeError: the verifier failed on an answer.
+        RewardError: the verifier failed on an answer.
         ModelError: the model cannot be loaded.
     """
     greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
@@ -76,10 +76,10 @@ def evaluate(
         prepare_torch(read)
         tokenizer = load_tokenizer(resolve(model, say), read.model.trust_remote_code)
         task = tasks.load(read.task, read.seed)
-        judge = open_function("task", read, task.row(0).data.keys(), tokenizer, stack)
+        function = open_function("task", read, task.row(0).data.keys(), tokenizer, stack)
         asked = questions(config, task, tokenizer, samples, trained or config)
         answers = answer(read, load_actor(read, say), tokenizer, asked.prompts)
-        scores = judge_all(judge, answers.rollouts, read.rollout.batch)
+        scores = score_all(function, answers.rollouts, read.rollout.batch)
     right = [float(score >= RIGHT) for score in scores]
     return EvalResult(
         rows=asked.rows,

@@ -13,7 +13,7 @@ from stretto.pipelines.graph import BACKWARD, make_graph
 from stretto.pipelines.kernels import earliest_starts, latency_of
 from stretto.pipelines.listing import UNLIMITED, decode, plain_rules
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def serial_1f1b(problem: Problem) -> Baseline:
     return Baseline(latency, peak)
 
 
-def one_f_one_b(problem: Problem) -> Schedule:
+def one_f_one_b(problem: Problem) -> PipelineSchedule:
     """1F1B of the actor, then of the critic (Narayanan et al. 2019, section 3.2).
 
     A device that has ended the actor's part goes on with the critic's at once.
@@ -56,7 +56,7 @@ def one_f_one_b(problem: Problem) -> Schedule:
             word += [forward] * ahead
             word += [forward, backward] * (side.micro_batches - ahead) + [backward] * ahead
         words.append(tuple(word))
-    return Schedule(tuple(words))
+    return PipelineSchedule(tuple(words))
 
 
 def one_f_one_b_plus(problem: Problem) -> Baseline | None:
@@ -103,7 +103,7 @@ def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
     return Baseline(math.ceil(latency), peak)
 
 
-def greedy(problem: Problem) -> Schedule:
+def greedy(problem: Problem) -> PipelineSchedule:
     """RLHFuse's start: whatever is ready runs, of the larger model first; memory has no limit."""
     graph = make_graph(problem)
     work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.sides]
@@ -112,7 +112,7 @@ def greedy(problem: Problem) -> Schedule:
     key = (2.0 * of_larger + (graph.kind == BACKWARD))[graph.queue_of]
     word, start = np.empty(key.size, np.int64), np.empty(key.size, np.int64)
     decode(graph, key, plain_rules(graph), UNLIMITED, word, start)
-    return Schedule.of_tasks(graph, word)
+    return PipelineSchedule.of_tasks(graph, word)
 
 
 def _alone(problem: Problem, actor: bool) -> int:

@@ -272,9 +272,9 @@ def save_png(
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     graph = make_graph(problem)
-    lanes = min(0.22 * problem.devices, 40.0)  # inches
-    figure = Figure(figsize=(12, 2.6 + lanes), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(2, lanes), 1.6])
+    workers = min(0.22 * problem.devices, 40.0)  # inches
+    figure = Figure(figsize=(12, 2.6 + workers), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[max(2, workers), 1.6])
     spans = defaultdict(list)
     scale = _WIDTH / evaluation.latency
     for bar in bars(problem, graph, evaluation):

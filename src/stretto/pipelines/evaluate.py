@@ -11,7 +11,7 @@ from stretto.errors import ConfigError
 from stretto.pipelines.graph import FORWARD, Graph, Ints, capacity_units, make_graph
 from stretto.pipelines.kernels import earliest_starts, latency_of, peak_memory
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import Schedule, check
+from stretto.pipelines.schedule import PipelineSchedule, check
 
 BUBBLES = ("warm-up", "dependency", "communication", "memory", "order", "drain")
 
@@ -52,7 +52,7 @@ class Evaluation:
         return idle / (self.latency * len(self.bubbles))
 
 
-def evaluate(problem: Problem, schedule: Schedule) -> Evaluation:
+def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
     """Run a schedule on paper.
 
     Raises:

@@ -18,7 +18,7 @@ _LETTERS = ("F", "B")
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PipelineSchedule:
     """One word a device.
 
     A letter is a pipeline and a kind, such as ``0F`` or ``2B``. Pipelines count from 0, the actor's
@@ -36,7 +36,7 @@ class Schedule:
         return {"devices": [" ".join(word) for word in self.words]}
 
     @classmethod
-    def from_json(cls, data: object) -> Schedule:
+    def from_json(cls, data: object) -> PipelineSchedule:
         """From plain data, as :meth:`to_json` writes it; :func:`check` says whether it is valid.
 
         Raises:
@@ -51,7 +51,7 @@ class Schedule:
         return cls(tuple(tuple(word.split()) for word in words))
 
     @classmethod
-    def of_tasks(cls, graph: Graph, word: Ints) -> Schedule:
+    def of_tasks(cls, graph: Graph, word: Ints) -> PipelineSchedule:
         """From task numbers [T], device after device."""
         queue = graph.queue_of[word]
         letters = [
@@ -98,7 +98,7 @@ class Schedule:
         return np.array(tasks, dtype=np.int64)
 
 
-def check(problem: Problem, schedule: Schedule) -> str:
+def check(problem: Problem, schedule: PipelineSchedule) -> str:
     """Why the schedule cannot run, or an empty string if it can.
 
     Memory is not looked at: compare :class:`~stretto.pipelines.evaluate.Evaluation`'s peak with the

@@ -17,7 +17,7 @@ from stretto.pipelines.evaluate import Evaluation, evaluate_tasks
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.published import anneal_schedule, as_published
 from stretto.pipelines.record import Improvement, Record
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.search import list_schedule, make_views, squeeze
 
 Method = Literal["stretto", "annealing", "cp-sat"]
@@ -42,7 +42,7 @@ class Solution:
         interrupted: whether the search was ended by an interrupt.
     """
 
-    schedule: Schedule
+    schedule: PipelineSchedule
     evaluation: Evaluation
     bound: int
     status: Status
@@ -152,7 +152,7 @@ def _solution(record: Record) -> Solution:
     elif record.latency <= record.bound:
         status = "proved optimal"
     return Solution(
-        schedule=Schedule.of_tasks(record.graph, record.word),
+        schedule=PipelineSchedule.of_tasks(record.graph, record.word),
         evaluation=evaluate_tasks(problem, record.graph, record.word),
         bound=record.bound,
         status=status,

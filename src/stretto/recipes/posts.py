@@ -1,8 +1,8 @@
-"""Posts to summarise, and their gold judge: a controlled stand-in for summaries of Reddit posts.
+"""Posts to summarise, and their gold reward: a controlled stand-in for summaries of Reddit posts.
 
 A post tells who lost what, where and when, among other things. The references are one-sentence
 summaries as different people might write them: about half of the facts, and sometimes words to
-spare. The gold judge knows the facts. It stands for human preferences, so that what a learned
+spare. The gold reward knows the facts. It stands for human preferences, so that what a learned
 reward model misses can be measured.
 """
 

@@ -26,7 +26,7 @@ from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs, check_cached_pass
 from stretto.rollout.stop import StopStrings
-from stretto.types import Capabilities, Chunk, FinishReason, Parcel, Response, WeightsRef
+from stretto.types import Capabilities, Chunk, FinishReason, KVTransfer, Response, WeightsRef
 from stretto.weights.channel import WeightChannel, fetched
 
 
@@ -157,7 +157,7 @@ class TorchEngine:
                 self._vacate(slot)
 
     @torch.inference_mode()
-    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[Parcel]:
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
         """Let go of unfinished rollouts that go on in another engine, in the order asked.
 
         Args:
@@ -175,28 +175,28 @@ class TorchEngine:
                 f"rollouts {wrong} are not in this engine, or were named twice; export only those "
                 "that were admitted and have not finished, each once"
             )
-        parcels = [self._parcel(rows[i], at.get(i), with_cache) for i in rollout_ids]
+        transfers = [self._transfer_of(rows[i], at.get(i), with_cache) for i in rollout_ids]
         self.release(rollout_ids)
-        return parcels
+        return transfers
 
-    def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
+    def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         """Go on with rollouts that another engine of the same model has exported.
 
         They join the queue; one that brought its keys and values is decoded as soon as it has a
         slot. What was computed with older weights than this engine's is treated as at a hand-over.
 
         Raises:
-            EngineError: a parcel is not its rollout's, or one cannot be admitted.
+            EngineError: a transfer is not its rollout's, or one cannot be admitted.
         """
-        for r, parcel in zip(responses, parcels, strict=True):
-            if parcel.rollout_id != r.id or parcel.cached_tokens >= r.total_tokens:
+        for r, transfer in zip(responses, transfers, strict=True):
+            if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
                 raise EngineError(
                     f"rollout {r.id} with {r.total_tokens} tokens came with the "
-                    f"parcel of rollout {parcel.rollout_id}, whose cache covers "
-                    f"{parcel.cached_tokens}; give each rollout its own parcel, and append every "
-                    "chunk before it moves"
+                    f"transfer of rollout {transfer.rollout_id}, whose cache covers "
+                    f"{transfer.cached_tokens}; give each rollout its own transfer, and append "
+                    "every chunk before it moves"
                 )
-            self._admit(r, parcel)
+            self._admit(r, transfer)
 
     def load(self, weights: WeightsRef) -> None:
         """Decode with these weights from now on; ``carry`` says what becomes of rows in flight.
@@ -224,17 +224,17 @@ class TorchEngine:
         """The inverse of :meth:`state_dict`."""
         self.version = state["version"]
 
-    def _admit(self, r: Response, parcel: Parcel | None = None) -> None:
+    def _admit(self, r: Response, transfer: KVTransfer | None = None) -> None:
         self._check(r)
         tokens = [*r.prompt.tokens, *r.tokens.tolist()]
         row = Row(
             r.id, r.prompt.tokens, tokens, stream_seed(self._seed, r.id), len(r), self.version
         )
-        if parcel and parcel.cache is not None:
-            luggage: RowCache = parcel.cache
-            row.cached, row.luggage = parcel.cached_tokens, luggage
-            row.cache_version = luggage.version
-            if luggage.version != self.version:
+        if transfer and transfer.cache is not None:
+            kv: RowCache = transfer.cache
+            row.cached, row.kv = transfer.cached_tokens, kv
+            row.cache_version = kv.version
+            if kv.version != self.version:
                 self._renew(row)
         self._ids.add(r.id)
         self._waiting.append(row)
@@ -248,13 +248,13 @@ class TorchEngine:
         if self._carry == "recompute" or not row.generated or not row.cached:
             row.void(self.version)
 
-    def _parcel(self, row: Row, slot: int | None, with_cache: bool) -> Parcel:
+    def _transfer_of(self, row: Row, slot: int | None, with_cache: bool) -> KVTransfer:
         if not with_cache or not row.cached:
-            return Parcel(row.id)
-        cache = row.luggage
+            return KVTransfer(row.id)
+        cache = row.kv
         if slot is not None:
             cache = self._cache.take(slot, row.cached, row.cache_version)
-        return Parcel(row.id, cache, row.cached)
+        return KVTransfer(row.id, cache, row.cached)
 
     def _check(self, r: Response) -> None:
         if r.id in self._ids:
@@ -280,9 +280,9 @@ class TorchEngine:
         for _ in range(coming):
             row = self._waiting.popleft()
             self._cache.reserve(len(row.prompt) + self._config.max_new_tokens)
-            if row.luggage:
-                self._cache.put(len(self._rows), row.luggage)
-                row.luggage = None
+            if row.kv:
+                self._cache.put(len(self._rows), row.kv)
+                row.kv = None
             self._rows.append(row)
 
     def _prefill(self) -> None:

@@ -17,7 +17,7 @@ from stretto.models.slots import SlotCache
 
 @dataclass(frozen=True, slots=True)
 class RowCache:
-    """The keys and values of one row, outside any slot: what a parcel carries.
+    """The keys and values of one row, outside any slot: what a transfer carries.
 
     Attributes:
         keys, values: one tensor [h, c, d] a layer, copied out of the slot.
@@ -37,7 +37,7 @@ class Row:
         reported: response tokens that the caller knows of.
         cache_version: of the weights under which its cache was begun; with carried caches that are
             used again, this may be older than the engine's version.
-        luggage: keys and values that came with it, until it has a slot.
+        kv: keys and values that came with it, until it has a slot.
     """
 
     id: int
@@ -47,7 +47,7 @@ class Row:
     reported: int
     cache_version: int
     cached: int = 0
-    luggage: RowCache | None = None
+    kv: RowCache | None = None
     logprobs: list[float] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class Row:
 
     def void(self, version: int) -> None:
         """Forget keys and values; new ones will be made under ``version``."""
-        self.cached, self.luggage, self.cache_version = 0, None, version
+        self.cached, self.kv, self.cache_version = 0, None, version
 
 
 class RowSlots(SlotCache):

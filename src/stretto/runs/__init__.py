@@ -1,7 +1,7 @@
 """Runs: the loop over a schedule's steps, supervised runs, checkpoints, and how a run ends."""
 
+from stretto.runs.finetuning import RewardModelResult, SftResult, sft, train_reward_model
 from stretto.runs.loop import TrainResult, train
-from stretto.runs.supervised import RewardModelResult, SftResult, sft, train_reward_model
 
 __all__ = [
     "RewardModelResult",

@@ -58,7 +58,8 @@ def train(
         given: what the caller brings instead of names in the settings.
 
     Raises:
-        StrettoError: a setting, a model, a dataset, a judge, the numbers or the disk are at fault.
+        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
+            at fault.
     """
     with ExitStack() as stack:
         first, state = 0, None
@@ -115,7 +116,7 @@ class _Run:
             while self.done < self.config.steps:
                 self._record(await schedule.step())
                 if _due(self.done, self.config):
-                    async with schedule.steady:
+                    async with schedule.weights_lock:
                         state = await self.running.state_dict()
                     checkpoint.save(self.run_dir.checkpoints, self.done, state)
 

@@ -9,7 +9,7 @@ from typing import Any
 from stretto.protocols import Tracer
 from stretto.types import (
     Chunk,
-    Parcel,
+    KVTransfer,
     Response,
     Score,
     ScoreKind,
@@ -56,12 +56,12 @@ class GeneratorClient(_Client):
     async def release(self, rollout_ids: Sequence[int]) -> None:
         await self._ask("release", rollout_ids)
 
-    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]:
-        parcels: Sequence[Parcel] = await self._ask("export", rollout_ids, with_cache)
-        return parcels
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
+        transfers: Sequence[KVTransfer] = await self._ask("export", rollout_ids, with_cache)
+        return transfers
 
-    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
-        await self._ask("accept", responses, parcels)
+    async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
+        await self._ask("accept", responses, transfers)
 
     async def load(self, weights: WeightsRef) -> None:
         await self._ask("load", weights, work="load")

@@ -198,9 +198,9 @@ class Pool:
     ) -> None:
         moved = [self._held[source].pop(id_) for id_ in ids]
         giver, taker = self._generators[source], self._generators[destination]
-        parcels = await self._answer(source, giver.export(ids, with_cache), ids)
+        transfers = await self._answer(source, giver.export(ids, with_cache), ids)
         self._held[destination].update((r.id, r) for r in moved)
-        await self._answer(destination, taker.accept([r.response() for r in moved], parcels), ids)
+        await self._answer(destination, taker.accept([r.response() for r in moved], transfers), ids)
 
     async def _answer(self, i: int, work: Awaitable[T], rollout_ids: Iterable[int]) -> T:
         return await answered(work, self._deadline_s, self._names[i], rollout_ids)

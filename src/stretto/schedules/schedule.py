@@ -7,7 +7,7 @@ how far they run into each other: ``score_on`` (when scorers get to see a respon
 ``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
 one before it.
 
-A *round* is what is generated between two hand-overs of weights: ``batches_per_handover`` batches.
+A *round* is what is generated between two hand-overs of weights: ``weight_sync_interval`` batches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, Self
 from stretto.clock import Clock
 from stretto.protocols import Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
+from stretto.schedules.filtering import reasons_to_reject
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.meter import Meter
 from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
-from stretto.schedules.scoring import Scoring, Seat
+from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.settings import Controls, Step
-from stretto.schedules.verdicts import reasons_to_reject
 from stretto.schedules.waits import Phases, answered, first_of
 from stretto.types import Chunk, Prompt, Stats, WeightsRef
 
@@ -36,13 +36,13 @@ from stretto.types import Chunk, Prompt, Stats, WeightsRef
 class Schedule:
     """Takes steps, one at a time; inside ``async with``, what overlaps goes on between them.
 
-    State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers.
-    It is taken out between two steps, while :attr:`steady` is held. Rollouts in it that had not
+    State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers. It
+    is taken out between two steps, while :attr:`weights_lock` is held. Rollouts in it that had not
     ended are decoded from where they were, and tokens on the way are sampled again, the same ones.
 
     Attributes:
         ledger: the books.
-        steady: a lock that is held while weights are being loaded.
+        weights_lock: a lock that is held while weights are being loaded.
         abandoned: after an error, what was in flight, rejected with the cause.
     """
 
@@ -50,7 +50,7 @@ class Schedule:
         self,
         next_prompt: Callable[[], Prompt],
         generators: Sequence[Generator],
-        seats: Sequence[Seat],
+        replicas: Sequence[ScorerReplica],
         learner: Learner,
         controls: Controls,
         clock: Clock,
@@ -63,7 +63,7 @@ class Schedule:
         self._clock, self._phases = clock, Phases(clock, tracer)
         self.ledger = Ledger()
         self._buffer = Buffer(s.max_carries)
-        self._scoring = Scoring(seats, s.score_on, s.deadline_s, clock, self._phases)
+        self._scoring = Scoring(replicas, s.score_on, s.deadline_s, clock, self._phases)
         self._pool = Pool(
             generators, controls.migration, s.deadline_s, clock, self._phases, self._scoring.freed
         )
@@ -75,7 +75,7 @@ class Schedule:
         self._version, self._loaded = 0, 0  # published; in the generators
         self._filled: dict[str, float] = {}  # figures of the round that is being generated
         self._figures: deque[dict[str, float]] = deque()  # of each batch that was generated
-        self.steady = asyncio.Lock()
+        self.weights_lock = asyncio.Lock()
         self.abandoned: Sequence[Rollout] = ()
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
         self._changed = asyncio.Condition()
@@ -126,18 +126,18 @@ class Schedule:
 
     @property
     def _round_size(self) -> int:
-        return self._settings.batch * self._settings.batches_per_handover
+        return self._settings.batch * self._settings.weight_sync_interval
 
     @property
     def _rounds_in_all(self) -> int:
-        return -(-self._settings.steps // self._settings.batches_per_handover)
+        return -(-self._settings.steps // self._settings.weight_sync_interval)
 
     def _may_generate(self) -> bool:
         return self._version >= self._rounds - self._settings.lag
 
     async def _load(self) -> None:
         """Bring generators, and scorers that follow a trained model, to the newest version."""
-        async with self.steady:
+        async with self.weights_lock:
             if self._loaded < self._version:
                 version, weights = self._version, self._weights
                 await self._pool.load(weights["actor"])
@@ -210,7 +210,7 @@ class Schedule:
         for rollout in carried:
             self.ledger.move(rollout, RolloutState.CARRIED)
         figures = {**self._filled, "schedule/carried": float(len(carried))}
-        self._figures.extend([figures] * self._settings.batches_per_handover)
+        self._figures.extend([figures] * self._settings.weight_sync_interval)
         self._scoring.gathered(batch)
         self._generated.append(batch)
         self._round_open = False
@@ -234,8 +234,8 @@ class Schedule:
         """Scored rollouts to train on, and those that are left out.
 
         Raises:
-            JudgeError: a judge failed on a response, and failures are not to be dropped; or nothing
-                would be left.
+            RewardError: a reward function failed on a response, and failures are not to be dropped;
+                or nothing would be left.
         """
         reasons = reasons_to_reject(
             rollouts,
@@ -274,7 +274,7 @@ class Schedule:
     async def _publish(self) -> None:
         """Offer new weights, when a round has been trained on."""
         self._steps += 1
-        if self._steps % self._settings.batches_per_handover == 0:
+        if self._steps % self._settings.weight_sync_interval == 0:
             self._adapt()
             deadline_s = self._settings.deadline_s
             self._weights = await answered(self._learner.publish(), deadline_s, "the learner")

@@ -21,8 +21,8 @@ from stretto.types import Chunk, Score, WeightsRef, short_name
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """A scorer and where it sits. Several seats with one scorer name share its work.
+class ScorerReplica:
+    """A scorer and where it sits. Several replicas with one scorer name share its work.
 
     Attributes:
         host: the generator on whose device it lives, so that it gets to work on whole rollouts when
@@ -38,20 +38,20 @@ class Feed:
 
     Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time,
     and until there is enough to make a call worth its cost. Unblocked by that, by :meth:`hurry`
-    when someone waits for a score, and by :meth:`load_weights` after a :meth:`pause`. A seat that
-    draws whole rollouts looks when the backlog is worth it, and when its host becomes free.
+    when someone waits for a score, and by :meth:`load_weights` after a :meth:`pause`. A replica
+    that draws whole rollouts looks when the backlog is worth it, and when its host becomes free.
     """
 
     def __init__(
         self,
-        seat: Seat,
+        replica: ScorerReplica,
         deliver: Callable[[Sequence[Score]], None],
         deadline_s: float,
         clock: Clock,
         phases: Phases,
     ) -> None:
-        self.scorer, self.host = seat.scorer, seat.host
-        self.free = seat.host is None
+        self.scorer, self.host = replica.scorer, replica.host
+        self.free = replica.host is None
         self.load = 0  # rollouts given to it and not scored
         self.draw: Callable[[], Sequence[Rollout]] = list
         self._deliver, self._deadline_s = deliver, deadline_s
@@ -150,12 +150,12 @@ class Feed:
         return bool(self._wanted)
 
 
-class _Team:
-    """The seats of one scorer.
+class _ScorerGroup:
+    """The replicas of one scorer.
 
-    Seats of their own follow rollouts chunk by chunk, where that is asked for and the scorer makes
-    use of it. Otherwise, and where seats have a host whose decoding they would hold up, they draw
-    whole rollouts from a backlog.
+    Replicas of their own follow rollouts chunk by chunk, where that is asked for and the scorer
+    makes use of it. Otherwise, and where replicas have a host whose decoding they would hold up,
+    they draw whole rollouts from a backlog.
     """
 
     def __init__(self, feeds: Sequence[Feed], score_on: ScoreOn) -> None:
@@ -164,21 +164,21 @@ class _Team:
         self.streams = score_on == "chunk" and all(
             f.host is None and f.scorer.streams for f in feeds
         )
-        self.seat_of: dict[int, Feed] = {}
+        self.replica_of: dict[int, Feed] = {}
         self._backlog: deque[Rollout] = deque()
         self._tokens = 0  # in the backlog
         for feed in feeds:
             feed.draw = self._draw
 
     def admit(self, rollout: Rollout) -> None:
-        """Give a rollout that will grow to the seat with the least to do."""
+        """Give a rollout that will grow to the replica with the least to do."""
         feed = min(self.feeds, key=lambda f: f.load)
-        self.seat_of[rollout.id] = feed
+        self.replica_of[rollout.id] = feed
         feed.admit(rollout)
 
     def finish(self, rollout: Rollout) -> None:
-        """Have a rollout scored: by the seat that knows it, or by whoever is free first."""
-        if feed := self.seat_of.pop(rollout.id, None):
+        """Have a rollout scored: by the replica that knows it, or by whoever is free first."""
+        if feed := self.replica_of.pop(rollout.id, None):
             feed.finish(rollout.id)
         else:
             self._backlog.append(rollout)
@@ -187,7 +187,7 @@ class _Team:
                 self.wake()
 
     def wake(self) -> None:
-        """Let free seats look at the backlog."""
+        """Let free replicas look at the backlog."""
         if self._backlog:
             for feed in self.feeds:
                 feed.look()
@@ -199,10 +199,10 @@ class _Team:
             feed.hurry()
 
     async def load(self, weights: WeightsRef) -> None:
-        """Give new weights to all seats at once.
+        """Give new weights to all replicas at once.
 
-        What was asked for before is scored with the old ones; but not by seats that were paused, as
-        then nothing was waited for.
+        What was asked for before is scored with the old ones; but not by replicas that were paused,
+        as then nothing was waited for.
         """
         late = [feed for feed in self.feeds if not feed.paused]
         for feed in late:
@@ -214,7 +214,7 @@ class _Team:
             await feed.load_weights(weights)
 
     def _draw(self) -> list[Rollout]:
-        """A seat's next share: small enough that another seat, free later, finds work too."""
+        """A replica's next share: small enough that another replica, free later, finds work too."""
         share = -(-len(self._backlog) // len(self.feeds))
         drawn = [self._backlog.popleft() for _ in range(share)]
         self._tokens -= sum(r.total_tokens for r in drawn)
@@ -232,7 +232,7 @@ class Scoring:
 
     def __init__(
         self,
-        seats: Sequence[Seat],
+        replicas: Sequence[ScorerReplica],
         score_on: ScoreOn,
         deadline_s: float,
         clock: Clock,
@@ -241,65 +241,65 @@ class Scoring:
         self._score_on = score_on
         self._rollouts: dict[int, Rollout] = {}
         self._delivered = asyncio.Event()
-        self.feeds = [Feed(s, self._deliver, deadline_s, clock, phases) for s in seats]
+        self.feeds = [Feed(s, self._deliver, deadline_s, clock, phases) for s in replicas]
         by_name: dict[str, list[Feed]] = {}
         for feed in self.feeds:
             by_name.setdefault(feed.scorer.name, []).append(feed)
-        self._teams = [_Team(feeds, score_on) for feeds in by_name.values()]
-        self._streaming = [t for t in self._teams if t.streams]
+        self._groups = [_ScorerGroup(feeds, score_on) for feeds in by_name.values()]
+        self._streaming = [t for t in self._groups if t.streams]
 
     async def pause_followers(self) -> None:
         """Keep scorers idle that follow a trained model, until they load its next weights."""
-        for team in self._teams:
-            for feed in team.feeds if team.follows else ():
+        for group in self._groups:
+            for feed in group.feeds if group.follows else ():
                 await feed.pause()
 
     async def load(self, weights: Mapping[str, WeightsRef]) -> None:
         """Give new weights to scorers that follow a trained model."""
-        for team in self._teams:
-            if team.follows:
-                await team.load(weights[team.follows])
+        for group in self._groups:
+            if group.follows:
+                await group.load(weights[group.follows])
 
     def dispatched(self, rollouts: Iterable[Rollout]) -> None:
         """Rollouts are about to be decoded."""
         for rollout in rollouts if self._streaming else ():
-            for team in self._streaming:
-                team.admit(rollout)
+            for group in self._streaming:
+                group.admit(rollout)
 
     def extended(self, chunk: Chunk) -> None:
         """A rollout has got more tokens."""
-        for team in self._streaming:
-            team.seat_of[chunk.rollout_id].extend(chunk)
+        for group in self._streaming:
+            group.replica_of[chunk.rollout_id].extend(chunk)
 
     def ended(self, rollout: Rollout) -> None:
         """A rollout has ended."""
         if self._score_on != "batch":
-            self._ask(rollout, (t for t in self._teams if not t.follows))
+            self._ask(rollout, (t for t in self._groups if not t.follows))
 
     def chosen(self, rollout: Rollout) -> None:
         """A rollout that has ended is going to be trained on."""
         if self._score_on != "batch":
-            self._ask(rollout, (t for t in self._teams if t.follows))
+            self._ask(rollout, (t for t in self._groups if t.follows))
 
     def gathered(self, batch: Iterable[Rollout]) -> None:
         """All rollouts of a round have ended, and are waited for."""
         if self._score_on == "batch":
             for rollout in batch:
-                self._ask(rollout, self._teams)
-        for team in self._teams:
-            team.hurry()
+                self._ask(rollout, self._groups)
+        for group in self._groups:
+            group.hurry()
 
     def freed(self, host: int, free: bool = True) -> None:
         """A generator has, or has no longer, its device to spare."""
         for feed in self.feeds:
             if feed.host == host:
                 feed.free = free
-        for team in self._teams:
-            team.wake()
+        for group in self._groups:
+            group.wake()
 
     def is_scored(self, rollout: Rollout) -> bool:
         """Whether every scorer has answered."""
-        return len(rollout.scores) == len(self._teams)
+        return len(rollout.scores) == len(self._groups)
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until every scorer has answered on each of these."""
@@ -308,10 +308,10 @@ class Scoring:
             self._delivered.clear()
             await self._delivered.wait()
 
-    def _ask(self, rollout: Rollout, teams: Iterable[_Team]) -> None:
+    def _ask(self, rollout: Rollout, groups: Iterable[_ScorerGroup]) -> None:
         self._rollouts[rollout.id] = rollout
-        for team in teams:
-            team.finish(rollout)
+        for group in groups:
+            group.finish(rollout)
 
     def _deliver(self, scores: Sequence[Score]) -> None:
         for score in scores:

@@ -24,13 +24,13 @@ class Settings:
         samples_per_prompt: responses to each prompt.
         max_new_tokens: token limit of a response.
         steps: batches in the whole run; no round is begun for steps beyond.
-        drop_failures: leave a response out whose judge failed, instead of stopping.
-        group_at_least: judged responses to one prompt without which the learner can do nothing with
+        drop_failures: leave a response out whose reward function failed, instead of stopping.
+        group_at_least: scored responses to one prompt without which the learner can do nothing with
             any of them; they are then left out together.
         reward_weights: factor of each reward source; ``None`` for 1 each.
         score_on: when scorers get to see a response.
         lag: versions that the generators may be behind the learner.
-        batches_per_handover: steps between two hand-overs of weights.
+        weight_sync_interval: steps between two hand-overs of weights.
         max_carries: how often a rollout may be left for the next round.
         deadline_s: how long a role may take to answer a call.
     """
@@ -44,7 +44,7 @@ class Settings:
     reward_weights: Mapping[str, float] | None = None
     score_on: ScoreOn = "batch"
     lag: int = 0
-    batches_per_handover: int = 1
+    weight_sync_interval: int = 1
     max_carries: int = 8
     deadline_s: float = 1800.0
 

@@ -165,8 +165,8 @@ class ModelScorer:
         if self._streams is None:
             return
         try:
-            seated = [s for r in responses if (s := self._seat(self._streams, r)) is not None]
-            self.read_tokens += self._streams.advance(seated, self._take)
+            streams = [s for r in responses if (s := self._stream_of(self._streams, r)) is not None]
+            self.read_tokens += self._streams.advance(streams, self._take)
             return
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -176,7 +176,7 @@ class ModelScorer:
         self._streams = None
         self._say(f"'{self.name}' scores rollouts whole from now on, at their end: {reason}")
 
-    def _seat(self, streams: Streams, response: Response) -> Stream | None:
+    def _stream_of(self, streams: Streams, response: Response) -> Stream | None:
         """The stream of a response, up to date with its tokens."""
         stream = streams.get(response.id)
         if stream is None:

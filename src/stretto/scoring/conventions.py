@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
-from stretto.errors import ConfigError, JudgeError, StrettoError
+from stretto.errors import ConfigError, RewardError, StrettoError
 from stretto.finite import is_finite
 
 Sample = Mapping[str, Any]
@@ -32,11 +32,11 @@ SIGNATURES = """\
 
 
 @dataclass(frozen=True)
-class Judge:
-    """Something that judges samples.
+class RewardFunction:
+    """Something that scores samples.
 
     Attributes:
-        run: judges a list, sends a verdict for each sample, and returns what went wrong with the
+        run: scores a list, sends a verdict for each sample, and returns what went wrong with the
             list as a whole (None when every sample has its verdict).
         columns: dataset columns that it looks at; None for all.
         required: columns that it cannot do without.
@@ -47,7 +47,7 @@ class Judge:
     required: Sequence[str] = ()
 
 
-def recognise(function: Callable[..., Any], file: str, name: str) -> Judge:
+def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
     """Whose convention a function follows, by the names of its parameters."""
     parameters = inspect.signature(function).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -61,20 +61,20 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> Judge:
     if positional_only:
         pass
     elif named >= {"solution_str", "ground_truth"} and required <= verl:
-        return Judge(
+        return RewardFunction(
             run=one_by_one(lambda sample: _verl(call, sample), file),
             columns=("data_source", "reward_model", "ground_truth", "extra_info"),
             required=sorted(required & {"data_source"}),
         )
     elif named >= {"queries", "prompts"} and required <= openrlhf:
         labels = ("label",) if "labels" in named else ()
-        return Judge(
+        return RewardFunction(
             run=_all_at_once(lambda samples: _openrlhf(call, samples), file, as_number),
             columns=labels,
             required=labels,
         )
     elif named & {"completions", "completion_ids"} or (takes_any and "prompts" in named):
-        return Judge(
+        return RewardFunction(
             run=_all_at_once(lambda samples: _trl(call, samples), file, as_number_or_none),
             columns=None if takes_any else sorted(named - _TRL),
             required=sorted(required - _TRL),
@@ -141,7 +141,7 @@ def _verl(call: _Caller, sample: Sample) -> Any:
     elif "ground_truth" in data:
         truth = data["ground_truth"]
     else:
-        raise JudgeError(
+        raise RewardError(
             "the dataset row has no ground truth; verl's signature needs the column 'ground_truth' "
             "or 'reward_model' with a 'ground_truth' in it"
         )
@@ -150,7 +150,7 @@ def _verl(call: _Caller, sample: Sample) -> Any:
     result = call(solution_str=sample["response"], ground_truth=truth, extra_info=extra, **source)
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise JudgeError(f"it returned a dict without 'score': {result!r}")
+            raise RewardError(f"it returned a dict without 'score': {result!r}")
         return result["score"]
     return result
 
@@ -158,16 +158,16 @@ def _verl(call: _Caller, sample: Sample) -> Any:
 def one_by_one(
     score: Callable[[Sample], Any], file: str | None = None
 ) -> Callable[[Sequence[Sample], Send], str | None]:
-    """Judges each sample for itself: what goes wrong with one does not touch the others."""
+    """Scores each sample for itself: what goes wrong with one does not touch the others."""
 
     def run(samples: Sequence[Sample], send: Send) -> None:
         for at, sample in enumerate(samples):
             verdict: dict[str, Any]
             try:
                 verdict = {"value": as_number(in_this_process(score, sample))}
-            except KeyboardInterrupt:  # the user's, where the judge shares their process
+            except KeyboardInterrupt:  # the user's, where the reward function shares their process
                 raise
-            except BaseException as error:  # SystemExit too, and whatever judges invent
+            except BaseException as error:  # SystemExit too, and whatever reward functions invent
                 verdict = {"error": describe(error, file)}
             send({"at": at, **verdict})
 
@@ -177,7 +177,7 @@ def one_by_one(
 def _all_at_once(
     score: Callable[[Sequence[Sample]], Any], file: str, number: Callable[[Any], float | None]
 ) -> Callable[[Sequence[Sample], Send], str | None]:
-    """Judges the list in one call.
+    """Scores the list in one call.
 
     If the call raises, that is what went wrong with the whole list. If it gives anything but one
     entry a sample, nobody can tell whose they are, and it has failed on all samples.
@@ -209,9 +209,9 @@ def _verdicts(
     try:
         result = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(result, Sequence) or isinstance(result, str):
-            raise JudgeError(f"it returned {repr(result)[:200]} instead of a list of numbers")
+            raise RewardError(f"it returned {repr(result)[:200]} instead of a list of numbers")
         if len(result) != count:
-            raise JudgeError(f"it returned {len(result)} scores for {count} samples")
+            raise RewardError(f"it returned {len(result)} scores for {count} samples")
     except Exception as error:
         return [{"error": describe(error, file)}] * count
     verdicts: list[dict[str, Any]] = []
@@ -227,14 +227,14 @@ def as_number(value: Any) -> float:
     """A score as a number that is finite as float32.
 
     Raises:
-        JudgeError: it is none.
+        RewardError: it is none.
     """
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not is_finite(number):
-        raise JudgeError(
+        raise RewardError(
             f"it returned {repr(value)[:200]} where a number is needed that is finite as float32"
         )
     return number
@@ -244,7 +244,7 @@ def as_number_or_none(value: Any) -> float | None:
     """A score of TRL's convention, in which ``None`` says that it does not apply.
 
     Raises:
-        JudgeError: it is neither ``None`` nor a number that is finite as float32.
+        RewardError: it is neither ``None`` nor a number that is finite as float32.
     """
     return None if value is None else as_number(value)
 
@@ -252,8 +252,8 @@ def as_number_or_none(value: Any) -> float | None:
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
     """What a call returns or raises, in the process that made the call.
 
-    The call may fork. A child that comes out of it would go on as a second judge, or as a second
-    trainer. It ends here, with the exit status that Python would end it with.
+    The call may fork. A child that comes out of it would go on as a second reward function, or as a
+    second trainer. It ends here, with the exit status that Python would end it with.
     """
     pid = os.getpid()
     try:

@@ -1,8 +1,8 @@
 """Rewards from code: the task's own verifier, or a user's function, in a process of its own.
 
-A judge that raises, hangs, ends its process, or gives no number that is finite as float32 has
-failed on a sample. That is reported with the sample and never turned into a number. A function of
-TRL's convention may say ``None``: it does not apply to the sample.
+A reward function that raises, hangs, ends its process, or gives no number that is finite as float32
+has failed on a sample. That is reported with the sample and never turned into a number. A function
+of TRL's convention may say ``None``: it does not apply to the sample.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.config import TaskConfig
-from stretto.errors import ConfigError, EngineError, JudgeError
-from stretto.scoring.local import LocalJudge
+from stretto.errors import ConfigError, EngineError, RewardError
+from stretto.scoring.local import LocalFunction
 from stretto.scoring.pending import Pending
 from stretto.scoring.text import response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Chunk, Prompt, Response, Score, ScoreKind, WeightsRef
-from stretto.workers.judge import JudgeProcess
+from stretto.workers.function import FunctionProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RETRY_LIMITS = 4
-"""Time limits spent, at most, on judging a failed batch again one sample at a time."""
+"""Time limits spent, at most, on scoring a failed batch again one sample at a time."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """A number, ``None`` where the judge does not apply, or why it failed."""
+    """A number, ``None`` where the reward function does not apply, or why it failed."""
 
     value: float | None = None
     failure: str | None = None
@@ -45,7 +45,7 @@ class _Verdict:
 
 @dataclass(frozen=True)
 class _Response:
-    """A finished rollout as judges see it."""
+    """A finished rollout as reward functions see it."""
 
     prompt: Prompt
     tokens: list[int]
@@ -55,18 +55,19 @@ class _Response:
 class FunctionScorer:
     """Scores finished rollouts with the task's verifier or a function of the user's.
 
-    The methods are those of :class:`~stretto.protocols.Scorer`, not yet coroutines. The judge's
-    process starts at construction, so that mistakes show before anything heavy is loaded; it is
-    started again after a hang, and then has lost what it kept in memory.
+    The methods are those of :class:`~stretto.protocols.Scorer`, not yet coroutines. The reward
+    function's process starts at construction, so that mistakes show before anything heavy is
+    loaded; it is started again after a hang, and then has lost what it kept in memory.
 
     Args:
         source: 'task', or 'file.py:name' with the file relative to the working directory. Also the
             scorer's name.
-        task: the task's settings; the verifier is made anew from them in the judge's process.
+        task: the task's settings; the verifier is made anew from them in the reward function's
+            process.
         seed: the task's.
         tokenizer: the actor's.
-        stop: strings that end a response; not part of what is judged.
-        timeout_s: time that the judge may take for the responses of one ``finish`` call.
+        stop: strings that end a response; not part of what is scored.
+        timeout_s: time that the reward function may take for the responses of one ``finish`` call.
         columns: names of the dataset's columns. Where given, a function that needs another one is
             refused at construction.
         function: what ``source`` stands for where the caller has it as an object. It is called in
@@ -100,16 +101,16 @@ class FunctionScorer:
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
         self._pending = Pending(source)
         self._payload: Callable[[_Response], Mapping[str, Any]]
-        self._process: JudgeProcess | LocalJudge
+        self._process: FunctionProcess | LocalFunction
         if function is not None:
             self._payload = self._function_payload
-            self._process = LocalJudge(function)
+            self._process = LocalFunction(function)
         elif source == "task":
             self._payload = _task_payload
-            self._process = JudgeProcess({"task": task.model_dump(), "seed": seed})
+            self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
         else:
             self._payload = self._function_payload
-            self._process = JudgeProcess(_locate(source))
+            self._process = FunctionProcess(_locate(source))
         ready = self._process.start()
         self._columns: list[str] | None = ready["columns"]
         missing = sorted(set(ready["required"]) - set(columns)) if columns is not None else []
@@ -136,15 +137,16 @@ class FunctionScorer:
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score finished rollouts, in the order asked, and forget them.
 
-        A rollout that could not be judged gets a score with ``failure`` set and no values; one that
+        A rollout that could not be scored gets a score with ``failure`` set and no values; one that
         the function does not apply to gets a score with neither.
 
         Raises:
             LifecycleError: a rollout is unknown or has not ended.
-            ConfigError, TaskError, JudgeError: the judge's process cannot be started again.
+            ConfigError, TaskError, RewardError: the reward function's process cannot be started
+                again.
         """
-        responses = [self._judged(r) for r in self._pending.take(rollout_ids)]
-        verdicts = self._judge(responses)
+        responses = [self._as_seen(r) for r in self._pending.take(rollout_ids)]
+        verdicts = self._ask_all(responses)
         return [self._score(*each) for each in zip(rollout_ids, responses, verdicts, strict=True)]
 
     def release(self, rollout_ids: Sequence[int]) -> None:
@@ -160,10 +162,10 @@ class FunctionScorer:
         raise EngineError(f"scorer '{self.name}' is a function and takes no weights")
 
     def close(self) -> None:
-        """End the judge's process; what it is doing is lost."""
+        """End the reward function's process; what it is doing is lost."""
         self._process.close()
 
-    def _judged(self, response: Response) -> _Response:
+    def _as_seen(self, response: Response) -> _Response:
         tokens = response.tokens.tolist()
         text = response_text(self._tokenizer, tokens, response.finish, self._stop)
         return _Response(response.prompt, tokens, text)
@@ -180,14 +182,14 @@ class FunctionScorer:
         )
         return Score(rollout_id, self.name, self.kind, np.empty(0, np.float32), failure)
 
-    def _judge(self, responses: Sequence[_Response]) -> list[_Verdict]:
+    def _ask_all(self, responses: Sequence[_Response]) -> list[_Verdict]:
         """All in one call; where that leaves some open, those one at a time."""
         verdicts: dict[int, _Verdict] = {}
         payloads: dict[int, Mapping[str, Any]] = {}
         for at, response in enumerate(responses):
             try:
                 payloads[at] = self._payload(response)
-            except JudgeError as error:
+            except RewardError as error:
                 verdicts[at] = _Verdict(failure=str(error))
         trouble = self._ask(payloads, verdicts)
         left = [at for at in payloads if at not in verdicts]
@@ -196,13 +198,13 @@ class FunctionScorer:
             left = []
         if left:
             _log.warning(
-                "reward source '%s' on %d responses: %s; judging %d of them one at a time",
+                "reward source '%s' on %d responses: %s; asking about %d of them one at a time",
                 self.name, len(payloads), trouble, len(left),
             )  # fmt: skip
         give_up_s = time.monotonic() + RETRY_LIMITS * self._timeout_s
         for at in left:
             if time.monotonic() >= give_up_s:
-                failure = f"not judged, as too much time went into others of its batch ({trouble})"
+                failure = f"not scored, as too much time went into others of its batch ({trouble})"
                 verdicts[at] = _Verdict(failure=failure)
                 continue
             alone = self._ask({at: payloads[at]}, verdicts)
@@ -232,7 +234,7 @@ class FunctionScorer:
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
-                raise JudgeError(
+                raise RewardError(
                     f"the dataset's column '{key}' cannot be handed to a function ({error}); make "
                     "it text, numbers, or lists and objects of them"
                 ) from error
@@ -250,7 +252,7 @@ def _task_payload(response: _Response) -> Mapping[str, Any]:
     """What the verifier needs: which row, proof that it is the same one, and the response."""
     data = response.prompt.data
     if INDEX_KEY not in data:
-        raise JudgeError("the prompt is no row of the task, and only its rows can be verified")
+        raise RewardError("the prompt is no row of the task, and only its rows can be verified")
     return {
         "index": data[INDEX_KEY],
         "fingerprint": fingerprint(data),

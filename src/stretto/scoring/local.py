@@ -1,4 +1,4 @@
-"""A judge in this process, for functions that exist as objects only."""
+"""A reward function in this process, for functions that exist as objects only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from stretto.errors import ConfigError
 from stretto.scoring.conventions import recognise
 
 
-class LocalJudge:
-    """What :class:`~stretto.workers.judge.JudgeProcess` does, with a function at hand.
+class LocalFunction:
+    """What :class:`~stretto.workers.function.FunctionProcess` does, with a function at hand.
 
     Args:
         function: in TRL's, verl's or OpenRLHF's convention.
@@ -27,7 +27,7 @@ class LocalJudge:
         except TypeError:  # an object that can be called has no source of its own
             file = "Python"
         try:
-            self._judge = recognise(function, file, name)
+            self._function = recognise(function, file, name)
         except (TypeError, ValueError) as error:  # some that are written in C do not tell
             raise ConfigError(
                 f"reward.sources: '{name}' does not tell the names of its parameters ({error}); "
@@ -36,7 +36,7 @@ class LocalJudge:
 
     def start(self) -> Mapping[str, Any]:
         """The columns that the function looks at, and those it cannot do without."""
-        return {"columns": self._judge.columns, "required": self._judge.required}
+        return {"columns": self._function.columns, "required": self._function.required}
 
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float
@@ -45,7 +45,7 @@ class LocalJudge:
         nothing ends a call in one's own process.
         """
         answers: list[Mapping[str, Any]] = []
-        trouble = self._judge.run(samples, answers.append)
+        trouble = self._function.run(samples, answers.append)
         return answers, trouble
 
     def close(self) -> None:

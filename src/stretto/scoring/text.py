@@ -1,4 +1,4 @@
-"""A response as the text that judges read."""
+"""A response as the text that reward functions read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The process that judges run in: ``python -m stretto.scoring.worker``.
+"""The process that reward functions run in: ``python -m stretto.scoring.worker``.
 
-It speaks JSON lines over what were its standard input and output; whatever judged code prints goes
-to standard error. It ends with its parent, however that ends, and whatever it is doing. ::
+It speaks JSON lines over what were its standard input and output; whatever the function's code
+prints goes to standard error. It ends with its parent, however that ends, and whatever it is doing.
+::
 
     in    {"task": settings, "seed": n}  or  {"file": path, "function": name}          once, first
     out   {"ready": {"columns": names or null for all, "required": names}}
@@ -32,9 +33,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NoReturn
 
-from stretto.errors import ConfigError, JudgeError, StrettoError, nearest
+from stretto.errors import ConfigError, RewardError, StrettoError, nearest
 from stretto.scoring.conventions import (
-    Judge,
+    RewardFunction,
     Sample,
     describe,
     in_this_process,
@@ -44,24 +45,25 @@ from stretto.scoring.conventions import (
 
 
 def main() -> None:
-    """Open the judge that the first line names, then answer until the parent goes."""
+    """Open the reward function that the first line names, then answer until the parent goes."""
     channel = _Channel()
     try:
-        judge = open_judge(channel.next_request())
+        function = open_function(channel.next_request())
     except StrettoError as error:
         channel.send({"refused": type(error).__name__, "message": str(error)})
         return
-    channel.send({"ready": {"columns": judge.columns, "required": judge.required}})
+    channel.send({"ready": {"columns": function.columns, "required": function.required}})
     while True:
         samples = channel.next_request()
-        channel.send({"done": judge.run(samples, channel.send)})
+        channel.send({"done": function.run(samples, channel.send)})
 
 
 class _Channel:
-    """What were standard input and output, kept for the protocol and out of reach of judged code.
+    """What were standard input and output, kept for the protocol and out of reach of the function's
+    code.
 
-    Judged code may fork. Its children lose the channel, so that they neither answer nor keep it
-    open after this process has ended.
+    The function's code may fork. Its children lose the channel, so that they neither answer nor
+    keep it open after this process has ended.
     """
 
     def __init__(self) -> None:
@@ -100,7 +102,7 @@ class _Channel:
     def _listen(self) -> NoReturn:
         """Take lines until the parent's end closes, then end this process and all it started.
 
-        In a thread of its own, so that it notices while judged code hangs.
+        In a thread of its own, so that it notices while the function's code hangs.
         """
         for line in self._requests:
             self._inbox.put(line)
@@ -114,12 +116,12 @@ def _end() -> NoReturn:
     os._exit(0)
 
 
-def open_judge(opening: Mapping[str, Any]) -> Judge:
-    """The judge that a first line names.
+def open_function(opening: Mapping[str, Any]) -> RewardFunction:
+    """The reward function that a first line names.
 
     Raises:
         ConfigError: the function cannot be imported or has an unknown signature.
-        TaskError: the task cannot be opened, or has no judge of its own.
+        TaskError: the task cannot be opened, or has no reward function of its own.
     """
     if "task" in opening:
         return _open_task(opening["task"], opening["seed"])
@@ -127,7 +129,7 @@ def open_judge(opening: Mapping[str, Any]) -> Judge:
     return recognise(_import(file, name), file, name)
 
 
-def _open_task(settings: Mapping[str, Any], seed: int) -> Judge:
+def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
     """The task's own verifier, which gets rows by index."""
     from stretto.config import TaskConfig
     from stretto.tasks import load
@@ -139,14 +141,14 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> Judge:
     def verify(sample: Sample) -> float:
         index: int = sample["index"]
         if fingerprint(task.row(index).data) != sample["fingerprint"]:
-            raise JudgeError(
-                f"row {index} as the judge reads it is not the row that the prompt was made of: "
+            raise RewardError(
+                f"row {index} as the verifier reads it is not the row that the prompt was made of: "
                 "either its file changed during the run, or the rows follow the order of Python "
                 "sets (set PYTHONHASHSEED=0 in the environment)"
             )
         return task.verify(index, sample["response"])
 
-    return Judge(run=one_by_one(verify))
+    return RewardFunction(run=one_by_one(verify))
 
 
 def _import(file: str, name: str) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Prompts and their judges: procedural tasks, datasets of files or the hub, and GSM8K."""
+"""Prompts and their verifiers: procedural tasks, datasets of files or the hub, and GSM8K."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a task is: rows, each with a prompt, and a judge of the answers where it has one."""
+"""What a task is: rows, each with a prompt, and a reward function of the answers where it has
+one."""
 
 from __future__ import annotations
 
@@ -55,29 +56,30 @@ class Task(ABC):
     @property
     @abstractmethod
     def has_verifier(self) -> bool:
-        """Whether the task can judge answers by itself."""
+        """Whether the task can score answers by itself."""
 
     def require_verifier(self) -> None:
-        """Make sure that the task has a judge.
+        """Make sure that the task has a reward function.
 
         Raises:
             TaskError: it has none.
         """
         if not self.has_verifier:
             raise TaskError(
-                "the task cannot judge answers: its task.answer_column is empty. Set it, or leave "
-                "'task' out of reward.sources and judge with a function or a model"
+                "the task cannot score answers: its task.answer_column is empty. Set it, or leave "
+                "'task' out of reward.sources and score with a function or a model"
             )
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:
-        """The judge's score of a response to a row; 1 is a right answer.
+        """The reward function's score of a response to a row; 1 is a right answer.
 
-        Whatever the judge itself raises is passed on: an answer that could not be judged has no
+        Whatever the reward function itself raises is passed on: an answer that could not be scored
+            has no
         score.
 
         Raises:
-            TaskError: the task has no judge.
+            TaskError: the task has no reward function.
         """
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from stretto.config import DemonstrationsConfig
 from stretto.errors import TaskError
 from stretto.tasks.files import Row, read
-from stretto.tasks.responses import Example, Layout, attempt
+from stretto.tasks.responses import Example, PromptLayout, attempt
 from stretto.tasks.tables import as_messages, as_prompt
 from stretto.types import Message
 
@@ -64,7 +64,7 @@ def read_demonstrations(config: DemonstrationsConfig) -> tuple[list[Demonstratio
     return attempt(enumerate(rows), make, config)
 
 
-def example_of(row: Demonstration, layout: Layout) -> Example:
+def example_of(row: Demonstration, layout: PromptLayout) -> Example:
     """A demonstration in a model's tokens.
 
     Raises:

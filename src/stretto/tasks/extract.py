@@ -16,7 +16,7 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 
 
 def extract(response: str, how: Extraction) -> str | None:
-    """The part of ``response`` that is judged; ``None`` when there is no such part.
+    """The part of ``response`` that is scored; ``None`` when there is no such part.
 
     ``full`` is all of it without surrounding blanks. ``last_number`` is the last number, written
     plainly: '1,234.' becomes '1234'. ``answer_tag`` is what stands in the last

@@ -19,7 +19,7 @@ def same_answer(reference: str, response: str, *, bare: bool) -> bool:
 
     Args:
         reference: the right answer and nothing else: a number, an expression, LaTeX or a word.
-        response: what is judged.
+        response: what is scored.
         bare: the response is an answer and nothing else, so that all of it is one expression;
             otherwise the expression is searched in the text.
 
@@ -33,7 +33,7 @@ def same_answer(reference: str, response: str, *, bare: bool) -> bool:
     if threading.current_thread() is not threading.main_thread():
         raise TaskError(
             "mathematical answers are compared under a time limit that only a process's main "
-            "thread can keep; judge there, or in a process of its own with FunctionScorer"
+            "thread can keep; score there, or in a process of its own with FunctionScorer"
         )
     from math_verify import verify
     from math_verify.errors import TimeoutException

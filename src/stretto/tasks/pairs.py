@@ -11,7 +11,7 @@ from stretto.config import PairsConfig
 from stretto.errors import TaskError
 from stretto.tasks.conversations import cells_of
 from stretto.tasks.files import Row, read
-from stretto.tasks.responses import Layout, attempt
+from stretto.tasks.responses import PromptLayout, attempt
 from stretto.tasks.tables import as_messages, as_prompt
 from stretto.types import Message
 
@@ -89,7 +89,7 @@ def read_pairs(config: PairsConfig) -> tuple[list[Pair], list[str]]:
     return attempt(enumerate(rows), make, config)
 
 
-def tokens_of(pair: Pair, layout: Layout) -> PairTokens:
+def tokens_of(pair: Pair, layout: PromptLayout) -> PairTokens:
     """A pair in a model's tokens.
 
     Raises:

@@ -110,7 +110,7 @@ def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
     return list(ids[: ended[-1] + 1]) if ended else []
 
 
-class Layout:
+class PromptLayout:
     """Turns prompts and given responses into a model's tokens.
 
     Args:

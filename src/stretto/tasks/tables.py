@@ -19,7 +19,7 @@ _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)
 
 
 class TableTask(Task):
-    """Rows of a file or a hub dataset; a column of right answers makes it judge.
+    """Rows of a file or a hub dataset; a column of right answers makes it score.
 
     Every row is checked at construction, so that none can stop a run half-way.
     """
@@ -73,7 +73,7 @@ class TableTask(Task):
         return float(same_answer(reference, answer, bare=bare))
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
-        """The part that is judged, and whether it is nothing but an answer."""
+        """The part that is scored, and whether it is nothing but an answer."""
         how = self._config.extract
         return extract(response, how), how != "full"
 
@@ -102,7 +102,7 @@ class Gsm8kTask(TableTask):
     """GSM8K in its published form (Cobbe et al. 2021): the answer's last line is '#### N'.
 
     The reference is the whole worked solution, as it stands in the data. With ``extract = full``, a
-    response in the same form is judged by what follows its last '####', any other as a whole.
+    response in the same form is scored by what follows its last '####', any other as a whole.
     """
 
     def _columns(self) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stretto.algorithms.policy import SQUARES, TOKENS
-from stretto.algorithms.reductions import Tally
+from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
 
 CALIBRATION_TOKENS = 1000
@@ -32,11 +32,11 @@ def is_coarse(dtype: torch.dtype) -> bool:
     return dtype.itemsize < 4
 
 
-def difference_rms(tally: Tally) -> float | None:
+def difference_rms(metrics: Metrics) -> float | None:
     """The root mean square of what :func:`~stretto.algorithms.policy.disagreement` summed."""
-    if TOKENS not in tally.sums:
+    if TOKENS not in metrics.sums:
         return None
-    return math.sqrt(tally.sums[SQUARES].item() / tally.sums[TOKENS].item())
+    return math.sqrt(metrics.sums[SQUARES].item() / metrics.sums[TOKENS].item())
 
 
 class Agreement:
@@ -70,20 +70,20 @@ class Agreement:
         enough = self._tokens >= CALIBRATION_TOKENS
         return math.sqrt(self._squares / self._tokens) if enough else None
 
-    def check(self, tally: Tally) -> None:
+    def check(self, metrics: Metrics) -> None:
         """Look at a mini-batch, before the weights that sampled some of it have moved.
 
         Args:
-            tally: with the sums of :func:`~stretto.algorithms.policy.disagreement`; without them
+            metrics: with the sums of :func:`~stretto.algorithms.policy.disagreement`; without them
                 there is nothing to look at.
 
         Raises:
             LearnerError: the difference is beyond the tolerance.
         """
-        rms = difference_rms(tally)
+        rms = difference_rms(metrics)
         if rms is None:
             return
-        squares, tokens = tally.sums[SQUARES].item(), tally.sums[TOKENS].item()
+        squares, tokens = metrics.sums[SQUARES].item(), metrics.sums[TOKENS].item()
         allowed = self._given or self.tolerance * math.sqrt(1 + OUTLIER**2 / tokens)
         if not rms <= allowed:
             start = "" if self._measured is None else f"at the start it was {self._measured:.4g}; "

@@ -17,7 +17,7 @@ from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.policy import SQUARES, TOKENS
 from stretto.algorithms.prepare import prepare
-from stretto.algorithms.reductions import Tally, response_weights, token_weights
+from stretto.algorithms.reductions import Metrics, response_weights, token_weights
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.training.agreement import Agreement, difference_rms, is_coarse
@@ -100,11 +100,11 @@ class PolicyLearner:
             temperature = self._config.rollout.temperature
             proximal = self._actor.logprobs(responses, data.mask, temperature, t.microbatch_tokens)
         experience = self._prepare(data, proximal)
-        tally, norms = Tally(), dict.fromkeys(self._trained, 0.0)
+        metrics, norms = Metrics(), dict.fromkeys(self._trained, 0.0)
         lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
         parts = list(self._minibatches(len(batch), experience.units))
         for units in parts:
-            tally += self._train_minibatch(responses, units, experience, fresh, norms)
+            metrics += self._train_minibatch(responses, units, experience, fresh, norms)
         for _ in range(t.updates - len(parts)):
             self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
         figures = self._passes.finish()
@@ -117,7 +117,7 @@ class PolicyLearner:
             **describe(batch),
             **age,
             **experience.stats,
-            **_averages(tally, len(parts)),
+            **_averages(metrics, len(parts)),
             **figures,
             **{f"{names[m]}/grad_norm": norm / max(len(parts), 1) for m, norm in norms.items()},
             **lr,
@@ -208,19 +208,19 @@ class PolicyLearner:
         experience: Experience,
         fresh: Tensor,
         norms: dict[str, float],
-    ) -> Tally:
+    ) -> Metrics:
         if self._moved:
             fresh = torch.zeros_like(fresh)
         parts = self._microbatches(responses, units, experience, fresh)
         thawed = self._steps >= self._config.critic.freeze_steps
-        tallies = self._passes.run(parts, self._kl.coef, trains_actor=thawed)
+        by_model = self._passes.run(parts, self._kl.coef, trains_actor=thawed)
         if self._critic:
             norms["critic"] += self._critic.update()
         if thawed:
-            self._agreement.check(tallies["actor"])
+            self._agreement.check(by_model["actor"])
             norms["actor"] += self._actor.update()
             self._moved = True
-        return sum(tallies.values(), Tally())
+        return sum(by_model.values(), Metrics())
 
     def _microbatches(
         self,
@@ -278,12 +278,12 @@ class PolicyLearner:
         return fresh if self._coarse else None
 
 
-def _averages(tally: Tally, parts: int) -> dict[str, float]:
+def _averages(metrics: Metrics, parts: int) -> dict[str, float]:
     """Figures of the whole step: sums are means within a mini-batch, so they average over them.
 
     But for those of the disagreement, of which one mini-batch has any.
     """
-    means = {k: v / max(parts, 1) for k, v in tally.sums.items() if k not in (SQUARES, TOKENS)}
-    rms = difference_rms(tally)
+    means = {k: v / max(parts, 1) for k, v in metrics.sums.items() if k not in (SQUARES, TOKENS)}
+    rms = difference_rms(metrics)
     own = {} if rms is None else {"sampling/logp_difference_rms": rms}
-    return {**Tally(means, tally.minima, tally.maxima).floats(), **own}
+    return {**Metrics(means, metrics.minima, metrics.maxima).floats(), **own}

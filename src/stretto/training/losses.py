@@ -75,13 +75,13 @@ class Losses:
         """
         a = self.algorithm
         logprobs, entropy = self.logprobs(head, hidden, targets, part.mask)
-        part, tally = settled(part, logprobs.detach(), a)
-        tally += policy.drift(logprobs, part) + policy.disagreement(logprobs, part)
+        part, metrics = settled(part, logprobs.detach(), a)
+        metrics += policy.drift(logprobs, part) + policy.disagreement(logprobs, part)
         term = a.definition.policy_loss(logprobs, part, a)
         term += policy.entropy_bonus(entropy, part, a.entropy_coef)
         if a.kl_place == "loss" and a.kl_coef:
             term += policy.kl_penalty(logprobs, part, kl_coef, a.estimator)
-        return LossTerm(term.loss, term.tally + tally)
+        return LossTerm(term.loss, term.metrics + metrics)
 
     def of_critic(self, critic: nn.Module, hidden: Tensor, part: Part) -> LossTerm:
         """The algorithm's value loss.

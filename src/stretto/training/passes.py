@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from stretto.algorithms.reductions import Tally
+from stretto.algorithms.reductions import Metrics
 from stretto.config import Config
 from stretto.models.forward import (
     by_token_budget,
@@ -109,7 +109,7 @@ class Passes(Protocol):
 
     def run(
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
-    ) -> Mapping[str, Tally]:
+    ) -> Mapping[str, Metrics]:
         """Leave the gradients of the losses, summed over micro-batches, in the models.
 
         Args:
@@ -150,38 +150,38 @@ class LocalPasses:
 
     def run(
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
-    ) -> Mapping[str, Tally]:
+    ) -> Mapping[str, Metrics]:
         """See :class:`Passes`."""
         device = self._head.weight.device
         parts = [replace(p, part=p.part.to(device)) for p in parts]
-        tallies = {}
+        by_model = {}
         if self._critic is not None:
-            tallies["critic"] = self._critic_pass(self._critic, parts)
+            by_model["critic"] = self._critic_pass(self._critic, parts)
         if trains_actor:
-            tallies["actor"] = self._actor_pass(parts, kl_coef)
-        return tallies
+            by_model["actor"] = self._actor_pass(parts, kl_coef)
+        return by_model
 
     def finish(self) -> Stats:
         """See :class:`Passes`: the models are the ones that were updated."""
         return {}
 
-    def _actor_pass(self, parts: Sequence[MicroBatch], kl_coef: float) -> Tally:
-        tally = Tally()
+    def _actor_pass(self, parts: Sequence[MicroBatch], kl_coef: float) -> Metrics:
+        metrics = Metrics()
         with training_mode(self._actor):
             for p in parts:
                 hidden = response_hidden(self._actor, p.responses)
                 targets = response_tokens(p.responses, hidden.device)
                 term = self._losses.of_actor(self._head, hidden, targets, p.part, kl_coef)
                 term.loss.backward()
-                tally += term.tally
-        return tally
+                metrics += term.metrics
+        return metrics
 
-    def _critic_pass(self, critic: nn.Module, parts: Sequence[MicroBatch]) -> Tally:
-        tally = Tally()
+    def _critic_pass(self, critic: nn.Module, parts: Sequence[MicroBatch]) -> Metrics:
+        metrics = Metrics()
         with training_mode(critic):
             for p in parts:
                 hidden = response_hidden(critic, p.responses)
                 term = self._losses.of_critic(critic, hidden, p.part)
                 term.loss.backward()
-                tally += term.tally
-        return tally
+                metrics += term.metrics
+        return metrics

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stretto.algorithms.reductions import Tally
+from stretto.algorithms.reductions import Metrics
 from stretto.config import Config, PipelineConfig
 from stretto.errors import ConfigError, LearnerError, ModelError
 from stretto.models.forward import by_token_budget, token_budget
-from stretto.pipelines.executor.executor import Layout, Name, Timings
+from stretto.pipelines.executor.executor import Name, StageLayout, Timings
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.pipelines.executor.stages import Stage, cut, for_sending
 from stretto.training.losses import Losses, MicroBatch
@@ -153,7 +153,7 @@ class PipelinedPasses:
         ranks: Ranks,
         models: Sequence[StagedModel],
         planner: Planner,
-        layout: Layout,
+        layout: StageLayout,
         config: PipelineConfig,
         budget: int,
     ) -> None:
@@ -177,7 +177,7 @@ class PipelinedPasses:
 
     def run(
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
-    ) -> Mapping[str, Tally]:
+    ) -> Mapping[str, Metrics]:
         """See :class:`~stretto.training.passes.Passes`.
 
         Raises:
@@ -187,7 +187,7 @@ class PipelinedPasses:
         missing = -len(parts) % self._config.multiple
         batches += [PaddedBatch.blank(parts[0].part)] * missing
         plan = self._planner.plan(len(batches))
-        said: list[tuple[Timings, Mapping[Name, Tally]]] = self._ranks.call(
+        said: list[tuple[Timings, Mapping[Name, Metrics]]] = self._ranks.call(
             "run", plan.schedule, plan.problem, batches, kl_coef, trains_actor
         )
         timings = [times for times, _ in said]
@@ -197,7 +197,7 @@ class PipelinedPasses:
             kept = self._ranks.call("saved_bytes", batches[0])
             self._planner.measure(profile(self._layout, timings, kept))
         names: Sequence[Name] = ("critic", "actor") if trains_actor else ("critic",)
-        return {name: sum((tally[name] for _, tally in said), Tally()) for name in names}
+        return {name: sum((metrics[name] for _, metrics in said), Metrics()) for name in names}
 
     def finish(self) -> Stats:
         """See :class:`~stretto.training.passes.Passes`.
@@ -324,9 +324,9 @@ def start(
         raise
 
 
-def layout_of(config: PipelineConfig) -> Layout:
+def layout_of(config: PipelineConfig) -> StageLayout:
     """Where each stage is."""
-    return Layout(
+    return StageLayout(
         actor_stages=config.stages("actor"),
         actor_pipelines=config.pipelines("actor"),
         critic_stages=config.stages("critic"),

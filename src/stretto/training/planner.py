@@ -10,7 +10,7 @@ from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.executor.executor import Name
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.solve import SEEDS, solve
 
 GUESSED_TICKS = 1000
@@ -29,7 +29,7 @@ class Plan:
     """
 
     problem: Problem
-    schedule: Schedule
+    schedule: PipelineSchedule
     predicted_us: int | None
 
 

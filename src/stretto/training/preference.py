@@ -17,7 +17,7 @@ from stretto.config import RewardModelConfig
 from stretto.models.forward import by_token_budget, hidden_states, token_budget
 from stretto.models.heads import apply_scalar_head
 from stretto.tasks.pairs import PairTokens
-from stretto.training.supervised import After, batches, fit, optimizer_of
+from stretto.training.epochs import After, batches, fit, optimizer_of
 from stretto.types import Stats
 
 

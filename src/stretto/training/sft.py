@@ -23,7 +23,7 @@ from stretto.models.forward import (
 )
 from stretto.models.logits import token_logprobs
 from stretto.tasks.responses import Example
-from stretto.training.supervised import After, batches, fit, optimizer_of
+from stretto.training.epochs import After, batches, fit, optimizer_of
 from stretto.types import Stats
 
 Row = Sequence[Example]

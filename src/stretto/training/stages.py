@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from stretto.algorithms.experience import LossTerm
-from stretto.algorithms.reductions import Tally
+from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
-from stretto.pipelines.executor.executor import Executor, Layout, Name, Timings, Work
+from stretto.pipelines.executor.executor import Name, PipelineExecutor, StageLayout, Timings, Work
 from stretto.pipelines.executor.stages import Stage
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 from stretto.training.losses import Losses
 from stretto.training.partition import PaddedBatch, on_cpu
 from stretto.training.trained import Course, TrainedModel
@@ -38,7 +38,7 @@ class StageTrainer:
     def __init__(
         self,
         rank: int,
-        layout: Layout,
+        layout: StageLayout,
         losses: Losses,
         optimizer: OptimizerConfig,
         courses: Mapping[Name, Course],
@@ -64,16 +64,16 @@ class StageTrainer:
                 warmup=course.warmup,
                 may_be_frozen=True,  # in this part
             )
-        self._executor = Executor(actor, critic, self._layout, self._device)
+        self._executor = PipelineExecutor(actor, critic, self._layout, self._device)
 
     def run(
         self,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         problem: Problem,
         batches: Sequence[PaddedBatch],
         kl_coef: float,
         trains_actor: bool,
-    ) -> tuple[Timings, Mapping[Name, Tally]]:
+    ) -> tuple[Timings, Mapping[Name, Metrics]]:
         """The passes of a mini-batch; gradients add up in the stages.
 
         Where the actor is not to be trained its passes are made all the same, and its gradients
@@ -82,12 +82,12 @@ class StageTrainer:
         Returns:
             When this rank did what, and figures of the micro-batches whose last stage it holds.
         """
-        tallies: dict[Name, Tally] = {"actor": Tally(), "critic": Tally()}
+        by_model: dict[Name, Metrics] = {"actor": Metrics(), "critic": Metrics()}
 
         def work(name: Name, batch: PaddedBatch) -> Work:
             def loss(hidden: Tensor) -> Tensor:
                 term = self._loss(name, batch, hidden, kl_coef)
-                tallies[name] += term.tally
+                by_model[name] += term.metrics
                 return term.loss
 
             return Work(batch.tokens.to(self._device), loss)
@@ -102,8 +102,8 @@ class StageTrainer:
         if not trains_actor:
             self._trained["actor"].discard()
         return timings, {
-            name: Tally(on_cpu(t.sums), on_cpu(t.minima), on_cpu(t.maxima))
-            for name, t in tallies.items()
+            name: Metrics(on_cpu(t.sums), on_cpu(t.minima), on_cpu(t.maxima))
+            for name, t in by_model.items()
         }
 
     def _loss(self, name: Name, batch: PaddedBatch, hidden: Tensor, kl_coef: float) -> LossTerm:

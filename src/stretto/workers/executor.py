@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from stretto.types import Reply
-from stretto.workers.threads import Lane
+from stretto.workers.threads import WorkerThread
 
 
 class Executor(Protocol):
@@ -25,13 +25,13 @@ class ThreadExecutor:
 
     Args:
         service: whose methods return replies.
-        lane: the thread.
+        worker: the thread.
     """
 
-    def __init__(self, service: object, lane: Lane) -> None:
-        self._service, self._lane = service, lane
+    def __init__(self, service: object, worker: WorkerThread) -> None:
+        self._service, self._worker = service, worker
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         """See :class:`Executor`."""
-        reply: Reply[Any] = await self._lane.run(lambda: getattr(self._service, method)(*args))
+        reply: Reply[Any] = await self._worker.run(lambda: getattr(self._service, method)(*args))
         return reply

@@ -10,7 +10,7 @@ from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, StrettoError
 from stretto.types import Reply
 from stretto.workers.ranks import Ranks
-from stretto.workers.threads import Lane
+from stretto.workers.threads import WorkerThread
 
 SAMPLES = 5
 """Round trips by which the distance of two clocks is measured."""
@@ -74,13 +74,13 @@ class ProcessExecutor:
             if isinstance(error.__cause__, StrettoError):
                 raise error.__cause__ from None
             raise
-        self._lane = Lane(name, 0)
+        self._worker = WorkerThread(name, 0)
         self._ahead_s = self._distance()
-        self._ranks.watch(self._lane.fail)
+        self._ranks.watch(self._worker.fail)
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         """See :class:`~stretto.workers.executor.Executor`."""
-        reply: Reply[Any] = await self._lane.run(lambda: self.ask(method, *args))
+        reply: Reply[Any] = await self._worker.run(lambda: self.ask(method, *args))
         return reply.shifted(self._ahead_s)
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -92,13 +92,13 @@ class ProcessExecutor:
 
     def settle(self, seconds: float) -> bool:
         """Take no more calls, and wait for one that is under way; whether that has ended."""
-        self._lane.stop()
-        return self._lane.join(seconds)
+        self._worker.stop()
+        return self._worker.join(seconds)
 
     def close(self) -> None:
         """End the process, at work or not; from any thread, any number of times."""
         self._ranks.close()
-        self._lane.stop()
+        self._worker.stop()
 
     def _distance(self) -> float:
         """By how much this process's clock is ahead, from the shortest of some round trips."""

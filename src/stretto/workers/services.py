@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from stretto.clock import Clock, RealClock
 from stretto.types import (
     Chunk,
-    Parcel,
+    KVTransfer,
     Reply,
     Response,
     Score,
@@ -79,16 +79,16 @@ class GeneratorService(Service):
         self._worker.release(rollout_ids)
         return Reply(None)
 
-    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[Parcel]]:
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         about = {"rollouts": list(rollout_ids)}
         return self._timed(
             "migrate", lambda: self._worker.export(rollout_ids, with_cache), lambda _: about
         )
 
-    def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> Reply[None]:
+    def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
         about = {"rollouts": [r.id for r in responses]}
         return self._timed(
-            "migrate", lambda: self._worker.accept(responses, parcels), lambda _: about
+            "migrate", lambda: self._worker.accept(responses, transfers), lambda _: about
         )
 
     def load(self, weights: WeightsRef) -> Reply[None]:

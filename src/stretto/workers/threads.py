@@ -1,7 +1,8 @@
-"""Lanes: threads that work for roles, one call at a time.
+"""Workers: threads that work for roles, one call at a time.
 
-Roles on one lane take turns; roles on different lanes work side by side, as far as the interpreter
-and the cores allow. Which role is on which lane is the placement of a run in one process.
+Roles on one worker take turns; roles on different workers work side by side, as far as the
+interpreter and the cores allow. Which role is on which worker is the placement of a run in one
+process.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ _SETTING_THREADS = Lock()
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in a lane's thread when the run ends while it works: as Ctrl-C, which code that lets
+    """Raised in a worker's thread when the run ends while it works: as Ctrl-C, which code that lets
     nothing else through lets through.
     """
 
 
-class Lane:
+class WorkerThread:
     """A thread with a queue of calls.
 
     Args:
         name: of the thread.
-        threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Lanes that
+        threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Workers that
             work at the same time should share the cores out: threads that wait for each other spin.
-        beside: lanes that it shares cores with.
+        beside: workers that it shares cores with.
         alone: threads of a call that begins while none of these works; 0 makes no difference. Only
             where they do not begin before it has ended.
 
@@ -43,7 +44,7 @@ class Lane:
     """
 
     def __init__(
-        self, name: str, threads: int, *, beside: Sequence[Lane] = (), alone: int = 0
+        self, name: str, threads: int, *, beside: Sequence[WorkerThread] = (), alone: int = 0
     ) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._shared, self._alone, self._beside = threads, alone, beside
@@ -116,7 +117,7 @@ class Lane:
             while (call := self._calls.get()) is not None:
                 self.busy = True
                 if self._alone:
-                    shares = any(lane.busy for lane in self._beside)
+                    shares = any(worker.busy for worker in self._beside)
                     torch.set_num_threads(self._shared if shares else self._alone)
                 try:
                     call()

@@ -11,7 +11,7 @@ from typing import Any
 from stretto.observe.progress import REWARD
 from stretto.observe.report.runs import Run
 
-OFF_POLICY = "schedule.batches_per_handover"
+OFF_POLICY = "schedule.weight_sync_interval"
 """The setting N: batches generated, and then trained on, with one version of the weights."""
 
 UNKNOWN = "unknown"

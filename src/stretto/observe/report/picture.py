@@ -40,7 +40,7 @@ def timeline_svg(runs: Sequence[Run], step: int | None = None) -> str:
     for run, of_run in zip(runs, steps, strict=True):
         body.append(_title(run, of_run, y))
         y += _HEAD
-        body += _lanes(run, of_run, y, scale, kinds, causes)
+        body += _workers(run, of_run, y, scale, kinds, causes)
         y += _LANE * len(run.roles) + 10
     body.append(_axis(longest_s, y, scale))
     y += _AXIS
@@ -77,14 +77,14 @@ def _title(run: Run, of_run: StepSpans, y: float) -> str:
     )
 
 
-def _lanes(
+def _workers(
     run: Run, of_run: StepSpans, y: float, scale: float, kinds: set[str], causes: set[str]
 ) -> list[str]:
     """The tracks of one run; adds what it draws to ``kinds`` and ``causes``."""
     start_s = of_run.step.start_s
-    lane = {role: y + _LANE * i for i, role in enumerate(run.roles)}
+    worker = {role: y + _LANE * i for i, role in enumerate(run.roles)}
     drawn = []
-    for role, top in lane.items():
+    for role, top in worker.items():
         drawn.append(
             f'<text x="{_LEFT - 10}" y="{top + 13.5:.1f}" text-anchor="end">'
             f"{escape(_cut(role))}</text>"
@@ -98,7 +98,7 @@ def _lanes(
         filled.append((bar.role, bar.start_s, bar.end_s, style.kind_colour(bar.kind)))
     for role, from_s, to_s, fill in filled:
         x, width = _LEFT + (from_s - start_s) * scale, (to_s - from_s) * scale
-        drawn.append(_rect(x, lane[role], width, fill))
+        drawn.append(_rect(x, worker[role], width, fill))
     return drawn
 
 

@@ -19,15 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.errors import ConfigError
 from stretto.pipelines.executor.instructions import Receive, Send, Task, instructions
-from stretto.pipelines.executor.layout import Layout, Name
+from stretto.pipelines.executor.layout import Name, StageLayout
 from stretto.pipelines.executor.memory import saved_bytes
 from stretto.pipelines.executor.stages import Stage
 from stretto.pipelines.executor.timing import Stopwatch, Timings
 from stretto.pipelines.executor.transfers import Groups, Outbox, connect
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 
-__all__ = ["Executor", "Layout", "Name", "Timings", "Work"]
+__all__ = ["Name", "PipelineExecutor", "StageLayout", "Timings", "Work"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Work:
     loss: Callable[[Tensor], Tensor]
 
 
-class Executor:
+class PipelineExecutor:
     """One rank of an initialised process group; made on all ranks at once.
 
     Args:
@@ -57,7 +57,9 @@ class Executor:
         ConfigError: the layout does not cover the ranks, or has other stages here.
     """
 
-    def __init__(self, actor: Stage, critic: Stage, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self, actor: Stage, critic: Stage, layout: StageLayout, device: torch.device
+    ) -> None:
         self._rank, self._layout, self._device = dist.get_rank(), layout, device
         self._stages: Mapping[Name, Stage] = {"actor": actor, "critic": critic}
         if layout.ranks != dist.get_world_size():
@@ -78,7 +80,7 @@ class Executor:
 
     def run(
         self,
-        schedule: Schedule,
+        schedule: PipelineSchedule,
         actor: Sequence[Work],
         critic: Sequence[Work],
         problem: Problem | None = None,

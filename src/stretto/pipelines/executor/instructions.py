@@ -23,7 +23,7 @@ from typing import Literal
 from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.graph import FORWARD, Graph, make_graph
 from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import Schedule
+from stretto.pipelines.schedule import PipelineSchedule
 
 Kind = Literal["F", "B"]
 
@@ -63,7 +63,9 @@ Instruction = Task | Receive | Send
 
 
 @lru_cache(maxsize=16)
-def instructions(problem: Problem, schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+def instructions(
+    problem: Problem, schedule: PipelineSchedule
+) -> tuple[tuple[Instruction, ...], ...]:
     """What each rank does, in order; rank r is device r.
 
     Args:

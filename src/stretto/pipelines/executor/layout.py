@@ -13,7 +13,7 @@ NAMES: tuple[Name, Name] = ("actor", "critic")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StageLayout:
     """How the two models stand on the ranks; rank r is device r of the problem.
 
     Raises:

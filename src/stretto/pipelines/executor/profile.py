@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from stretto.pipelines.executor.instructions import Task
-from stretto.pipelines.executor.layout import Layout, Name
+from stretto.pipelines.executor.layout import Name, StageLayout
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem, Side
 
@@ -15,7 +15,9 @@ _US = 1e6
 
 
 def profile(
-    layout: Layout, timings: Sequence[Timings], saved_bytes: Sequence[tuple[int, int]] | None = None
+    layout: StageLayout,
+    timings: Sequence[Timings],
+    saved_bytes: Sequence[tuple[int, int]] | None = None,
 ) -> Problem:
     """The problem in microseconds and bytes, as measured.
 
@@ -27,7 +29,8 @@ def profile(
         layout: of the run.
         timings: of all ranks, of one run; the first run of a process is no good measure.
         saved_bytes: of each rank, what a micro-batch of the actor and one of the critic keeps
-            (:meth:`~stretto.pipelines.executor.executor.Executor.saved_bytes`); without it, 1 each.
+            (:meth:`~stretto.pipelines.executor.executor.PipelineExecutor.saved_bytes`); without it,
+            1 each.
     """
     saved = saved_bytes or [(1, 1)] * layout.ranks
     return Problem(
@@ -41,7 +44,9 @@ def makespan_us(timings: Sequence[Timings]) -> int:
     return round(_US * (max(t.end[-1] for t in timings) - min(t.start[0] for t in timings)))
 
 
-def _side(layout: Layout, name: Name, timings: Sequence[Timings], saved: Sequence[int]) -> Side:
+def _side(
+    layout: StageLayout, name: Name, timings: Sequence[Timings], saved: Sequence[int]
+) -> Side:
     stages, pipelines = layout.of(name)
     first = 0 if name == "actor" else layout.actor_pipelines
     own = range(first, first + pipelines)

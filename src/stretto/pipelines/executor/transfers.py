@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.pipelines.executor.layout import NAMES, Layout, Name
+from stretto.pipelines.executor.layout import NAMES, Name, StageLayout
 
 
 class Outbox:
@@ -49,7 +49,7 @@ def _wait(work: dist.Work, tensor: Tensor) -> None:
     work.wait()
 
 
-def connect(layout: Layout, rank: int, device: torch.device) -> None:
+def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
     """Have the two ranks of each pair that will exchange tensors meet once; on all ranks at once.
 
     NCCL makes a pair's connection in its first transfer, and both sides wait for that. Here they do
@@ -75,7 +75,7 @@ class Groups:
     the last stage sum a tied weight's over both, in one go.
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    def __init__(self, layout: StageLayout, rank: int) -> None:
         self._same: dict[Name, dist.ProcessGroup] = {}
         self._ends: dict[Name, dist.ProcessGroup] = {}
         for name in NAMES:
@@ -88,7 +88,8 @@ class Groups:
             _join(self._ends, name, sorted(ends), rank)
 
     def reduce(self, name: Name, gradients: Mapping[str, Tensor], tied: frozenset[str]) -> None:
-        """Sum in place; see :meth:`~stretto.pipelines.executor.executor.Executor.reduce`."""
+        """Sum in place; see
+        :meth:`~stretto.pipelines.executor.executor.PipelineExecutor.reduce`."""
         under_way = []
         for groups, of_tied in ((self._same, False), (self._ends, True)):
             for key in sorted(gradients):

@@ -1,9 +1,9 @@
-"""Which role works on which lane of this process, with which copy of the weights.
+"""Which role works on which worker of this process, with which copy of the weights.
 
-Where nothing overlaps there is one lane and one copy of everything: the plain trainer. Scorers that
-look at responses while these are decoded get a lane of their own, and so does a learner that trains
-while responses are decoded; generators, and the critic as a scorer, then have weights of their own,
-which change only at a hand-over.
+Where nothing overlaps there is one worker and one copy of everything: the plain trainer. Scorers
+that look at responses while these are decoded get a worker of their own, and so does a learner that
+trains while responses are decoded; generators, and the critic as a scorer, then have weights of
+their own, which change only at a hand-over.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.protocols import Tracer
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
 from stretto.schedules.migration import MigrationLimits
-from stretto.schedules.scoring import Seat
+from stretto.schedules.scoring import ScorerReplica
 from stretto.weights.channel import WeightChannel
 from stretto.workers.executor import ThreadExecutor
 from stretto.workers.protocols import FunctionWorker, LearnerWorker, ScorerWorker
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import GeneratorService, LearnerService, ScorerService
-from stretto.workers.threads import Lane
+from stretto.workers.threads import WorkerThread
 
 PATIENCE_S = 3.0
 """How long the end of a run waits for calls that were interrupted."""
@@ -39,8 +39,8 @@ COPY_GAIN = 100.0
 """Keys and values are copied this much faster within one memory than they are computed."""
 
 
-class Placement:
-    """Lanes and copies of a run.
+class ThreadPlacement:
+    """Workers and copies of a run.
 
     State: the versions of the engines, and the weights that engines and critic scorer have of their
     own, which may be older than the learner's.
@@ -48,7 +48,7 @@ class Placement:
     Attributes:
         training_threads: CPU threads of training.
         engines: what generates.
-        critics: the value model as scorers may use it, or ``None``; one for each seat.
+        critics: the value model as scorers may use it, or ``None``; one for each replica.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Placement:
         channel: WeightChannel,
     ) -> None:
         engines, self._knobs = config.rollout.engines, config.schedule.knobs
-        self._opened: list[Lane] = []
+        self._opened: list[WorkerThread] = []
         stack.callback(self.close)
         trained = {"actor": actor} | ({"critic": critic} if critic else {})
         self._trained = {
@@ -71,10 +71,10 @@ class Placement:
         }
         self.critics = [
             with_own_weights(critic) if self._knobs.copies_weights and critic else critic
-            for _ in range(self._knobs.model_seats(engines))
+            for _ in range(self._knobs.model_replicas(engines))
         ]
         self._hosts = self._knobs.hosts_scorers(engines)
-        self._judges: Sequence[FunctionWorker] = ()
+        self._functions: Sequence[FunctionWorker] = ()
         self._end_ranks: Callable[[], None] = lambda: None
         _, _, self.training_threads = self._threads(config)
         self._generating = with_own_weights(actor) if self._knobs.copies_weights else actor
@@ -86,7 +86,7 @@ class Placement:
                 *(with_own_structure(self._generating) for _ in range(engines - 1)),
             )
         ]
-        self._lanes = self._open_lanes(config)
+        self._workers = self._open_workers(config)
 
     def migrating(self, config: Config) -> Migrating | None:
         """What moving stragglers has to heed; measures how fast this device prefills."""
@@ -114,40 +114,42 @@ class Placement:
         return tuple(self._trained) if self._knobs.copies_weights else ()
 
     def generators(self, tracer: Tracer) -> list[GeneratorClient]:
-        """The engines, each on a lane."""
+        """The engines, each on a worker."""
         names = generator_names(len(self.engines))
-        lanes = self._lanes["generators"]
+        workers = self._workers["generators"]
         return [
-            GeneratorClient(name, ThreadExecutor(GeneratorService(engine), lane), tracer)
-            for name, engine, lane in zip(names, self.engines, lanes, strict=True)
+            GeneratorClient(name, ThreadExecutor(GeneratorService(engine), worker), tracer)
+            for name, engine, worker in zip(names, self.engines, workers, strict=True)
         ]
 
-    def seats(
+    def replicas(
         self,
-        judges: Sequence[FunctionWorker],
+        functions: Sequence[FunctionWorker],
         models: Sequence[Sequence[ScorerWorker]],
         tracer: Tracer,
-    ) -> list[Seat]:
-        """The scorers. A judge works in a process of its own, models on a lane.
+    ) -> list[ScorerReplica]:
+        """The scorers. A reward function works in a process of its own, models on a worker.
 
         Args:
-            judges: rewards from code.
-            models: for each seat, all model scorers. Where stragglers are moved together there is
-                a seat on each engine's lane, to work when nothing is left to decode there.
+            functions: rewards from code.
+            models: for each replica, all model scorers. Where stragglers are moved together there
+                is a replica on each engine's worker, to work when nothing is left to decode there.
             tracer: gets their spans.
         """
-        (lane,) = self._lanes["scorers"]
-        self._judges, early = judges, self._knobs.scores_early
+        (worker,) = self._workers["scorers"]
+        self._functions, early = functions, self._knobs.scores_early
 
-        def client(scorer: ScorerWorker, on: Lane) -> ScorerClient:
+        def client(scorer: ScorerWorker, on: WorkerThread) -> ScorerClient:
             service = ScorerService(scorer)
             return ScorerClient(service.info(), ThreadExecutor(service, on), tracer)
 
-        seats = [Seat(client(j, self._open(j.name, 1) if early else lane)) for j in judges]
+        replicas = [
+            ScorerReplica(client(f, self._open(f.name, 1) if early else worker)) for f in functions
+        ]
         for i, scorers in enumerate(models):
-            on, host = (self._lanes["generators"][i], i) if self._hosts else (lane, None)
-            seats += [Seat(client(scorer, on), host) for scorer in scorers]
-        return seats
+            on, host = (self._workers["generators"][i], i) if self._hosts else (worker, None)
+            replicas += [ScorerReplica(client(scorer, on), host) for scorer in scorers]
+        return replicas
 
     def learner(
         self, learner: LearnerWorker, tracer: Tracer, ranks: Ranks | None = None
@@ -163,7 +165,7 @@ class Placement:
         if ranks is not None:
             self._end_ranks = ranks.close
             ranks.watch(self._fail)
-        executor = ThreadExecutor(LearnerService(learner), self._lanes["learner"][0])
+        executor = ThreadExecutor(LearnerService(learner), self._workers["learner"][0])
         return LearnerClient("learner", executor, tracer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,21 +190,22 @@ class Placement:
                 parameters[n].copy_(saved)
 
     def close(self) -> None:
-        """End all lanes and what they are doing, as far as that goes within :data:`PATIENCE_S`."""
-        lanes, self._opened = self._opened, []
-        for lane in lanes:
-            lane.interrupt()
-        for judge in self._judges:  # a lane that waits for one cannot be interrupted
-            judge.close()
+        """End all workers and what they are doing, as far as that goes within
+        :data:`PATIENCE_S`."""
+        workers, self._opened = self._opened, []
+        for worker in workers:
+            worker.interrupt()
+        for function in self._functions:  # a worker that waits for one cannot be interrupted
+            function.close()
         self._end_ranks()  # likewise
         until_s = time.monotonic() + PATIENCE_S
-        for lane in lanes:
-            lane.join(max(until_s - time.monotonic(), 0.0))
+        for worker in workers:
+            worker.join(max(until_s - time.monotonic(), 0.0))
 
     def _fail(self, error: Exception) -> None:
-        """Have what waits for a lane get the error; from any thread."""
-        for lane in self._opened:
-            lane.fail(error)
+        """Have what waits for a worker get the error; from any thread."""
+        for worker in self._opened:
+            worker.fail(error)
 
     def _copies(self) -> dict[str, nn.Module]:
         if not self._knobs.copies_weights:
@@ -210,7 +213,7 @@ class Placement:
         copies = {f"critic {i}": model for i, model in enumerate(self.critics) if model}
         return {"actor": self._generating, **copies}
 
-    def _open_lanes(self, config: Config) -> dict[str, list[Lane]]:
+    def _open_workers(self, config: Config) -> dict[str, list[WorkerThread]]:
         engines = config.rollout.engines
         if not self._knobs.overlaps(engines):
             one = self._open("main", config.threads)
@@ -245,7 +248,7 @@ class Placement:
     def _cores(self, config: Config) -> int:
         return config.threads or torch.get_num_threads()
 
-    def _open(self, name: str, threads: int, **options: Any) -> Lane:
-        lane = Lane(name, threads, **options)
-        self._opened.append(lane)
-        return lane
+    def _open(self, name: str, threads: int, **options: Any) -> WorkerThread:
+        worker = WorkerThread(name, threads, **options)
+        self._opened.append(worker)
+        return worker

@@ -19,7 +19,7 @@ from stretto.assembly.scorers import model_scorers
 from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.observe.spans import Spans
-from stretto.runtime.inline.placement import Placement
+from stretto.runtime.inline.placement import ThreadPlacement
 from stretto.schedules.schedule import Schedule
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
@@ -36,7 +36,7 @@ class InlineRun:
     prompts: PromptSource
     scorers: Sequence[ScorerWorker]
     learner: PolicyLearner
-    placement: Placement
+    placement: ThreadPlacement
     weights: SharedChannel
     schedule: Schedule
     spans: Spans
@@ -61,7 +61,7 @@ class InlineRun:
         self.learner.save(folder, self.tokenizer)
 
     def halt(self) -> bool:
-        whole = self.learner.end_updates()  # before a lane is broken off in the midst of one
+        whole = self.learner.end_updates()  # before a worker is broken off in the midst of one
         self.placement.close()
         return whole
 
@@ -71,7 +71,7 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     parts = make_parts(config, stack, say, given)
     actor, critic, end_tokens = parts.models.actor, parts.models.critic, parts.models.end_tokens
     weights = SharedChannel()
-    place = Placement(config, actor, critic, parts.tokenizer, stack, end_tokens, weights)
+    place = ThreadPlacement(config, actor, critic, parts.tokenizer, stack, end_tokens, weights)
     models = [
         [*own, *model_scorers(config, parts.models.reference, values, weights, say)]
         for own, values in zip(parts.rewards, place.critics, strict=True)
@@ -89,14 +89,14 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     schedule = Schedule(
         parts.prompts.next,
         place.generators(spans),
-        place.seats(parts.functions, models, spans),
+        place.replicas(parts.functions, models, spans),
         place.learner(learner, spans, ranks),
         controls_of(config, place.migrating(config)),
         RealClock(),
         spans,
     )
     scorers: list[ScorerWorker] = [*parts.functions]
-    scorers += [scorer for seat in models for scorer in seat]
+    scorers += [scorer for replica in models for scorer in replica]
     return InlineRun(
         actor, parts.tokenizer, parts.prompts, scorers, learner, place, weights, schedule, spans
     )

@@ -25,14 +25,14 @@ from stretto.observe.spans import Spans
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
 from stretto.runtime.local import services
 from stretto.schedules.schedule import Schedule
-from stretto.schedules.scoring import Seat
+from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.weights.disk import DiskChannel
 from stretto.workers.executor import ThreadExecutor
 from stretto.workers.process import ProcessExecutor
 from stretto.workers.services import ScorerService
-from stretto.workers.threads import Lane
+from stretto.workers.threads import WorkerThread
 
 PATIENCE_S = 30.0
 """How long the end of a run waits for a step of the learner."""
@@ -110,11 +110,11 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         return executor
 
     learner = opened("learner", services.learner, config, channel, threads, given.warmup)
-    begun: services.Begun = learner.ask("begun")
-    for line in begun.said:
+    ready: services.Ready = learner.ask("ready")
+    for line in ready.said:
         say(line)
     wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(
-        generator_names(config.rollout.engines), (services.generator, config, channel, begun)
+        generator_names(config.rollout.engines), (services.generator, config, channel, ready)
     )
     wanted |= {
         source: (services.reward_model, config, source, first)
@@ -122,9 +122,9 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         if source.startswith(MODEL)
     }
     if config.algorithm.has_reference:
-        wanted["reference"] = (services.reference, config, channel, begun)
+        wanted["reference"] = (services.reference, config, channel, ready)
     if config.algorithm.definition.critic:
-        wanted["critic"] = (services.critic, config, channel, begun)
+        wanted["critic"] = (services.critic, config, channel, ready)
     with ThreadPoolExecutor(len(wanted)) as pool:
         made = {name: pool.submit(opened, name, *how) for name, how in wanted.items()}
     executors = {name: future.result() for name, future in made.items()}
@@ -134,17 +134,17 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         GeneratorClient(name, executors[name], spans)
         for name in generator_names(config.rollout.engines)
     ]
-    seats = [Seat(_function(f, stack, spans)) for f in functions]
+    replicas = [ScorerReplica(_function(f, stack, spans)) for f in functions]
     for name, executor in executors.items():
         if wanted[name][0] is not services.generator:
-            info, said = executor.ask("begun")
+            info, said = executor.ask("ready")
             for line in said:
                 say(line)
-            seats.append(Seat(ScorerClient(info, executor, spans)))
+            replicas.append(ScorerReplica(ScorerClient(info, executor, spans)))
     schedule = Schedule(
         prompts.next,
         generators,
-        seats,
+        replicas,
         LearnerClient("learner", learner, spans),
         controls_of(config, None),
         RealClock(),
@@ -191,6 +191,6 @@ def check(config: Config, given: Given) -> None:
 
 def _function(function: FunctionScorer, stack: ExitStack, spans: Spans) -> ScorerClient:
     """A reward function has a process of its own already; a thread waits for it."""
-    service, lane = ScorerService(function), Lane(function.name, 1)
-    stack.callback(lane.stop)
-    return ScorerClient(service.info(), ThreadExecutor(service, lane), spans)
+    service, worker = ScorerService(function), WorkerThread(function.name, 1)
+    stack.callback(worker.stop)
+    return ScorerClient(service.info(), ThreadExecutor(service, worker), spans)

@@ -41,7 +41,7 @@ Refs = Mapping[str, WeightsRef]
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Ready:
     """What the learner's process tells the others when it has loaded its models.
 
     Attributes:
@@ -62,13 +62,13 @@ class LocalLearner(LearnerService):
         self,
         learner: PolicyLearner,
         tokenizer: PreTrainedTokenizerBase,
-        begun: Begun,
+        ready: Ready,
         stack: ExitStack,
     ) -> None:
         super().__init__(learner)
-        self._learner, self._tokenizer, self._begun, self._stack = learner, tokenizer, begun, stack
+        self._learner, self._tokenizer, self._begun, self._stack = learner, tokenizer, ready, stack
 
-    def begun(self) -> Begun:
+    def ready(self) -> Ready:
         return self._begun
 
     def state_dict(self) -> Reply[dict[str, Any]]:
@@ -112,7 +112,7 @@ def learner(config: Config, folder: Path, threads: int, warmup: Path | None) -> 
         mark = made.fingerprint(name)
         refs[name] = WeightsRef(name, 0, mark, channel.name)
         channel.put(refs[name], dict(model.named_parameters()))
-    return LocalLearner(made, tokenizer, Begun(refs, models.end_tokens, said), stack)
+    return LocalLearner(made, tokenizer, Ready(refs, models.end_tokens, said), stack)
 
 
 class LocalGenerator(GeneratorService):
@@ -134,14 +134,14 @@ class LocalGenerator(GeneratorService):
         return Reply(None)
 
 
-def generator(config: Config, folder: Path, begun: Begun) -> LocalGenerator:
+def generator(config: Config, folder: Path, ready: Ready) -> LocalGenerator:
     """A generator's service, in its process."""
     prepare_torch(config)
     channel = DiskChannel(folder)
-    model = _actor(config, begun, channel)
+    model = _actor(config, ready, channel)
     tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
     rows = most_in_flight(config)
-    engine = make_engine(config, model, tokenizer, rows, begun.end_tokens, channel)
+    engine = make_engine(config, model, tokenizer, rows, ready.end_tokens, channel)
     return LocalGenerator(engine, model)
 
 
@@ -152,7 +152,7 @@ class LocalScorer(ScorerService):
         super().__init__(scorer)
         self._scorer, self._said = scorer, said
 
-    def begun(self) -> tuple[ScorerInfo, Sequence[str]]:
+    def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         return self.info(), self._said
 
     def state_dict(self) -> Reply[dict[str, Any]]:
@@ -163,16 +163,16 @@ class LocalScorer(ScorerService):
         return Reply(None)
 
 
-def reference(config: Config, folder: Path, begun: Begun) -> LocalScorer:
+def reference(config: Config, folder: Path, ready: Ready) -> LocalScorer:
     """The reference's service, in its process: the actor as training starts."""
     prepare_torch(config)
     said, channel = list[str](), DiskChannel(folder)
-    model = _actor(config, begun, channel)
+    model = _actor(config, ready, channel)
     (scorer,) = model_scorers(config, model, None, channel, said.append)
     return LocalScorer(scorer, said)
 
 
-def critic(config: Config, folder: Path, begun: Begun) -> LocalScorer:
+def critic(config: Config, folder: Path, ready: Ready) -> LocalScorer:
     """The service of the critic as a scorer, in its process."""
     prepare_torch(config)
     said, channel = list[str](), DiskChannel(folder)
@@ -182,7 +182,7 @@ def critic(config: Config, folder: Path, begun: Begun) -> LocalScorer:
     model = make_critic(config, actor, tokenizer, rewards, NOTHING, _quiet)
     assert model is not None
     model = with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
-    ref = begun.refs["critic"]
+    ref = ready.refs["critic"]
     load_weights(model, ref, channel.get(ref), "the critic")
     (scorer,) = model_scorers(config, None, model, channel, said.append)
     return LocalScorer(scorer, said)
@@ -206,11 +206,11 @@ def reward_model(config: Config, source: str, prompts: Sequence[Prompt]) -> Loca
     return LocalScorer(scorer, said)
 
 
-def _actor(config: Config, begun: Begun, channel: DiskChannel) -> nn.Module:
+def _actor(config: Config, ready: Ready, channel: DiskChannel) -> nn.Module:
     """The actor as training starts, in its adapters where it has any."""
     model = load_actor(config, _quiet)
     model = with_adapters(model, config, "CAUSAL_LM", ExitStack(), brought=False)
-    ref = begun.refs["actor"]
+    ref = ready.refs["actor"]
     load_weights(model, ref, channel.get(ref), "the actor's copy")
     return model
 

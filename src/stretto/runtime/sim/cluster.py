@@ -17,8 +17,8 @@ from stretto.config import NonNegativeInt, PositiveInt, ScheduleConfig, Section,
 from stretto.errors import ConfigError
 from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.hardware import (
+    DevicePlacement,
     Efficiency,
-    Placement,
     generator_cost,
     prefill_cost,
     train_cost,
@@ -129,7 +129,7 @@ class Workload(Section):
     samples_per_prompt: PositiveInt = 1
     """Responses to each prompt; divides batch."""
     group_at_least: PositiveInt = 1
-    """Judged responses to one prompt without which the others are left out too."""
+    """Scored responses to one prompt without which the others are left out too."""
     steps: PositiveInt = 50
     """Batches to train on."""
     max_new_tokens: PositiveInt = 2048
@@ -173,7 +173,7 @@ class Cluster(Section):
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
     """One or several."""
     scorers: tuple[ScorerRole, ...] = ()
-    """Seats of one scorer on several devices have the same name."""
+    """Replicas of one scorer on several devices have the same name."""
     learner: LearnerRole
     """One."""
     workload: Workload = Workload()
@@ -215,7 +215,9 @@ class Cluster(Section):
         """
         if role.cost is not None:
             return role.cost
-        place = Placement(model=role.model, gpu=self.gpu, tensor_parallel=role.tensor_parallel)
+        place = DevicePlacement(
+            model=role.model, gpu=self.gpu, tensor_parallel=role.tensor_parallel
+        )
         return generator_cost(place, self.efficiency)
 
     def cost_of_scorer(self, role: ScorerRole) -> PrefillCost | SampleCost:
@@ -226,7 +228,7 @@ class Cluster(Section):
         """
         if role.cost is not None:
             return role.cost
-        place = Placement(model=role.model, gpu=self.gpu, replicas=len(role.devices))
+        place = DevicePlacement(model=role.model, gpu=self.gpu, replicas=len(role.devices))
         return prefill_cost(place, self.efficiency)
 
     @property

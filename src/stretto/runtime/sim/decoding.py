@@ -22,7 +22,7 @@ from stretto.types import FinishReason
 
 
 @dataclass(slots=True)
-class Row:
+class SimRow:
     """A rollout that is being decoded.
 
     Attributes:
@@ -69,8 +69,8 @@ class Replica:
 
     def __init__(self, cost: GeneratorCost, slots: int | None) -> None:
         self._cost, self._slots = cost, slots
-        self.waiting: deque[Row] = deque()
-        self.rows: dict[int, Row] = {}
+        self.waiting: deque[SimRow] = deque()
+        self.rows: dict[int, SimRow] = {}
         self.step = 0
         self._ends: list[tuple[int, int]] = []  # (step, rollout id); left behind by those that went
         self._context = 0
@@ -94,18 +94,18 @@ class Replica:
         self.time_s, self.left, self.work = 0.0, max_steps, Work()
         self.fill()
 
-    def advance(self) -> list[Row]:
+    def advance(self) -> list[SimRow]:
         """Go on to the next event; the rows that end there, by id."""
         return self._advance(self._event_steps)
 
-    def advance_until(self, time_s: float) -> list[Row]:
+    def advance_until(self, time_s: float) -> list[SimRow]:
         """Finish the step that is under way at this time of the call, and stop there."""
         most = self._event_steps
         if not most or time_s <= self.time_s:
             return []
         return self._advance(self._steps_within(time_s - self.time_s, most))
 
-    def take_out(self, rollout_id: int) -> Row:
+    def take_out(self, rollout_id: int) -> SimRow:
         """Remove a row; it keeps what it needs to go on elsewhere.
 
         Raises:
@@ -145,7 +145,7 @@ class Replica:
             self._to_prefill = 0
         self._plan()
 
-    def _has_room(self, row: Row) -> bool:
+    def _has_room(self, row: SimRow) -> bool:
         """Whether there is a slot, and memory until its end: the engine is taken to foresee it."""
         limit = self._cost.cache_tokens
         fits = not limit or not self.rows or self._reserved + row.prompt + row.length <= limit
@@ -175,7 +175,7 @@ class Replica:
             return most
         return min(self._cost.decode.steps_within(len(self.rows), self._context, seconds), most)
 
-    def _advance(self, steps: int) -> list[Row]:
+    def _advance(self, steps: int) -> list[SimRow]:
         rows, work = len(self.rows), self.work
         self.time_s += self._seconds(steps)
         work.context += steps * self._context + rows * (steps * (steps - 1) // 2)
@@ -194,7 +194,7 @@ class Replica:
                 self._leave(row)
         return ended
 
-    def _leave(self, row: Row) -> None:
+    def _leave(self, row: SimRow) -> None:
         self._context -= row.prompt + self.step - row.base
         self._reserved -= row.prompt + row.length
         self._groups[row.group] -= 1
@@ -202,7 +202,9 @@ class Replica:
             del self._groups[row.group]
 
 
-def decode(replicas: Sequence[Replica], max_steps: int, stop_after: int) -> tuple[list[Row], Work]:
+def decode(
+    replicas: Sequence[Replica], max_steps: int, stop_after: int
+) -> tuple[list[SimRow], Work]:
     """One decode call on all replicas at once.
 
     Args:
@@ -216,9 +218,9 @@ def decode(replicas: Sequence[Replica], max_steps: int, stop_after: int) -> tupl
     """
     for replica in replicas:
         replica.begin(max_steps)
-    ended: list[tuple[float, int, int, Row]] = []
+    ended: list[tuple[float, int, int, SimRow]] = []
 
-    def note(replica: Replica, rows: Sequence[Row]) -> None:
+    def note(replica: Replica, rows: Sequence[SimRow]) -> None:
         ended.extend((replica.time_s, replica.work.steps, row.id, row) for row in rows)
 
     while True:

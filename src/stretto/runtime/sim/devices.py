@@ -1,8 +1,8 @@
 """What a role occupies while it works, and the order in which it answers.
 
 A *device* works for one call at a time, first come, first served: roles on one device take turns,
-roles on different ones run side by side. A *lane* is one role's view of its devices: it answers the
-role's calls in the order in which they were made, and takes down a span for each piece of work.
+roles on different ones run side by side. A *worker* is one role's view of its devices: it answers
+the role's calls in the order in which they were made, and takes down a span for each piece of work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Device:
         self.turn = asyncio.Lock()
 
 
-class Lane:
+class SimWorker:
     """One role's calls, in order, on its devices.
 
     A role without devices (a function, a service elsewhere) works on nothing that others share.

@@ -14,9 +14,9 @@ import numpy as np
 
 from stretto.errors import EngineError
 from stretto.runtime.sim.costs import GeneratorCost
-from stretto.runtime.sim.decoding import Replica, Row, decode
-from stretto.runtime.sim.devices import Lane
-from stretto.types import Chunk, FinishReason, Parcel, Response, WeightsRef
+from stretto.runtime.sim.decoding import Replica, SimRow, decode
+from stretto.runtime.sim.devices import SimWorker
+from stretto.types import Chunk, FinishReason, KVTransfer, Response, WeightsRef
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
 """What stands for sampled tokens; longer than any response."""
@@ -34,7 +34,7 @@ class SimGenerator:
 
     def __init__(
         self,
-        lane: Lane,
+        worker: SimWorker,
         cost: GeneratorCost,
         lengths: Callable[[int], int],
         *,
@@ -46,7 +46,7 @@ class SimGenerator:
         """Make a generator without rollouts.
 
         Args:
-            lane: its devices; a call occupies all of them.
+            worker: its devices; a call occupies all of them.
             cost: of one replica.
             lengths: response tokens of a rollout, without a limit.
             max_new_tokens: the limit.
@@ -54,7 +54,7 @@ class SimGenerator:
             replicas: copies of the model that decode side by side.
             carry: whether cached keys and values are made again after new weights.
         """
-        self._lane, self._cost, self._lengths = lane, cost, lengths
+        self._worker, self._cost, self._lengths = worker, cost, lengths
         self._max_new_tokens, self._carry = max_new_tokens, carry
         self._replicas = [Replica(cost, slots) for _ in range(replicas)]
         self._home: dict[int, Replica] = {}
@@ -66,18 +66,18 @@ class SimGenerator:
         Raises:
             EngineError: a rollout is here already, or has ended.
         """
-        async with self._lane.turn:
+        async with self._worker.turn:
             for response in responses:
                 self._add(response, 0)
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
         """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
-        async with self._lane.turn:
+        async with self._worker.turn:
             ended, work = decode(self._replicas, max_tokens, stop_after)
             chunks = [self._last_chunk(row) for row in ended]
             chunks += self._chunks()
             if chunks:
-                await self._lane.work(
+                await self._worker.work(
                     "gen",
                     work.seconds,
                     rollouts=[c.rollout_id for c in chunks],
@@ -91,19 +91,19 @@ class SimGenerator:
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts; unknown ids are ignored."""
-        async with self._lane.turn:
+        async with self._worker.turn:
             for id_ in rollout_ids:
                 if replica := self._home.pop(id_, None):
                     replica.take_out(id_)
 
-    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[Parcel]:
+    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Let go of rollouts; the time that moving a cache takes is the receiver's.
 
         Raises:
             EngineError: a rollout is not here.
         """
-        async with self._lane.turn:
-            parcels = []
+        async with self._worker.turn:
+            transfers = []
             for id_ in rollout_ids:
                 if id_ not in self._home:
                     raise EngineError(f"rollout {id_} is not in this engine; it cannot leave it")
@@ -112,20 +112,22 @@ class SimGenerator:
                 row = replica.take_out(id_)
                 cached = row.prompt + row.tokens if decoded else row.cached
                 moved = with_cache and cached > 0
-                parcels.append(Parcel(id_, "cache" if moved else None, cached if moved else 0))
-            return parcels
+                transfers.append(
+                    KVTransfer(id_, "cache" if moved else None, cached if moved else 0)
+                )
+            return transfers
 
-    async def accept(self, responses: Sequence[Response], parcels: Sequence[Parcel]) -> None:
-        """Go on with rollouts that another generator exported, one parcel each.
+    async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
+        """Go on with rollouts that another generator exported, one transfer each.
 
         Raises:
             EngineError: a rollout is here already, or has ended.
         """
-        async with self._lane.turn:
-            for response, parcel in zip(responses, parcels, strict=True):
-                self._add(response, parcel.cached_tokens)
-            size_bytes = self._cost.cache_bytes * sum(p.cached_tokens for p in parcels)
-            await self._lane.work(
+        async with self._worker.turn:
+            for response, transfer in zip(responses, transfers, strict=True):
+                self._add(response, transfer.cached_tokens)
+            size_bytes = self._cost.cache_bytes * sum(p.cached_tokens for p in transfers)
+            await self._worker.work(
                 "migrate",
                 self._cost.transfer.seconds(size_bytes),
                 rollouts=[r.id for r in responses],
@@ -134,8 +136,8 @@ class SimGenerator:
 
     async def load(self, weights: WeightsRef) -> None:
         """Decode with these weights from now on."""
-        async with self._lane.turn:
-            await self._lane.work("load", self._cost.load_s, version=weights.version)
+        async with self._worker.turn:
+            await self._worker.work("load", self._cost.load_s, version=weights.version)
             self.version = weights.version
             if self._carry == "recompute":
                 for replica in self._replicas:
@@ -152,7 +154,7 @@ class SimGenerator:
                 "that go on"
             )
         replica = min(self._replicas, key=lambda r: r.load)
-        row = Row(
+        row = SimRow(
             id=response.id,
             group=response.group,
             prompt=len(response.prompt.tokens),
@@ -164,7 +166,7 @@ class SimGenerator:
         replica.waiting.append(row)
         self._home[response.id] = replica
 
-    def _last_chunk(self, row: Row) -> Chunk:
+    def _last_chunk(self, row: SimRow) -> Chunk:
         del self._home[row.id]
         new = row.length - row.tokens
         return Chunk(row.id, row.tokens, _TOKENS[:new], _LOGPROBS[:new], self.version, row.finish)

@@ -123,7 +123,7 @@ class Efficiency(Section):
     """Seconds of one all-reduce among tensor-parallel devices; a decode step has two a layer."""
 
 
-class Placement(Section):
+class DevicePlacement(Section):
     """A model on devices: ``replicas`` copies, each split over ``tensor_parallel`` devices."""
 
     model: str
@@ -158,7 +158,7 @@ class Placement(Section):
         return GPUS[self.gpu]
 
 
-def generator_cost(place: Placement, efficiency: Efficiency) -> GeneratorCost:
+def generator_cost(place: DevicePlacement, efficiency: Efficiency) -> GeneratorCost:
     """Of one copy: rows of different copies do not share a step.
 
     All memory beside the weights is taken to be free for the cache; give the cost in numbers where
@@ -193,7 +193,7 @@ def generator_cost(place: Placement, efficiency: Efficiency) -> GeneratorCost:
     )
 
 
-def prefill_cost(place: Placement, efficiency: Efficiency) -> PrefillCost:
+def prefill_cost(place: DevicePlacement, efficiency: Efficiency) -> PrefillCost:
     """Scoring by a model; its copies share a call's tokens evenly."""
     work = place.device.flops * efficiency.prefill * place.tensor_parallel * place.replicas
     return PrefillCost(call_s=efficiency.call_s, token_s=2 * place.size.parameters / work)
@@ -212,8 +212,8 @@ def train_cost(
         updates: optimizer updates a step.
         efficiency: what of the peak is reached.
     """
-    places = [Placement(model=name, gpu=gpu) for name in models]
-    device = Placement(model=models[0], gpu=gpu).device
+    places = [DevicePlacement(model=name, gpu=gpu) for name in models]
+    device = DevicePlacement(model=models[0], gpu=gpu).device
     parameters = sum(p.size.parameters for p in places)
     read = device.memory_bytes_per_s * efficiency.memory * devices
     link = device.link_bytes_per_s * efficiency.link

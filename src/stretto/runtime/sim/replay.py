@@ -35,7 +35,7 @@ def recorded_cluster(
     """The roles of a run in one process, with the costs and the lengths that were seen.
 
     Model scorers find a call worthwhile as they do on a CPU. Where the run's knobs are all at zero
-    its roles share one lane, so here they share one device; else generators, scoring models and
+    its roles share one worker, so here they share one device; else generators, scoring models and
     learner have a device each, and functions need none. Costs contain what roles that worked at the
     same time took from each other. Rewards are those of the rollouts, under whatever schedule.
 
@@ -87,7 +87,7 @@ def recorded_cluster(
 def _scorers(
     config: Config, costs: Mapping[str, PrefillCost | SampleCost], apart: bool
 ) -> tuple[ScorerRole, ...]:
-    """The run's scorers where they had their lanes: with the engines, or on one of their own."""
+    """The run's scorers where they had their workers: with the engines, or on one of their own."""
     engines, knobs = config.rollout.engines, config.schedule.knobs
     budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
     worthwhile = worthwhile_tokens(budget, streaming=knobs.streams)

@@ -16,7 +16,7 @@ import numpy as np
 from stretto.config import NonNegative, Section
 from stretto.errors import EngineError
 from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
-from stretto.runtime.sim.devices import Lane
+from stretto.runtime.sim.devices import SimWorker
 from stretto.runtime.sim.lengths import uniform
 from stretto.types import Chunk, Response, Score, ScoreKind, TrainBatch, TrainOutput, WeightsRef
 
@@ -64,7 +64,7 @@ class SimScorer:
 
     def __init__(
         self,
-        lane: Lane,
+        worker: SimWorker,
         cost: PrefillCost | SampleCost,
         kind: ScoreKind,
         *,
@@ -76,7 +76,7 @@ class SimScorer:
         """Make a scorer that knows no rollouts.
 
         Args:
-            lane: its devices; the lane's role is its name.
+            worker: its devices; the worker's role is its name.
             cost: by tokens for a model, by responses for a function.
             kind: what its scores are.
             reward: of a rollout id and the version of its last token; for kind ``reward``.
@@ -84,7 +84,7 @@ class SimScorer:
             streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
             worthwhile_tokens: that make a call worth its fixed cost.
         """
-        self._lane, self._cost, self._reward = lane, cost, reward
+        self._worker, self._cost, self._reward = worker, cost, reward
         self._streams = streams and isinstance(cost, PrefillCost)
         self._kind, self._follows = kind, follows
         self._worthwhile_tokens = worthwhile_tokens
@@ -92,8 +92,8 @@ class SimScorer:
 
     @property
     def name(self) -> str:
-        """The lane's role."""
-        return self._lane.role
+        """The worker's role."""
+        return self._worker.role
 
     @property
     def kind(self) -> ScoreKind:
@@ -126,7 +126,7 @@ class SimScorer:
         Raises:
             EngineError: one is here already.
         """
-        async with self._lane.turn:
+        async with self._worker.turn:
             for r in responses:
                 if r.id in self._pending:
                     raise EngineError(f"{self.name} has rollout {r.id} already; release it first")
@@ -139,7 +139,7 @@ class SimScorer:
         Raises:
             EngineError: a chunk's rollout is unknown, or the chunk leaves a gap or comes twice.
         """
-        async with self._lane.turn:
+        async with self._worker.turn:
             for chunk in chunks:
                 entry = self._pending.get(chunk.rollout_id)
                 if entry is None or chunk.start != entry.tokens or entry.ended:
@@ -159,7 +159,7 @@ class SimScorer:
         Raises:
             EngineError: a rollout is unknown, or its last chunk has not come.
         """
-        async with self._lane.turn:
+        async with self._worker.turn:
             for id_ in rollout_ids:
                 if id_ not in self._pending or not self._pending[id_].ended:
                     raise EngineError(
@@ -171,13 +171,13 @@ class SimScorer:
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
-        async with self._lane.turn:
+        async with self._worker.turn:
             for id_ in rollout_ids:
                 self._pending.pop(id_, None)
 
     async def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on; what is prefilled is void."""
-        async with self._lane.turn:
+        async with self._worker.turn:
             for entry in self._pending.values():
                 entry.cached = 0
 
@@ -190,9 +190,9 @@ class SimScorer:
             entry.cached = total
         ids = list(rollout_ids)
         if isinstance(self._cost, PrefillCost):
-            await self._lane.work(name, self._cost.seconds(tokens), rollouts=ids, tokens=tokens)
+            await self._worker.work(name, self._cost.seconds(tokens), rollouts=ids, tokens=tokens)
         else:
-            await self._lane.work(name, self._cost.seconds(len(ids)), rollouts=ids)
+            await self._worker.work(name, self._cost.seconds(len(ids)), rollouts=ids)
 
     def _score(self, rollout_id: int, entry: _Pending) -> Score:
         if self._kind == "reward":
@@ -208,16 +208,18 @@ class SimLearner:
     State: the version.
     """
 
-    def __init__(self, lane: Lane, cost: TrainCost, models: Sequence[str] = ("actor",)) -> None:
+    def __init__(
+        self, worker: SimWorker, cost: TrainCost, models: Sequence[str] = ("actor",)
+    ) -> None:
         """Make an untrained learner of these models."""
-        self._lane, self._cost, self._models = lane, cost, tuple(models)
+        self._worker, self._cost, self._models = worker, cost, tuple(models)
         self.version = 0
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step; returns the mean reward and what was trained on."""
-        async with self._lane.turn:
+        async with self._worker.turn:
             tokens = batch.total_tokens
-            await self._lane.work("update", self._cost.seconds(tokens), tokens=tokens)
+            await self._worker.work("update", self._cost.seconds(tokens), tokens=tokens)
             rewards, now = batch.totals(), self.version
             stale = [now - int(v.min(initial=now)) for v in batch.split(batch.versions)]
             stats = {
@@ -229,7 +231,7 @@ class SimLearner:
 
     async def publish(self) -> Mapping[str, WeightsRef]:
         """The next version of every model."""
-        async with self._lane.turn:
-            await self._lane.work("publish", self._cost.publish_s, version=self.version + 1)
+        async with self._worker.turn:
+            await self._worker.work("publish", self._cost.publish_s, version=self.version + 1)
             self.version += 1
             return {m: WeightsRef(m, self.version, f"{m} {self.version}") for m in self._models}

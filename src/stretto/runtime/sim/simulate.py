@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from stretto.assembly.controls import Judging, Sizes, controls
+from stretto.assembly.controls import Filtering, Sizes, controls
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import Generator, Learner, Tracer
 from stretto.runtime.sim.cluster import Cluster
-from stretto.runtime.sim.devices import Device, Lane
+from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.roles import SimLearner, SimScorer
 from stretto.schedules.schedule import Schedule
-from stretto.schedules.scoring import Seat
+from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Prompt, Stats
 
 R = TypeVar("R")
@@ -30,7 +30,7 @@ class SimRoles:
 
     devices: Sequence[Device]
     generators: Sequence[Generator]
-    seats: Sequence[Seat]
+    replicas: Sequence[ScorerReplica]
     learner: Learner
 
 
@@ -116,14 +116,14 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
             steps=w.steps,
             engines=engines,
         ),
-        Judging(drop_failures=w.on_failure == "drop", group_at_least=w.group_at_least),
+        Filtering(drop_failures=w.on_failure == "drop", group_at_least=w.group_at_least),
         seed=w.seed,
         migrating=cluster.migrating if migrates else None,
     )
     return Schedule(
         _prompts(cluster),
         roles.generators,
-        roles.seats,
+        roles.replicas,
         roles.learner,
         turned,
         VirtualClock(),
@@ -141,8 +141,8 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
     w = cluster.workload
     lengths = Lengths(w.response_tokens, w.seed)
 
-    def lane(role: str, used: Sequence[int]) -> Lane:
-        return Lane(role, [devices[i] for i in used], tracer)
+    def worker(role: str, used: Sequence[int]) -> SimWorker:
+        return SimWorker(role, [devices[i] for i in used], tracer)
 
     def put(role: R, name: str) -> R:
         return faulty(role, faults, name) if faults else role
@@ -154,7 +154,7 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
         generators.append(
             put(
                 SimGenerator(
-                    lane(name, g.devices),
+                    worker(name, g.devices),
                     cluster.cost_of_generator(g),
                     lengths,
                     max_new_tokens=w.max_new_tokens,
@@ -165,10 +165,10 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
                 name,
             )
         )
-    seats = []
+    replicas = []
     for i, s in enumerate(cluster.scorers):
         scorer = SimScorer(
-            lane(s.name, s.devices),
+            worker(s.name, s.devices),
             cluster.cost_of_scorer(s),
             s.kind,
             reward=w.reward,
@@ -176,11 +176,11 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
             streams=s.streams,
             worthwhile_tokens=s.worthwhile_tokens,
         )
-        seats.append(Seat(put(scorer, f"{s.name} {i}"), s.host))
+        replicas.append(ScorerReplica(put(scorer, f"{s.name} {i}"), s.host))
     learner = SimLearner(
-        lane("learner", cluster.learner.devices), cluster.cost_of_learner, cluster.learner.trains
+        worker("learner", cluster.learner.devices), cluster.cost_of_learner, cluster.learner.trains
     )
-    return SimRoles(devices, generators, seats, put(learner, "learner"))
+    return SimRoles(devices, generators, replicas, put(learner, "learner"))
 
 
 def _prompts(cluster: Cluster) -> Callable[[], Prompt]:

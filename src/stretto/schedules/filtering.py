@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from stretto.errors import JudgeError
+from stretto.errors import RewardError
 from stretto.finite import is_finite
 from stretto.schedules.rollout import Rollout, of_kind, total_reward
 
-JUDGE_FAILED = "judge failed"
+FUNCTION_FAILED = "reward function failed"
 NOTHING_APPLIES = "no reward source applies"
 NOT_FINITE = "reward not finite"
 GROUP_TOO_SMALL = "group too small"
@@ -26,8 +26,8 @@ def reasons_to_reject(
     """Why rollouts are to be left out, by their ids: they have no reward, or so many others to
     their prompt have none that there is nothing to compare them with.
 
-    A rollout has no reward if a judge failed on it, if no source applies to it, or if the weighted
-    sum is not finite as float32.
+    A rollout has no reward if a reward function failed on it, if no source applies to it, or if the
+    weighted sum is not finite as float32.
 
     Args:
         rollouts: a scored batch, with whole groups.
@@ -36,7 +36,7 @@ def reasons_to_reject(
         weights: factor of each reward source, by name; without them each counts once.
 
     Raises:
-        JudgeError: a response has no reward and such are not to be dropped, or nothing is left
+        RewardError: a response has no reward and such are not to be dropped, or nothing is left
             without them.
     """
     bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights)) is not None}
@@ -55,8 +55,8 @@ def reasons_to_reject(
         )
     elif alone:
         nothing_left = f", and no prompt has the {group_at_least} left that the algorithm compares"
-    raise JudgeError(
-        f"{len(bad)} of {len(rollouts)} responses could not be judged{nothing_left}. The first:\n"
+    raise RewardError(
+        f"{len(bad)} of {len(rollouts)} responses could not be scored{nothing_left}. The first:\n"
         f"{next(iter(bad.values()))[1]}\n"
         f"Mend the reward function{remedy}",
         list(bad),
@@ -66,7 +66,7 @@ def reasons_to_reject(
 def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:
     """Why a rollout has no reward, in short and in full; ``None`` if it has one."""
     if failures := [s.failure for s in rollout.scores.values() if s.failure]:
-        return JUDGE_FAILED, "; ".join(failures)
+        return FUNCTION_FAILED, "; ".join(failures)
     rewards = of_kind(rollout, "reward")
     if rewards and all(s.scalar is None for s in rewards):
         return NOTHING_APPLIES, (

@@ -32,11 +32,11 @@ from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.runs.ending import saved_at_the_end
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.pairs import read_pairs, tokens_of
-from stretto.tasks.responses import Layout, attempt
+from stretto.tasks.responses import PromptLayout, attempt
 from stretto.training import preference
 from stretto.training import sft as tuning
+from stretto.training.epochs import After, hold_out, updates
 from stretto.training.gate import end_updates
-from stretto.training.supervised import After, hold_out, updates
 from stretto.types import Stats
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
     """
     rows, dropped = read_demonstrations(config.data)
     model, tokenizer, ends = _load(config, progress)
-    layout = Layout(tokenizer, ends, config.data)
+    layout = PromptLayout(tokenizer, ends, config.data)
     examples, reasons = attempt(rows, lambda row: example_of(row, layout), config.data)
     _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
     _say_spelled(layout, progress)
@@ -140,7 +140,7 @@ def train_reward_model(
     """
     rows, dropped = read_pairs(config.data)
     base, tokenizer, ends = _load(config, progress)
-    layout = Layout(tokenizer, ends, config.data)
+    layout = PromptLayout(tokenizer, ends, config.data)
     pairs, reasons = attempt(rows, lambda pair: tokens_of(pair, layout), config.data)
     _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
     _say_spelled(layout, progress)
@@ -258,7 +258,7 @@ def _say_dropped(reasons: Sequence[str], rows: int, progress: Progress) -> None:
         )
 
 
-def _say_spelled(layout: Layout, progress: Progress) -> None:
+def _say_spelled(layout: PromptLayout, progress: Progress) -> None:
     if layout.found:
         progress.note(
             f"rows spell control tokens ({', '.join(sorted(layout.found))}), which are read as "

@@ -1,4 +1,4 @@
-"""The parent's side of a judge's process: start it, ask it, and kill it when it hangs."""
+"""The parent's side of a reward function's process: start it, ask it, and kill it when it hangs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stretto.errors import ConfigError, JudgeError, TaskError
+from stretto.errors import ConfigError, RewardError, TaskError
 
 START_LIMIT_S = 120.0
-"""For the judge's process to start and import what it needs."""
+"""For the reward function's process to start and import what it needs."""
 
 
 class _MismatchError(Exception):
     """A line came that does not answer the request, or not from the process that was asked."""
 
 
-class JudgeProcess:
-    """The judge's process and the JSON lines to and from it; every wait has a deadline.
+class FunctionProcess:
+    """The reward function's process and the JSON lines to and from it; every wait has a deadline.
 
     Args:
-        opening: the first line, which names the judge.
+        opening: the first line, which names the reward function.
     """
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
@@ -39,11 +39,11 @@ class JudgeProcess:
         self._request = 0
 
     def start(self) -> dict[str, Any]:
-        """Start it, and give what it says of the judge.
+        """Start it, and give what it says of the reward function.
 
         Raises:
-            ConfigError, TaskError: the judge cannot be opened.
-            JudgeError: the process ended or took too long.
+            ConfigError, TaskError: the reward function cannot be opened.
+            RewardError: the process ended or took too long.
         """
         # A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by.
         # -P keeps files of the working directory from standing in for libraries of their name.
@@ -70,9 +70,9 @@ class JudgeProcess:
                 TimeoutError: f"took over {START_LIMIT_S:g} s",
                 _MismatchError: f"was stopped as {error}",
             }[type(error)]
-            raise JudgeError(
-                f"the process of the judge {dict(self._opening)} {how} while it was starting; see "
-                f"what it wrote to standard error, or run: {sys.executable} -c 'import "
+            raise RewardError(
+                f"the process of the reward function {dict(self._opening)} {how} while it was "
+                f"starting; see what it wrote to standard error, or run: {sys.executable} -c 'import "
                 "stretto.scoring.worker'"
             ) from error
         except BaseException:
@@ -87,7 +87,7 @@ class JudgeProcess:
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Have samples judged: the verdicts that came, and why there are no more, if so.
+        """Have samples scored: the verdicts that came, and why there are no more, if so.
 
         Verdicts come in the order of the samples. Once a line does not match the request, none of
         its verdicts is trusted.
