@@ -33,7 +33,7 @@ from stretto.errors import (
 from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.gold import end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
-from stretto.evaluation.llm import Verdict, metrics, open_function, parse
+from stretto.evaluation.llm import Verdict, metrics, open_judge, parse
 from stretto.evaluation.rates import compare
 from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
@@ -654,7 +654,7 @@ def test_verdicts_are_read_from_answers(answer: str, verdict: str | None) -> Non
 
 def test_openais_own_endpoint_needs_a_key(serve: Any) -> None:
     with pytest.raises(ConfigError, match="set OPENAI_API_KEY, or name another endpoint"):
-        open_function(evaluation.LlmJudge("gpt"))
+        open_judge(evaluation.LlmJudge("gpt"))
     with pytest.raises(ConfigError, match="both must be above 0"):
         evaluation.LlmJudge("gpt", concurrency=0)
 

@@ -29,8 +29,8 @@ from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.hardware import (
+    DevicePlacement,
     Efficiency,
-    Placement,
     generator_cost,
     prefill_cost,
     train_cost,
@@ -111,7 +111,7 @@ def test_steps_and_seconds_are_inverse(
 
 def test_roofline_costs_are_what_the_data_sheets_say() -> None:
     perfect = Efficiency(memory=1, prefill=1, training=1, link=1, step_s=0, call_s=0, reduce_s=1e-5)
-    place = Placement(model="qwen2.5-7b", gpu="h200")
+    place = DevicePlacement(model="qwen2.5-7b", gpu="h200")
     cost = generator_cost(place, perfect)
     assert cost.decode.step_s == pytest.approx(15.22e9 / 4.8e12)  # 3.2 ms to read the weights
     assert cost.decode.row_s == pytest.approx(2 * 7.61e9 / 989e12)
@@ -120,10 +120,12 @@ def test_roofline_costs_are_what_the_data_sheets_say() -> None:
     assert cost.prefill.seconds(1000) == pytest.approx(1000 * 2 * 7.61e9 / 989e12)
     assert cost.cache_tokens == int((0.9 * 141e9 - 15.22e9) / 57344)
     with pytest.raises(ConfigError, match=r"130 GB of weights.*into 1 x 80 GB; raise tensor_par"):
-        generator_cost(Placement(model="llama-65b", gpu="h100"), perfect)
-    split = generator_cost(Placement(model="qwen2.5-7b", gpu="h200", tensor_parallel=4), perfect)
+        generator_cost(DevicePlacement(model="llama-65b", gpu="h100"), perfect)
+    split = generator_cost(
+        DevicePlacement(model="qwen2.5-7b", gpu="h200", tensor_parallel=4), perfect
+    )
     assert split.decode.step_s == pytest.approx(15.22e9 / 4.8e12 / 4 + 2 * 28 * 1e-5)
-    copies = Placement(model="qwen2.5-7b", gpu="h200", replicas=7)
+    copies = DevicePlacement(model="qwen2.5-7b", gpu="h200", replicas=7)
     assert prefill_cost(copies, perfect).token_s == pytest.approx(2 * 7.61e9 / 989e12 / 7)
     train = train_cost(["qwen2.5-7b"] * 2, "h200", 7, 4, 4, perfect)
     assert train.token_s == pytest.approx(4 * 6 * 2 * 7.61e9 / 989e12 / 7)
@@ -133,9 +135,9 @@ def test_roofline_costs_are_what_the_data_sheets_say() -> None:
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown model 'qwen2\.5-7'.*'qwen2\.5-7b'"):
-        generator_cost(Placement(model="qwen2.5-7", gpu="h100"), Efficiency())
+        generator_cost(DevicePlacement(model="qwen2.5-7", gpu="h100"), Efficiency())
     with pytest.raises(ConfigError, match="unknown GPU 'h20'"):
-        generator_cost(Placement(model="qwen2.5-7b", gpu="h20"), Efficiency())
+        generator_cost(DevicePlacement(model="qwen2.5-7b", gpu="h20"), Efficiency())
 
 
 # -- lengths ----------------------------------------------------------------------------------
