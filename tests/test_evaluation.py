@@ -33,7 +33,7 @@ from stretto.errors import (
 from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.gold import end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
-from stretto.evaluation.llm import Verdict, metrics, open_judge, parse
+from stretto.evaluation.llm import Verdict, counted, open_judge, parse
 from stretto.evaluation.rates import compare
 from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
@@ -620,7 +620,7 @@ def test_verdicts_by_hand() -> None:
         ("tie", "B"),  # a tie, then the policy
         ("A", None),
     ]
-    result = metrics("m", verdicts)
+    result = counted("m", verdicts)
     assert (result.wins, result.ties, result.losses) == (1, 3, 1)
     assert (result.rate, result.consistent) == (0.5, 0.6)
     assert (result.unparsable, result.left_out) == (1, 1)

@@ -541,11 +541,13 @@ def test_rollouts_are_kept_and_read_back(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny", Config())
     assert run.read_rollouts() == []
     trained = rollout(3, 9, RolloutState.TRAINED)
-    rejected = rollout(4, 0, RolloutState.REJECTED, "judge failed")
+    rejected = rollout(4, 0, RolloutState.REJECTED, "reward function failed")
     run.append_rollouts(1, [trained, rejected], {3: 0.5})
     run.append_rollouts(2, [rollout(5, 1, RolloutState.TRAINED)], {5: float("inf")})
     first = RolloutRecord(1, 3, 53, 2, 3, 9, "stop", "trained", "", 1, 3, 4, 0.5)
-    second = RolloutRecord(1, 4, 54, 4, 3, 0, None, "rejected", "judge failed", 0, None, None, None)
+    second = RolloutRecord(
+        1, 4, 54, 4, 3, 0, None, "rejected", "reward function failed", 0, None, None, None
+    )
     third = RolloutRecord(2, 5, 55, 4, 3, 1, "stop", "trained", "", 1, 3, 3, None)
     assert run.read_rollouts() == [first, second, third]
     with run.rollouts_file.open("a") as file:

@@ -392,7 +392,11 @@ def test_rewards_beyond_float32_are_left_out(
     run_dir, result = run(settings(tiny_folder, reward=reward), tmp_path)
     assert result.stats["rejected"] == 4
     because = [r["because"] for r in lines(run_dir.rollouts_file)]
-    assert sorted(because) == [*[""] * 4, *["judge failed"] * 2, *["reward not finite"] * 2]
+    assert sorted(because) == [
+        *[""] * 4,
+        *["reward function failed"] * 2,
+        *["reward not finite"] * 2,
+    ]
 
 
 def test_a_failed_verdict_stops_the_run_or_is_left_out(
@@ -590,7 +594,7 @@ def test_a_judge_that_fails_on_half_a_pair_leaves_the_other_half_out(
     states = {r["id"]: (r["state"], r["because"]) for r in rows}
     for first in (0, 4):
         assert states[first] == ("rejected", "group too small")
-        assert states[first + 1] == ("rejected", "judge failed")
+        assert states[first + 1] == ("rejected", "reward function failed")
         assert states[first + 2] == states[first + 3] == ("trained", "")
     told = [n for n in notes.notes if "left out rollout" in n]
     assert told[0] == "step 1: left out rollout 0: group too small"

@@ -485,10 +485,10 @@ def test_failures_can_be_dropped_and_are_reported() -> None:
     (step,), ledger = take(world, drop_failures=True)
     assert ids(step) == [0, 3]
     assert [r.id for r in step.rejected] == [1, 2]
-    assert {r.rejected_because for r in step.rejected} == {"judge failed"}
+    assert {r.rejected_because for r in step.rejected} == {"reward function failed"}
     assert step.rejected[0].scores["judge"].failure == "no verdict on 1"
     assert step.stats["rejected"] == 2
-    assert ledger.rejected == {"judge failed": 2}
+    assert ledger.rejected == {"reward function failed": 2}
     assert_balanced(ledger)
 
 
@@ -505,11 +505,11 @@ def test_a_group_left_with_too_few_is_left_out_as_a_whole() -> None:
     assert [ids(s) for s in steps] == [[2, 3], [4, 5, 6, 7]]
     assert {r.id: r.rejected_because for r in steps[0].rejected} == {
         0: "group too small",
-        1: "judge failed",
+        1: "reward function failed",
     }
     assert steps[0].rejected[0].scores["judge"].scalar == 0.5
     assert [s.stats["rejected"] for s in steps] == [2, 2]
-    assert ledger.rejected == {"judge failed": 1, "group too small": 1}
+    assert ledger.rejected == {"reward function failed": 1, "group too small": 1}
     assert (ledger.dispatched, ledger.trained, ledger.in_flight) == (8, 6, 0)
     assert_balanced(ledger)
 
@@ -521,11 +521,11 @@ def test_a_group_with_enough_left_goes_on() -> None:
         world, batch=8, samples=4, drop_failures=True, group_at_least=2
     )  # fmt: skip
     assert ids(step) == [1, 2]
-    assert ledger.rejected == {"judge failed": 5, "group too small": 1}
+    assert ledger.rejected == {"reward function failed": 5, "group too small": 1}
     assert_balanced(ledger)
     (alone,), ledger = take(World([3], fails=[1]), samples=2, drop_failures=True)
     assert ids(alone) == [0, 2, 3]  # an algorithm that compares nothing
-    assert ledger.rejected == {"judge failed": 1}
+    assert ledger.rejected == {"reward function failed": 1}
 
 
 def test_a_step_that_loses_every_group_stops() -> None:
@@ -563,7 +563,7 @@ def test_the_books_balance_whatever_is_left_out(options: dict[str, Any], seed: i
         for r in s.batch:
             by_prompt.setdefault(r.prompt.id, []).append(r.id)
         assert all(len(group) >= 2 for group in by_prompt.values())
-    failed = {r.id for r in rejected if r.rejected_because == "judge failed"}
+    failed = {r.id for r in rejected if r.rejected_because == "reward function failed"}
     assert failed == world.fails & {r.id for r in (*trained, *rejected)}
     for r in rejected:
         if r.rejected_because == "group too small":

@@ -173,7 +173,7 @@ def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) ->
         verdicts.extend(parse(answer) for answer in answers)
 
     drive(ask())
-    return metrics(judge.model, list(zip(verdicts[::2], verdicts[1::2], strict=True)))
+    return counted(judge.model, list(zip(verdicts[::2], verdicts[1::2], strict=True)))
 
 
 def parse(answer: str) -> Verdict | None:
@@ -189,7 +189,7 @@ def parse(answer: str) -> Verdict | None:
     return verdicts.get(last.lower())
 
 
-def metrics(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
+def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]]) -> Judgement:
     """Verdicts on pairs, counted.
 
     Args:

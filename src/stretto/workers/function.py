@@ -72,8 +72,8 @@ class FunctionProcess:
             }[type(error)]
             raise RewardError(
                 f"the process of the reward function {dict(self._opening)} {how} while it was "
-                f"starting; see what it wrote to standard error, or run: {sys.executable} -c 'import "
-                "stretto.scoring.worker'"
+                "starting; see what it wrote to standard error, or run: "
+                f"{sys.executable} -c 'import stretto.scoring.worker'"
             ) from error
         except BaseException:
             self.close()
