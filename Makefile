@@ -23,7 +23,7 @@ train: $(VENV)/.installed
 	$(BIN)/stretto train $(RECIPE)
 
 test: check docs
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow

@@ -1,6 +1,6 @@
 """How far off-policy each algorithm can learn: N batches of one policy, then N updates on them.
 
-The recipe ``tiny``, with the settings of each algorithm in tests/tiny_algorithms.toml; the learning
+The recipe ``tiny``, with the settings of tests/algorithms/tiny_algorithms.toml; the learning
 rate of an algorithm is the same for every N, and so is the number of updates. Rewards are those of
 the batches that were trained on. Finished runs found in the folder are not run again, so that an
 experiment that was stopped goes on where it was.
@@ -32,7 +32,7 @@ from stretto.observe.progress import NoProgress
 from stretto.observe.report import style
 from stretto.runs import train
 
-SETTINGS = Path(__file__).parents[1] / "tests" / "tiny_algorithms.toml"
+SETTINGS = Path(__file__).parents[1] / "tests" / "algorithms" / "tiny_algorithms.toml"
 STEPS = 400
 """Updates of every run, a multiple of each N."""
 WINDOW = 10

@@ -19,7 +19,7 @@ from stretto.tasks.prompts import render
 from stretto.tasks.reasoning import DEFAULT_SIZE
 from stretto.training.epochs import updates
 
-GSM8K = Path(__file__).parents[2] / "shared" / "data" / "gsm8k_train.jsonl"
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
 
 ROWS = [
     {
@@ -139,7 +139,7 @@ def test_gsm8k_trains_the_real_model_on_the_real_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tiny_learns(seed: int, tmp_path: Path) -> None:
-    """From under 0.55 to over 0.8, whatever the CPU: tests/test_tiny_algorithms.py says why so."""
+    """From under 0.55 to over 0.8, whatever the CPU; test_tiny_algorithms.py says why so."""
     config = changed("tiny", seed=seed, observe={"progress": "off"})
     run_dir = RunDirectory.create(tmp_path, "tiny", config)
     runs.train(config, run_dir=run_dir, progress=NoProgress())

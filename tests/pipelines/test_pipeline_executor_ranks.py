@@ -212,7 +212,7 @@ ranks.call("hang")
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_ranks_end_with_their_parent(how: signal.Signals) -> None:
-    script = SCRIPT.format(tests=str(Path(__file__).parent))  # no guard of __main__ is needed
+    script = SCRIPT.format(tests=str(Path(__file__).parents[1]))  # no guard of __main__ is needed
     parent = subprocess.Popen(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,

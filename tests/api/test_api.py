@@ -498,7 +498,7 @@ def test_simulate_is_the_simulator() -> None:
 def test_the_examples_of_the_manual_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manual = Path(__file__).parents[1] / "docs" / "python.md"
+    manual = Path(__file__).parents[2] / "docs" / "python.md"
     examples = re.findall(r"```python\n(.*?)```", manual.read_text(), re.DOTALL)
     assert len(examples) == 3
     monkeypatch.chdir(tmp_path)

@@ -23,7 +23,7 @@ from stretto.config import AlgorithmConfig, recipes
 from stretto.schedules.rollout import train_batch
 from stretto.training.collate import collate
 
-DOCS = Path(__file__).parents[1] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
 
 @pytest.fixture

@@ -36,6 +36,10 @@ STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 Scorers = Callable[..., FunctionScorer]
 
 
+HERE = [str(folder) for folder in Path(__file__).parents[:2]]
+"""What a program that imports this file has to look in."""
+
+
 def ids(text: str) -> list[int]:
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
@@ -291,7 +295,7 @@ def test_each_failure_is_reported_with_its_sample(
         scores = judge(scorer, responses, prompts)
     assert numbers(scores) == [2.0, *[None] * 8, 2.0]
     assert scores[0].failure is scores[9].failure is None
-    assert "judging" in caplog.text
+    assert "asking about" in caplog.text
     assert "one at a time" in caplog.text
     expected = {
         1: "ValueError: no such answer (reward.py, line 8, in one: ",
@@ -386,7 +390,7 @@ def test_judging_one_at_a_time_is_bounded(function: Scorers) -> None:
     assert time.monotonic() - began_s < 10
     assert numbers(scores) == [None] * 40
     assert "gave no answer within 0.2 s" in (scores[0].failure or "")
-    assert "not judged, as too much time went into others" in (scores[39].failure or "")
+    assert "not scored, as too much time went into others" in (scores[39].failure or "")
 
 
 def test_a_column_that_cannot_be_handed_over_is_named(function: Scorers) -> None:
@@ -530,7 +534,7 @@ def test_the_process_ends_with_its_parent_without_a_word(tmp_path: Path, how: in
     )
     program = """
         import sys
-        sys.path.insert(0, sys.argv[1])
+        sys.path[:0] = sys.argv[1:]
         from test_functions import *
         scorer = FunctionScorer("reward.py:f", TaskConfig(), 0, TOKENIZER)
         try:
@@ -539,7 +543,7 @@ def test_the_process_ends_with_its_parent_without_a_word(tmp_path: Path, how: in
             sys.exit(5)
     """
     parent = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parent)],
+        [sys.executable, "-c", textwrap.dedent(program), *HERE],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -833,7 +837,7 @@ def test_a_reply_that_does_not_match_is_no_verdict(function: Scorers, lines: lis
 def test_a_child_of_an_object_does_not_go_on_as_the_trainer(tmp_path: Path) -> None:
     program = """
         import os, sys
-        sys.path.insert(0, sys.argv[1])
+        sys.path[:0] = sys.argv[1:]
         from test_functions import *
         def f(completions):
             child = os.fork()
@@ -843,7 +847,7 @@ def test_a_child_of_an_object_does_not_go_on_as_the_trainer(tmp_path: Path) -> N
         print(numbers(judge(local(f), ["abc", "d"])), flush=True)
     """
     ended = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), str(Path(__file__).parent)],
+        [sys.executable, "-c", textwrap.dedent(program), *HERE],
         capture_output=True, text=True, timeout=60, check=True, start_new_session=True,
     )  # fmt: skip
     assert ended.stdout == "[3.0, 1.0]\n"

@@ -136,7 +136,7 @@ def test_the_readmes_own_task_teaches_something_and_says_what_was_cut(
     from stretto.cli.main import main
     from stretto.models.load import load_tokenizer
 
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     part = readme.partition("## Your own task, rewards and model")[2].partition("\n## ")[0]
     row = json.loads(part.partition("in `sums.jsonl`: `")[2].partition("`")[0])
     rewards = part.partition("```python\n")[2].partition("```")[0]

@@ -36,7 +36,7 @@ from stretto.training.preference import BradleyTerry, Preferences, train
 from stretto.types import FinishReason, Message
 
 EOS = 258  # of the byte tokenizer
-HH = Path(__file__).parents[2] / "shared" / "data" / "preferences_hh.jsonl"
+HH = Path(__file__).parents[3] / "shared" / "data" / "preferences_hh.jsonl"
 CHATML = (
     "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '<eos>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"

@@ -20,7 +20,7 @@ from stretto.tasks.maths import same_answer
 from stretto.tasks.prompts import PromptSource, render
 from stretto.types import Message
 
-GSM8K = Path(__file__).parents[1] / ".." / "shared" / "data" / "gsm8k_train.jsonl"
+GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

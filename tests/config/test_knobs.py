@@ -15,7 +15,7 @@ from stretto.cli.variants import DEFAULT_VARIANTS, VARIANTS
 from stretto.config import KNOBS, PRESETS, Config, Knobs, PresetName, ScheduleConfig
 from stretto.observe.progress import headline
 
-DOCS = Path(__file__).parent.parent / "docs" / "schedules.md"
+DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
 
 
 def choices(annotation: Any) -> Iterator[object]:

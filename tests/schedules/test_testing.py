@@ -13,7 +13,7 @@ from stretto.runtime.sim.loop import run
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World, make_chunk
 from stretto.types import FinishReason, Prompt, Response, TrainBatch
 
-DOCS = Path(__file__).parents[1] / "docs" / "schedules.md"
+DOCS = Path(__file__).parents[2] / "docs" / "schedules.md"
 
 
 def test_the_example_prints_what_the_docs_say() -> None:
