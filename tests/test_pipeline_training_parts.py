@@ -33,6 +33,7 @@ from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
 from stretto.training.planner import Planner
 from stretto.training.trained import Course, TrainedModel
+from stretto.weights.channel import SharedChannel
 from stretto.workers.threads import Lane
 
 COURSES: Any = {"actor": Course(1e-3, 10, 0), "critic": Course(1e-3, 10, 0)}
@@ -105,7 +106,8 @@ def test_what_ranks_measured_is_planned_with_and_reported() -> None:
 def a_micro_batch() -> MicroBatch:
     actor = llama()
     rollouts = make_rollouts(actor, critic_of(actor), [(3, 2)])
-    part = Part(*torch.ones(3, 1, 2), torch.ones(1), *torch.ones(2, 1, 2))
+    ones = torch.ones(1, 2)
+    part = Part(ones.bool(), ones, ones, torch.ones(1), ones, ones)
     return MicroBatch(told(rollouts), replace(part, tensors={"own": torch.ones(1, 2)}))
 
 
@@ -233,7 +235,8 @@ def test_what_trains_beside_generation_gets_its_share(
     config = Config.model_validate({"threads": 16, "schedule": schedule})
     actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"), False)
     with ExitStack() as stack:
-        place = Placement(config, actor, None, load_tokenizer(tiny_folder, False), stack)
+        tokenizer, channel = load_tokenizer(tiny_folder, False), SharedChannel()
+        place = Placement(config, actor, None, tokenizer, stack, frozenset(), channel)
         assert place.training_threads == threads
 
 
