@@ -32,6 +32,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file mypy-tests.ini
 	$(BIN)/lint-imports
 
 docs: $(VENV)/.installed

@@ -45,7 +45,7 @@ def llama(
 
 def critic_of(actor: Any, seed: int = 1) -> Any:
     """A critic whose head is not zero, so that gradients reach its backbone."""
-    critic = critic_from_actor(actor)
+    critic: Any = critic_from_actor(actor)
     torch.manual_seed(seed)
     nn.init.normal_(critic.score.weight, std=0.2)
     return critic

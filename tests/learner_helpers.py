@@ -15,7 +15,6 @@ from stretto.evaluation.answers import completed
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.training.learner import PolicyLearner
-from stretto.training.trained import TrainedModel
 from stretto.types import Prompt, Score
 
 Grads = dict[str, Tensor]
@@ -31,7 +30,7 @@ def learned_gradients(
     """Gradients of actor and critic in the learner's first update, which is not taken."""
     grads: Grads = {}
 
-    def keep(trained: TrainedModel, name: str) -> None:
+    def keep(trained: Any, name: str) -> None:
         def update() -> float:
             for key, p in trained.model.named_parameters():
                 if p.grad is not None:
@@ -39,7 +38,7 @@ def learned_gradients(
                     p.grad.zero_()
             return 0.0
 
-        trained.update = update  # type: ignore[method-assign]
+        trained.update = update
 
     for name, trained in learner._trained.items():
         keep(trained, name)

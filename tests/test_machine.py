@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_settings_keep_what_was_decided(
 def test_a_run_keeps_its_type_when_it_is_resumed_or_repeated(
     tmp_path: Path, machine: Callable[[Rates], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {
+    small: dict[str, Any] = {
         "warmup_examples": 0,
         "model__dtype": "auto",
         "rollout": {"batch": 4, "max_new_tokens": 4},

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from stretto.workers.drive import drive
 @pytest.fixture(autouse=True)
 def default_handlers() -> Iterator[None]:
     """Those of a fresh process, and again what there was."""
-    fresh = {
+    fresh: dict[int, Any] = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGTERM: signal.SIG_DFL,
         signal.SIGHUP: signal.SIG_DFL,

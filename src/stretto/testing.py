@@ -91,6 +91,10 @@ class World:
         """Keep nothing of it; see :class:`~stretto.protocols.Tracer`."""
         yield attributes
 
+    @contextmanager
+    def awaiting(self, role: str, name: str) -> Iterator[None]:
+        yield
+
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Keep it in :attr:`spans`; see :class:`~stretto.protocols.Tracer`."""
         self.spans.append((role, attributes.get("cause", name), start_s, end_s))

@@ -167,20 +167,24 @@ def test_fixed_kl_stays() -> None:
 
 def test_token_weights_by_hand() -> None:
     mask = mask_of((2, 0, 1), 3)
-    third = 1 / 3
+    third: Any = 1 / 3
     np.testing.assert_allclose(
         token_weights(mask, "token_mean"), [[third, third, 0], [0, 0, 0], [third, 0, 0]], rtol=1e-6
     )
     # Two responses have tokens: each weighs one half.
     np.testing.assert_allclose(
-        token_weights(mask, "sequence_mean"), [[0.25, 0.25, 0], [0, 0, 0], [0.5, 0, 0]], rtol=1e-6
+        token_weights(mask, "sequence_mean"),
+        [[0.25, 0.25, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]],
+        rtol=1e-6,
     )
     np.testing.assert_allclose(
-        token_weights(mask, "sequence_sum"), [[0.5, 0.5, 0], [0, 0, 0], [0.5, 0, 0]], rtol=1e-6
+        token_weights(mask, "sequence_sum"),
+        [[0.5, 0.5, 0.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0]],
+        rtol=1e-6,
     )
     np.testing.assert_allclose(
         token_weights(mask, "fixed_length", 8),
-        [[1 / 16, 1 / 16, 0], [0, 0, 0], [1 / 16, 0, 0]],
+        [[1 / 16, 1 / 16, 0.0], [0.0, 0.0, 0.0], [1 / 16, 0.0, 0.0]],
         rtol=1e-6,
     )
     for mode in ("token_mean", "sequence_mean", "sequence_sum", "fixed_length"):
@@ -316,19 +320,20 @@ def test_losses_and_gradients_do_not_see_padding(garbage: float) -> None:
     new, values = fixed.old_logprobs + 0.3 * randn(8, *mask.shape), randn(9, *mask.shape)
 
     clean_inputs = [new.requires_grad_(), values.requires_grad_()]
-    clean = terms(*clean_inputs, fixed)
+    clean = terms(clean_inputs[0], clean_inputs[1], fixed)
     clean_gradients = torch.autograd.grad(total(clean), clean_inputs)
 
     soiled_fixed = part_of(
         wide,
-        **{n: soiled(getattr(fixed, n), wide, garbage) for n in ("old_logprobs", "advantages")},
+        old_logprobs=soiled(fixed.old_logprobs, wide, garbage),
+        advantages=soiled(fixed.advantages, wide, garbage),
         tensors={n: soiled(t, wide, garbage) for n, t in fixed.tensors.items()},
     )
     inputs = [soiled(x.detach(), wide, garbage).requires_grad_() for x in clean_inputs]
-    found = terms(*inputs, soiled_fixed)
-    for got, want in zip(found, clean, strict=True):
-        assert torch.equal(got.loss, want.loss)
-        assert got.metrics.floats() == want.metrics.floats()
+    found = terms(inputs[0], inputs[1], soiled_fixed)
+    for dirty, term in zip(found, clean, strict=True):
+        assert torch.equal(dirty.loss, term.loss)
+        assert dirty.metrics.floats() == term.metrics.floats()
     for got, want in zip(torch.autograd.grad(total(found), inputs), clean_gradients, strict=True):
         assert torch.equal(got[:, :6], want)
         assert not got[~wide].any()
@@ -426,13 +431,13 @@ def test_prepare_against_a_plain_computation() -> None:
         advantages += a
         returns += r
         kls.append(sum(kl))
-    a, r = np.array(advantages), np.array(returns)
+    every_a, every_r = np.array(advantages), np.array(returns)
 
     result = prepared(mask, gamma=0.9, lam=0.8)
-    whitened = (a - a.mean()) / np.sqrt(a.var(ddof=1) + 1e-8)
+    whitened = (every_a - every_a.mean()) / np.sqrt(every_a.var(ddof=1) + 1e-8)
     np.testing.assert_allclose(result.advantages[mask], whitened, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(result.tensors["returns"][mask], r, rtol=1e-4, atol=1e-5)
-    errors = r - values[mask].numpy()
+    np.testing.assert_allclose(result.tensors["returns"][mask], every_r, rtol=1e-4, atol=1e-5)
+    errors = every_r - values[mask].numpy()
     score, kl = np.mean(scores), np.mean(kls)
     assert dict(result.stats) == pytest.approx(
         {
@@ -441,16 +446,16 @@ def test_prepare_against_a_plain_computation() -> None:
             "objective/kl_coef": 0.5,
             "objective/non_score_reward": -0.5 * kl,
             "objective/rlhf_reward": score - 0.5 * kl,
-            "critic/advantages/mean": a.mean(),
-            "critic/advantages/std": a.std(ddof=1),
-            "critic/returns/mean": r.mean(),
+            "critic/advantages/mean": every_a.mean(),
+            "critic/advantages/std": every_a.std(ddof=1),
+            "critic/returns/mean": every_r.mean(),
             "critic/values/mean": values[mask].mean().item(),
-            "critic/explained_variance": 1 - errors.var(ddof=1) / r.var(ddof=1),
+            "critic/explained_variance": 1 - errors.var(ddof=1) / every_r.var(ddof=1),
         },
         rel=1e-4,
     )
     unwhitened = prepared(mask, gamma=0.9, lam=0.8, whiten_advantages=False)
-    np.testing.assert_allclose(unwhitened.advantages[mask], a, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(unwhitened.advantages[mask], every_a, rtol=1e-4, atol=1e-5)
 
 
 def test_whitened_rewards_keep_their_mean() -> None:

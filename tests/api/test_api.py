@@ -246,7 +246,11 @@ def test_supervised_training(tmp_path: Path, tiny_folder: Path) -> None:
             for i in range(8)
         )
     )
-    quiet = {"observe": {"progress": "off"}, "training": {"lr": 1e-3, "epochs": 2}, "batch": 4}
+    quiet: dict[str, Any] = {
+        "observe": {"progress": "off"},
+        "training": {"lr": 1e-3, "epochs": 2},
+        "batch": 4,
+    }
     tuned = stretto.sft(
         SftConfig.model_validate({**base, "data": {"name": str(demonstrations)}}), **quiet
     )
@@ -330,7 +334,11 @@ def test_a_runs_folder_stands_for_its_model_wherever_a_model_is_named(
     tmp_path: Path, tiny_folder: Path
 ) -> None:
     out = str(tmp_path / "runs")
-    quiet = {"observe": {"progress": "off"}, "model": {"name": str(tiny_folder)}, "out": out}
+    quiet: dict[str, Any] = {
+        "observe": {"progress": "off"},
+        "model": {"name": str(tiny_folder)},
+        "out": out,
+    }
     demonstrations = jsonl(
         tmp_path / "sft.jsonl", [{"prompt": f"p{i}", "completion": "yes"} for i in range(6)]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +47,7 @@ def one(completions: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
 
-def assemble(
-    folder: Path, given: Given = NOTHING, say: Callable[[str], None] = id, **sections: Any
-) -> InlineRun:
+def assemble(folder: Path, given: Given = NOTHING, say: Any = id, **sections: Any) -> InlineRun:
     """The parts of a run of the tiny model whose prompts have up to 60 tokens and responses 4."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 1, "threads": 1}
     for name, values in {**ROOM, "model": {"name": str(folder)}, **sections}.items():
@@ -109,7 +106,8 @@ def test_a_model_with_too_few_positions_is_refused(
 ) -> None:
     """64 are needed; one less would be found out by the first long prompt, or never."""
     for enough, count in ((True, 64), (False, 63)):
-        given, sections = brought(tiny_folder), {}
+        given = brought(tiny_folder)
+        sections: dict[str, Any] = {}
         small = short(reward_model(), count)
         folder = saved(tmp_path / str(count), small, byte_tokenizer())
         if what == "the actor":
@@ -145,7 +143,7 @@ def test_a_reward_model_without_room_for_a_response_is_refused(
     for count in (10, 11):
         model = short(reward_model(vocabulary=260), count)
         folder = saved(tmp_path / str(count), model, other_tokenizer())
-        sections = {"task": task, "reward": {"sources": (f"model:{folder}",)}}
+        sections: dict[str, Any] = {"task": task, "reward": {"sources": (f"model:{folder}",)}}
         if count == 11:
             assemble(tiny_folder, **sections)
         else:

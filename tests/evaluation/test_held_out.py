@@ -193,7 +193,7 @@ def test_each_prompt_that_is_held_out_is_asked_once(seed: int) -> None:
     config = sums(held_out=0.25).model_copy(update={"seed": seed})
     found = asked(config)
     task = tasks.load(config.task, seed)
-    every = {task.row(i).prompt for i in range(5000)}
+    every = {str(task.row(i).prompt) for i in range(5000)}
     assert len(every) == 200
     expected = {text for text in every if held(text, 0.25)}
     assert {p.text for p in found.prompts} == expected

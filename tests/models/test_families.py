@@ -29,8 +29,9 @@ from stretto.models.slots import SlotCache
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import critic_scorer, reference_scorer
+from stretto.testing import make_chunk
 from stretto.training.trained import training_mode
-from stretto.types import Chunk, Prompt
+from stretto.types import Prompt
 
 CPU = torch.device("cpu")
 NEW = 8
@@ -165,10 +166,10 @@ def streamed(model: Any, made: Sequence[Rollout]) -> list[Any]:
         end = min(start + 5, NEW)
         scorer.extend(
             [
-                Chunk(
+                make_chunk(
                     r.id,
                     start,
-                    tuple(r.tokens[start:end]),
+                    r.tokens[start:end],
                     (-1.0,) * (end - start),
                     0,
                     r.finish if end == NEW else None,

@@ -179,8 +179,8 @@ def test_supervised_runs_hold_their_folders(
                 pass
             seen.append(run.name)
 
-    train = {"sft": stretto.sft, "reward": stretto.train_reward_model}[command]
-    train(  # type: ignore[operator]
+    train: Any = {"sft": stretto.sft, "reward": stretto.train_reward_model}[command]
+    train(
         stretto.SftConfig() if command == "sft" else stretto.RewardModelConfig(),
         out=str(tmp_path / "runs"),
         steps=1,

@@ -421,7 +421,7 @@ def test_the_latest_pass_at_1_stands_with_its_error_and_overlap() -> None:
 
 
 def test_win_rates_stand_with_the_kl_of_the_same_samples() -> None:
-    judged = {"judge": {"judge": "llm", "rate": 0.75, "standard_error": 0.2}}
+    judged: dict[str, Any] = {"judge": {"judge": "llm", "rate": 0.75, "standard_error": 0.2}}
     runs = [
         made(evaluations=[evaluated(0.5, 3.0, sft="runs/sft-001/model"), evaluated(0.9)]),
         made(
@@ -612,7 +612,7 @@ def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
-    verified = {"pass@1": 0.5, "pass@1_standard_error": 0.0625, "overlap": 0.25}
+    verified: dict[str, Any] = {"pass@1": 0.5, "pass@1_standard_error": 0.0625, "overlap": 0.25}
     verified |= {"mean_score": 0.75, "mean_score_standard_error": 0.125}
     runs = [
         dialled(name, n, [0.1, 0.5], evaluated(0.6 - n / 100, n, **verified), name=f"{name}-{n}")

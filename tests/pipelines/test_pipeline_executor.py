@@ -22,6 +22,7 @@ from stretto.models.lora import add_lora
 from stretto.pipelines.baselines import greedy, one_f_one_b
 from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, Timings, Work
+from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.pipelines.executor.stages import cut
 from stretto.pipelines.problem import Problem, Side
@@ -65,7 +66,8 @@ def load(ranks: Ranks, layout: StageLayout, actor: Any, critic: Any) -> None:
     stages = []
     for rank in range(layout.ranks):
         pair = []
-        for name, model in (("actor", actor), ("critic", critic)):
+        models: tuple[tuple[Name, Any], ...] = (("actor", actor), ("critic", critic))
+        for name, model in models:
             count, _ = layout.of(name)
             pair.append(cut(model, count, layout.place(name, rank)[1]))
         stages.append((*pair, layout))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from stretto.pipelines.executor.instructions import (
     Task,
     instructions,
 )
+from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.memory import saved_bytes
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.pipelines.executor.stages import cut
@@ -97,10 +98,11 @@ def problems(draw: st.DrawFn) -> Problem:
                 communication=draw(st.integers(0, 3)),
             )
         )
-    return Problem(*sides)
+    actor, critic = sides
+    return Problem(actor, critic)
 
 
-def random_schedule(problem: Problem, draw: st.DrawFn) -> PipelineSchedule:
+def random_schedule(problem: Problem, draw: Callable[..., Any]) -> PipelineSchedule:
     """Any valid one: tasks whose inputs are made, in an order of chance."""
     graph = make_graph(problem)
     done = [0] * graph.length.size
@@ -159,7 +161,7 @@ def test_instructions_hold_for_latencies_other_than_the_schedule_was_made_for(
         Side.of(s.stages, s.pipelines, s.micro_batches, forward=1, backward=2, activation=1.0)
         for s in problem.sides
     ]
-    assert simulate(instructions(Problem(*plain), schedule), strict=True)
+    assert simulate(instructions(Problem(plain[0], plain[1]), schedule), strict=True)
 
 
 def test_instructions_of_two_ranks_by_hand() -> None:
@@ -209,7 +211,8 @@ def test_places_are_those_of_the_problem() -> None:
     graph = make_graph(layout.problem(3, 4))
     for q in range(graph.length.size):
         pipeline, stage, rank = graph.pipeline[q], graph.stage[q], graph.device[q]
-        name, first = ("actor", 0) if pipeline == 0 else ("critic", 1)
+        name: Name = "actor" if pipeline == 0 else "critic"
+        first = 0 if pipeline == 0 else 1
         assert layout.place(name, rank) == (pipeline - first, stage)
         assert layout.rank(name, pipeline - first, stage) == rank
 

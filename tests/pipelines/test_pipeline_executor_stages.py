@@ -54,7 +54,7 @@ def test_stages_compute_what_the_model_does(kind: str, settings: dict[str, Any])
 
 def test_layers_are_shared_out_evenly_and_parameters_are_the_models_own() -> None:
     model = language_model("llama", layers=5)
-    stages = [cut(model, 3, index) for index in range(3)]
+    stages: list[Any] = [cut(model, 3, index) for index in range(3)]
     assert [len(s.body.layers) for s in stages] == [2, 2, 1]
     whole = dict(model.named_parameters())
     for stage in stages:

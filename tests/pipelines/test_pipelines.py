@@ -65,7 +65,8 @@ def problems(draw: st.DrawFn) -> Problem:
                 communication=draw(st.integers(0, 3)),
             )
         )
-    return Problem(*sides)
+    actor, critic = sides
+    return Problem(actor, critic)
 
 
 def random_schedule(problem: Problem, chance: random.Random) -> PipelineSchedule:
@@ -229,7 +230,7 @@ class TestEvaluation:
             k = chance.randrange(state.word.size - 1)
             if not may_swap(graph, state, k):
                 continue
-            before = [np.array(a) for a in state]
+            before: list[Any] = [np.array(a) for a in state]
             latency, longest = latency_of(graph, *before[:3:2]), length_after(graph, state, k)
             other = state.word.copy()
             other[[k, k + 1]] = other[[k + 1, k]]

@@ -142,7 +142,9 @@ class TestSearch:
                 )
             )  # fmt: skip
         most = max(sides[0].activation + sides[1].activation)
-        problem = Problem(*sides, capacity=most * float(chance.choice([1.0, 1.3, 2.0, 4.0])))
+        problem = Problem(
+            sides[0], sides[1], capacity=most * float(chance.choice([1.0, 1.3, 2.0, 4.0]))
+        )
         capacity = capacity_units(problem, problem.capacity)
         views = make_views(problem)
         for view in views:
@@ -459,7 +461,9 @@ class TestCommand:
 
     def test_no_activations(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file, picture = tmp_path / "p.json", tmp_path / "p.svg"
-        file.write_text(json.dumps(Problem(*[side(2, 1, 2, activation=0)] * 2).to_json()))
+        file.write_text(
+            json.dumps(Problem(side(2, 1, 2, activation=0), side(2, 1, 2, activation=0)).to_json())
+        )
         assert main(["pipeline", str(file), "--seconds", "1", "--draw", str(picture)]) == 0
         assert "peak activation memory 0, as serial 1F1B's 0;" in capsys.readouterr().out
         assert "the highest is 0<" in picture.read_text()

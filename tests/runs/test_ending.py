@@ -118,7 +118,7 @@ def test_whatever_ends_a_run_leaves_what_was_learned(
 def test_a_role_that_fails_leaves_what_was_learned(
     preset: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    schedule = {"schedule": {"preset": preset}}
+    schedule: dict[str, Any] = {"schedule": {"preset": preset}}
     two = weights(reinforce(tiny_folder, tmp_path / "two", Notes(), steps=2, **schedule))
     learn, calls = PolicyLearner.train, list[int]()
 
@@ -137,7 +137,7 @@ def test_a_role_that_fails_leaves_what_was_learned(
 def test_weights_of_half_an_update_are_not_saved(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoints = {"observe": {"checkpoint_every": 1}}
+    checkpoints: dict[str, Any] = {"observe": {"checkpoint_every": 1}}
     run_dir = reinforce(tiny_folder, tmp_path / "run", Notes(), steps=1, **checkpoints)
     former = weights(run_dir)
 
@@ -194,10 +194,11 @@ def test_records_that_cannot_be_written_end_the_run_in_one_line(
 
 
 def supervised_config(kind: type[Any], tiny_folder: Path, folder: Path) -> Any:
-    rows = {
+    by_kind: dict[type[Any], dict[str, str]] = {
         SftConfig: {"completion": "ab"},
         RewardModelConfig: {"chosen": "ab", "rejected": "c"},
-    }[kind]
+    }
+    rows = by_kind[kind]
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i}>", **rows}) + "\n" for i in range(8)))
     return kind.model_validate(

@@ -375,6 +375,7 @@ def test_a_fresh_head_on_the_models_own_backbone() -> None:
     assert all(torch.equal(p, weights[n]) for n, p in model.model.named_parameters())
     head = scalar_head(model).weight
     expected = torch.randn((1, 16), generator=torch.Generator().manual_seed(5)) / 17**0.5
+    assert isinstance(head, Tensor)
     assert torch.equal(head, expected)
     assert model.config.num_labels == 1
 

@@ -106,8 +106,8 @@ def test_roles_work_at_the_same_time_and_a_run_is_resumed(
 class Stopper(NoProgress):
     """Presses Ctrl-C after the third step, of which there is no checkpoint."""
 
-    def step(self, done: int, *_: Any, **__: Any) -> None:
-        if done == 3:
+    def step(self, step: int, *_: Any, **__: Any) -> None:
+        if step == 3:
             raise KeyboardInterrupt
 
 

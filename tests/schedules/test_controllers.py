@@ -139,7 +139,8 @@ def test_rows_drain_as_they_would_one_step_at_a_time() -> None:
     for token in range(1, 10):
         now += step_seconds[(remaining >= token).sum() - 1]
         ends.update(dict.fromkeys(np.flatnonzero(remaining == token), now))
-    np.testing.assert_allclose(drain_times(step_seconds, remaining), [ends[i] for i in range(4)])
+    expected = np.array([ends[i] for i in range(4)])
+    np.testing.assert_allclose(drain_times(step_seconds, remaining), expected)
     assert float(drain_seconds(step_seconds, remaining)) == pytest.approx(now)
     assert now == pytest.approx(2 * 3.25 + 3 * 1.5 + 4 * 1.0)
 

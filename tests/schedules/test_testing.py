@@ -64,10 +64,9 @@ def test_a_scorer_minds_what_it_is_given() -> None:
 def test_controllers_can_be_given_any_reward() -> None:
     learner = FakeLearner(World([1]))
     learner.mean_score = 0.5
-    none = np.zeros(0, np.int64)
+    none, tokens, numbers = np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.float32)
+    rewards = {"judge": numbers}
     batch = TrainBatch(
-        none, (), none, none, none.astype(bool),
-        *(np.zeros(0, t) for t in (np.int32, np.float32, np.int32)),
-        rewards={"judge": np.zeros(0, np.float32)},
-    )  # fmt: skip
+        none, (), none, none, none.astype(bool), tokens, numbers, tokens, rewards=rewards
+    )
     assert run(learner.train(batch)).stats == {"objective/scores": 0.5}

@@ -166,7 +166,11 @@ def test_verl_per_sample(function: Scorers) -> None:
         name="compute_score",
         columns=[*VERL, "extra_info"],
     )
-    rows = [VERL, VERL | {"extra_info": {"bonus": 2.5}}, {"data_source": "mine"}]
+    rows: list[dict[str, Any]] = [
+        VERL,
+        VERL | {"extra_info": {"bonus": 2.5}},
+        {"data_source": "mine"},
+    ]
     rows.append({"data_source": "mine", "ground_truth": "8"})
     prompts = [Prompt(i, (0,), "q", data=row) for i, row in enumerate(rows)]
     scores = judge(scorer, ["7", "7", "7", "7"], prompts)

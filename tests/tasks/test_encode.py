@@ -50,6 +50,7 @@ def trained(kind: str, template: str | None = None) -> Any:
 
     Unigram and WordPiece have their special tokens in the vocabulary, where texts are looked up.
     """
+    trainer: Any
     if kind == "bytes":
         made, trainer = Tokenizer(models.BPE()), trainers.BpeTrainer
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

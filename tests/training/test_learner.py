@@ -166,7 +166,7 @@ def models(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return actor, critic_of(actor)
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "others": {
         "algorithm": {
@@ -535,10 +535,11 @@ def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
         algorithm = {"old_policy": "behaviour"}  # in either type
         given = settings(algorithm=algorithm, training={"microbatch_tokens": budget})
         learner = make_learner(actor, critic, given)
+        trained: Any = learner._actor
         grads: list[Tensor] = []
 
         def update() -> float:
-            grads.extend(m.grad.flatten() for m in learner._actor._masters if m.grad is not None)
+            grads.extend(m.grad.flatten() for m in trained._masters if m.grad is not None)
             return 0.0
 
         learner._actor.update = update  # type: ignore[method-assign]
@@ -732,7 +733,7 @@ def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
             learner.publish()
         state = copy.deepcopy(learner.state_dict())  # what was measured is part of it
         for trained in (learner._actor, learner._critic):
-            trained.close()  # type: ignore[union-attr]
+            trained.close()  # type: ignore[attr-defined]
         other = make_learner(actor, critic, given)
         other.load_state_dict(state)
         late = engine_rollouts(stale, critic, temperature=1.0, version=2)

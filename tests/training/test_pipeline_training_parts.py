@@ -106,7 +106,8 @@ def test_what_ranks_measured_is_planned_with_and_reported() -> None:
 def a_micro_batch() -> MicroBatch:
     actor = llama()
     rollouts = make_rollouts(actor, critic_of(actor), [(3, 2)])
-    part = Part(*torch.ones(3, 1, 2), torch.ones(1), *torch.ones(2, 1, 2))
+    ones = torch.ones(1, 2)
+    part = Part(ones.bool(), ones, ones, torch.ones(1), ones, ones)
     return MicroBatch(told(rollouts), replace(part, tensors={"own": torch.ones(1, 2)}))
 
 

@@ -60,7 +60,8 @@ def test_runs_are_the_same_with_a_shared_warm_up_as_with_their_own(
 def test_variants_of_a_schedule_share_a_warm_up_and_others_do_not(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    file, overlap = tmp_path / "warmup.safetensors", {"schedule": {"preset": "async"}}
+    file = tmp_path / "warmup.safetensors"
+    overlap: dict[str, Any] = {"schedule": {"preset": "async"}}
     reinforce(tiny_folder, tmp_path, file)
     shared, _ = reinforce(tiny_folder, tmp_path, file, **overlap)
     own, _ = reinforce(tiny_folder, tmp_path, **overlap)
