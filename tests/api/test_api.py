@@ -196,7 +196,7 @@ def test_a_task_that_is_brought_gives_prompts_and_columns(tmp_path: Path) -> Non
     ("changes", "error", "message"),
     [
         ({"model": torch.nn.Linear(1, 1)}, ConfigError, "give tokenizer= too"),
-        ({"task": Words()}, ConfigError, "does not judge by itself"),
+        ({"task": Words()}, ConfigError, "does not score by itself"),
         ({"reward": [half, half]}, ConfigError, "two rewards are called 'half'"),
         ({"reward": [3]}, ConfigError, "reward takes functions, and sources"),
         ({"reward": lambda x: x}, ConfigError, "signature"),

@@ -87,9 +87,9 @@ def test_a_failure_ends_all_and_has_its_cause(ranks: Ranks, how: str, said: str)
     assert caught.value.rank == 1
     assert isinstance(caught.value.__cause__, LearnerError) == (how == "own")
     notes = getattr(caught.value, "__notes__", [])
-    assert [note.startswith("On rank 1:\nTraceback (mos") for note in notes] == [True] * (
-        how == "raise"
-    )
+    # Rank 0 may have noticed a death first, and then there is what it raised.
+    traces = [note for note in notes if note.startswith("On rank 1:\nTraceback (mos")]
+    assert len(traces) == (how == "raise")
     require_none_left()
 
 

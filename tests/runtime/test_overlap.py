@@ -296,13 +296,15 @@ def test_a_run_in_a_notebook(tiny_folder: Path, tmp_path: Path) -> None:
     assert [m["step"] for m in asyncio.run(cell()).read_metrics()] == [1, 2]
 
 
-def test_each_lane_has_threads_of_its_own() -> None:
+def test_each_worker_has_threads_of_its_own() -> None:
     """Whatever workers that started later, or worked in between, have set for themselves."""
     one, other = WorkerThread("one", 2), WorkerThread("other", 1)
     alone = WorkerThread("alone", 1, beside=[one], alone=3)
 
     async def numbers() -> list[int]:
         found = [await worker.run(torch.get_num_threads) for worker in (one, other, alone, one)]
+        while one.busy:  # it says so just after it has answered
+            await asyncio.sleep(0.001)
         one.busy = True
         return [*found, await alone.run(torch.get_num_threads)]
 

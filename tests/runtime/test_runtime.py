@@ -403,7 +403,7 @@ def test_a_failed_verdict_stops_the_run_or_is_left_out(
     tiny_folder: Path, functions: Path, tmp_path: Path
 ) -> None:
     sources = (f"{functions}:fails",)
-    with pytest.raises(RewardError, match="1 of 4 responses could not be judged"):
+    with pytest.raises(RewardError, match="1 of 4 responses could not be scored"):
         run(settings(tiny_folder, reward={"sources": sources}), tmp_path)
     notes = Notes()
     reward = {"sources": sources, "on_failure": "drop"}

@@ -472,7 +472,7 @@ def failing(work: Callable[[Schedule], Awaitable[T]], world: World, **options: A
 
 def test_a_failed_judge_stops_the_run_before_training() -> None:
     world = World([3, 5, 2, 4], fails=[1, 2])
-    with pytest.raises(RewardError, match="2 of 4 responses could not be judged") as caught:
+    with pytest.raises(RewardError, match="2 of 4 responses could not be scored") as caught:
         failing(Schedule.step, world)
     assert caught.value.rollout_ids == (1, 2)
     assert "no verdict on 1" in str(caught.value)
@@ -534,7 +534,7 @@ def test_a_step_that_loses_every_group_stops() -> None:
         failing(Schedule.step, world, samples=2, drop_failures=True, group_at_least=2)
     assert caught.value.rollout_ids == (1, 2)
     assert "on_failure" not in str(caught.value)
-    with pytest.raises(RewardError, match=r"1 of 4 responses could not be judged\. The first"):
+    with pytest.raises(RewardError, match=r"1 of 4 responses could not be scored\. The first"):
         failing(Schedule.step, World([3], fails=[1]), samples=2, group_at_least=2)
 
 
