@@ -1,4 +1,4 @@
-"""Every error Stretto raises on purpose, in one tree.
+"""The errors that Stretto raises on purpose, in one tree.
 
 ::
 

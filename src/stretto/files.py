@@ -14,7 +14,7 @@ from pathlib import Path
 from stretto.errors import StorageError
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Of Linux's renameat2(2)."""
+"""Constants of Linux's renameat2(2)."""
 
 _BLOCK = 1 << 16
 
@@ -91,7 +91,7 @@ def append(file: Path, lines: bytes) -> bool:
 def write(descriptor: int, content: bytes) -> None:
     """Write all of it where the file stands: a nearly full disk takes a part without an error.
 
-    One call, unless that happens, which Ctrl-C comes before or after but never between.
+    In all other cases it is one call, so that Ctrl-C comes before or after it, never in between.
     """
     left = memoryview(content)
     while left:
@@ -105,7 +105,7 @@ def whole_lines(content: bytes) -> list[bytes]:
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:
-    """Where the last whole line ends."""
+    """Return the place where the last whole line ends, in bytes."""
     end = size
     while end:
         start = max(end - _BLOCK, 0)

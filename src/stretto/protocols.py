@@ -1,4 +1,4 @@
-"""Who does the work: the three roles a schedule talks to.
+"""The three roles a schedule talks to: generator, scorer, learner; and the tracer they report to.
 
 The methods are coroutines so that one schedule serves a single process, a cluster and virtual time
 alike. A role answers its calls in the order they were made.
@@ -70,12 +70,12 @@ class Scorer(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique in a run; the key of its scores."""
+        """The scorer's name, unique in a run; the key of its scores."""
         ...
 
     @property
     def kind(self) -> ScoreKind:
-        """What its scores are."""
+        """The kind of its scores."""
         ...
 
     @property
@@ -85,12 +85,12 @@ class Scorer(Protocol):
 
     @property
     def reads_text(self) -> bool:
-        """Whether it looks at prompts' text, messages and data, and not at tokens alone."""
+        """Return whether it reads prompts' text, messages and data, and not tokens alone."""
         ...
 
     @property
     def streams(self) -> bool:
-        """Whether it works on rollouts before they have ended; else it gets whole ones."""
+        """Return whether it works on rollouts before they end; if not, it gets whole ones."""
         ...
 
     @property
@@ -150,7 +150,7 @@ class Tracer(Protocol):
         ...
 
     def awaiting(self, role: str, name: str) -> AbstractContextManager[None]:
-        """Say, for the body of a ``with`` statement, that work goes on which is added later."""
+        """Show work as under way during a ``with`` statement; :meth:`add` records it later."""
         ...
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:

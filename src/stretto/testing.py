@@ -44,7 +44,7 @@ def make_chunk(
 
 
 class World:
-    """What the roles of a run share: the script, a log with times, and the clock.
+    """The script, the log with times and the clock that the roles of a run share.
 
     It is a schedule's :class:`~stretto.protocols.Tracer`, and :meth:`next_prompt` its source of
     prompts.
