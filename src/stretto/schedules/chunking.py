@@ -1,4 +1,4 @@
-"""How many tokens the actor decodes before the scorers are given them."""
+"""The size of chunks: tokens that the actor decodes before the scorers are given them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChunkSize(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, as plain data."""
+        """Return what the controller has learnt, as plain data."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class ChunkSize(Protocol):
 
 
 class FixedChunk:
-    """Always the same size. There is no state.
+    """A chunk size that never changes. There is no state.
 
     Raises:
         ConfigError: the size is not positive.
@@ -56,18 +56,18 @@ class FixedChunk:
 
     @property
     def tokens(self) -> int:
-        """The size."""
+        """The fixed size, in tokens."""
         return self._tokens
 
     def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take."""
+        """Take nothing: there is no state."""
 
 
 class TunedChunk:
@@ -138,7 +138,7 @@ class TunedChunk:
             self._tokens = self._fastest()
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the sizes, the times and the lengths, as plain data."""
         return {
             "sizes": list(self._sizes),
             "tokens": self._tokens,

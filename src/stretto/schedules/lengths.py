@@ -1,4 +1,4 @@
-"""How long responses are: what recent ones say of the next."""
+"""A model of response lengths: recent ones tell about the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 HALF_LIVES = 4
 """Half-lives that a window spans: at its far end a length counts 1/16."""
 GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, modulo 1, are spread evenly."""
+"""The golden ratio less 1; its multiples, modulo 1, are spread evenly."""
 
 
 class LengthModel:
@@ -75,7 +75,7 @@ class LengthModel:
         return lengths[np.minimum(places, len(lengths) - 1)]
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the remembered lengths, as plain data."""
         return {"steps": [list(step) for step in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
