@@ -1,6 +1,6 @@
 """The process that reward functions run in: ``python -m stretto.scoring.worker``.
 
-It speaks JSON lines over what were its standard input and output; whatever the function's code
+It speaks JSON lines over its original standard input and output; whatever the function's code
 prints goes to standard error. It ends with its parent, however that ends, and whatever it is doing.
 ::
 
@@ -59,8 +59,7 @@ def main() -> None:
 
 
 class _Channel:
-    """What were standard input and output, kept for the protocol and out of reach of the function's
-    code.
+    """The protocol's channel: the original standard input and output, hidden from the function.
 
     The function's code may fork. Its children lose the channel, so that they neither answer nor
     keep it open after this process has ended.
