@@ -1,4 +1,4 @@
-"""What carries calls to a worker, wherever it is."""
+"""Executors, which carry calls to a worker, wherever it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Executor(Protocol):
     """Makes calls of one service, in the order in which they are asked for."""
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """The reply of one of the service's methods, its times by this process's clock.
+        """Call a method of the service; return its reply, with times by this process's clock.
 
         Raises:
             Exception: what the method raised.
@@ -32,6 +32,6 @@ class ThreadExecutor:
         self._service, self._worker = service, worker
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """See :class:`Executor`."""
+        """Call the method on the thread; see :class:`Executor`."""
         reply: Reply[Any] = await self._worker.run(lambda: getattr(self._service, method)(*args))
         return reply

@@ -1,6 +1,6 @@
-"""What does a role's work, wherever a runtime has put it: plain functions, called one at a time.
+"""The workers behind roles, wherever a runtime has put them: plain functions, called one by one.
 
-What the methods do is said where the roles are, in :mod:`stretto.protocols`.
+The roles' docstrings in :mod:`stretto.protocols` say what the methods do.
 """
 
 from __future__ import annotations
