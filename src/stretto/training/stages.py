@@ -115,7 +115,7 @@ class StageTrainer:
         return self._losses.of_actor(stage.head, chosen, targets, part, kl_coef)
 
     def saved_bytes(self, batch: PaddedBatch) -> tuple[int, int]:
-        """Return the bytes that actor's and critic's stages keep of a micro-batch until backward."""
+        """Return the bytes that the actor's and the critic's stages keep until a backward pass."""
         work = Work(batch.tokens.to(self._device), Tensor.sum)
         with self._trained["actor"].training(), self._trained["critic"].training():
             kept = [self._executor.saved_bytes(name, work) for name in self._stages]

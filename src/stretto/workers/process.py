@@ -101,7 +101,7 @@ class ProcessExecutor:
         self._worker.stop()
 
     def _distance(self) -> float:
-        """Return the seconds that this process's clock is ahead, from the shortest of some round trips."""
+        """Return the seconds that this process's clock is ahead, by the shortest of round trips."""
         trips: list[tuple[float, float]] = []
         for _ in range(SAMPLES):
             before_s = self._clock.now()
