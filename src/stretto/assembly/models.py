@@ -42,7 +42,7 @@ class Given:
     Attributes:
         actor: the policy; it is trained in place.
         tokenizer: the actor's.
-        reference: the model that the KL is measured to; without it a copy of the actor at the start.
+        reference: the model that the KL is measured to; without it a copy of the starting actor.
         critic: a model with a scalar head; it is trained in place.
         task: prompts, and their judge where it has one.
         functions: reward functions by the name they have in ``reward.sources``.
