@@ -13,7 +13,7 @@ from stretto.schedules.lengths import LengthModel
 SHORTEST = 8
 """Tokens in a chunk, at least; below that the calls cost more than they overlap."""
 LONG = 0.95
-"""A response at this quantile of the lengths is a long one."""
+"""The quantile of the lengths from which a response counts as long."""
 REMEMBERED = 1024
 """Lengths that the quantile is taken from."""
 

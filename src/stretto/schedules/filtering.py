@@ -13,7 +13,7 @@ FUNCTION_FAILED = "reward function failed"
 NOTHING_APPLIES = "no reward source applies"
 NOT_FINITE = "reward not finite"
 GROUP_TOO_SMALL = "group too small"
-"""The rollout has its scores, but too few others to its prompt have theirs."""
+"""The reason of a rollout that has its scores, but too few others to its prompt have theirs."""
 
 
 def reasons_to_reject(
