@@ -99,7 +99,7 @@ def write(descriptor: int, content: bytes) -> None:
 
 
 def whole_lines(content: bytes) -> list[bytes]:
-    """The lines, with their ends, without a last one that has none."""
+    """Split into lines with their ends, leaving out a last one without an end."""
     lines = content.splitlines(keepends=True)
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
@@ -121,10 +121,10 @@ def _end_of_lines(descriptor: int, size: int) -> int:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A scratch folder, which takes the place of ``target`` once it is filled and on disk.
+    """Yield a scratch folder, which takes the place of ``target`` once it is filled and on disk.
 
-    A former ``target`` stays until then, in one step where the system can; and it stays where the
-    filling fails. The scratch folder does not.
+    A former ``target`` is there until then; the exchange is one step where the system can do that.
+    If the filling fails, the former ``target`` stays and the scratch folder goes.
 
     Raises:
         OSError: the system refuses.
@@ -144,8 +144,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def added_to(folder: Path) -> Iterator[Path]:
-    """A scratch folder whose files come to lie in ``folder``, among whatever else is there, once
-    all of them are on disk.
+    """Yield a scratch folder, whose files move to ``folder`` once all of them are on disk.
+
+    Other files of ``folder`` stay.
 
     Raises:
         OSError: the system refuses.

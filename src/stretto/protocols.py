@@ -23,7 +23,7 @@ from stretto.types import (
 
 
 class Generator(Protocol):
-    """Decodes rollouts with the actor."""
+    """The role that decodes rollouts with the actor."""
 
     async def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses for decoding. One that already has tokens goes on after them."""
@@ -66,7 +66,7 @@ class Generator(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores rollouts: a reward model, the reference, the critic, or a function."""
+    """A role that scores rollouts: a reward model, the reference, the critic, or a function."""
 
     @property
     def name(self) -> str:
@@ -126,7 +126,7 @@ class Scorer(Protocol):
 
 
 class Learner(Protocol):
-    """Owns the trained weights."""
+    """The role that owns the trained weights, and trains them."""
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step on scored responses.
@@ -136,12 +136,12 @@ class Learner(Protocol):
         ...
 
     async def publish(self) -> Mapping[str, WeightsRef]:
-        """The next version of the weights, by trained model: ``actor``, and ``critic`` if any."""
+        """Publish the next version of each trained model: ``actor``, and ``critic`` if any."""
         ...
 
 
 class Tracer(Protocol):
-    """Takes down who worked on what, and when; handed to whoever coordinates."""
+    """The record of who worked on what, and when; handed to the code that coordinates."""
 
     def span(
         self, role: str, name: str, **attributes: Any

@@ -45,7 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Handler:
-    """Tells a first signal from its echoes, and from a second request."""
+    """A handler that tells a first signal from its echoes, and from a second request."""
 
     def __init__(self, first: Callable[[], object], again: Callable[[int], object]) -> None:
         self.number = 0
@@ -59,7 +59,10 @@ class _Handler:
             self._again(number)
 
     def _echoes(self, number: int) -> bool:
-        """A closing terminal sends SIGHUP several times, and nobody means "at once" by it."""
+        """Return whether a signal only repeats the first request.
+
+        A closing terminal sends SIGHUP several times, and nobody means "at once" by it.
+        """
         soon = time.monotonic() - self._at_s < ECHO_S
         return number == signal.SIGHUP or (number == signal.SIGTERM == self.number and soon)
 

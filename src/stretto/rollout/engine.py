@@ -31,7 +31,7 @@ from stretto.weights.channel import WeightChannel, fetched
 
 
 class TorchEngine:
-    """Generates with a transformers model in this process.
+    """An engine that generates with a transformers model in this process.
 
     The model is used as it is, without a copy: a learner that trains the very same module hands
     over its weights by a version number and a fingerprint alone. While the engine decodes on a CPU

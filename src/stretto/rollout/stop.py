@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StopStrings:
-    """Tells whether the newest token completed one of several strings."""
+    """A check whether the newest token completed one of several strings."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self._strings = tuple(strings)

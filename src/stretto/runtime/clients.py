@@ -29,7 +29,7 @@ class _Client:
         self._role, self._executor, self._tracer = role, executor, tracer
 
     async def _ask(self, method: str, *args: Any, work: str = "") -> Any:
-        """Make a call and return its value; ``work`` names the call's work while it is under way."""
+        """Make a call and return its value; ``work`` names its work while it is under way."""
         open_span = self._tracer.awaiting(self._role, work) if work else nullcontext()
         with open_span:
             reply = await self._executor.call(method, *args)

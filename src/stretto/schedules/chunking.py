@@ -22,7 +22,7 @@ ABOUT = 1.05
 
 
 class ChunkSize(Protocol):
-    """Decides the size of chunks, step by step."""
+    """A controller that decides the size of chunks, step by step."""
 
     @property
     def tokens(self) -> int:
@@ -71,7 +71,7 @@ class FixedChunk:
 
 
 class TunedChunk:
-    """Tries a few sizes now and then, and keeps the fastest (OPPO, intra-step overlap).
+    """A controller that tries sizes now and then and keeps the fastest (OPPO, intra-step overlap).
 
     Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
     every window of steps the candidates take turns, each on steps of its own, for up to a quarter

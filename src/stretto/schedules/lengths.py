@@ -69,7 +69,7 @@ class LengthModel:
         return float(lengths[min(place, len(lengths) - 1)])
 
     def sample(self, uniform: FloatArray) -> IntArray:
-        """Lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
+        """Draw lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
         lengths, weights = self._weighted()
         places = np.searchsorted(np.cumsum(weights), uniform, side="right")
         return lengths[np.minimum(places, len(lengths) - 1)]
@@ -104,7 +104,7 @@ class LengthModel:
 def under_way(
     draws: IntArray, wanted: int, carried: int, max_carries: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Groups met at a random moment, so that a simulation need not start afresh.
+    """Draw groups as met at a random moment, so that a simulation need not start afresh.
 
     A point thrown on all groups laid end to end is the likelier to hit a group the longer it is,
     and says how far it has come. How often it was carried follows from the steps of a round: the

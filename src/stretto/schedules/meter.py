@@ -17,7 +17,7 @@ REWARD = "objective/scores"
 
 
 class Meter:
-    """Measures steps for people, and rounds for controllers.
+    """A meter of steps for people, and of rounds for controllers.
 
     State: rewards and lengths of the round so far, and rollouts beyond it. Times are of this
     process alone.

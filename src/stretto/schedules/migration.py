@@ -128,7 +128,7 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> Plan:
 
 
 class MigrationPolicy(Protocol):
-    """Decides when stragglers move, and where to."""
+    """A controller that decides when stragglers move, and where to."""
 
     def threshold(self) -> int:
         """R_t: stragglers move once the round waits for no more than so many; 0 is never."""
@@ -152,7 +152,7 @@ class MigrationPolicy(Protocol):
 
 
 class FixedMigration:
-    """Stragglers move at a fixed share of the batch. There is no state.
+    """A policy that moves stragglers at a fixed share of the batch. There is no state.
 
     Args:
         limits: of the generators.

@@ -13,7 +13,7 @@ from stretto.schedules.feedback import Feedback
 
 
 class Overcommit(Protocol):
-    """Decides delta, step by step."""
+    """A controller that decides delta, step by step."""
 
     @property
     def delta(self) -> int:
@@ -94,7 +94,7 @@ class _RewardRule:
 
 
 class Equation4(_RewardRule):
-    """Delta grows while the reward improves, and shrinks otherwise (OPPO, equation 4).
+    """A delta that grows while the reward improves, and shrinks otherwise (OPPO, equation 4).
 
     The slope is the mean of ``R_i - R_(i-1)`` over the last ``window`` steps. If it is positive,
     ``delta = min(high, delta + inc)``, else ``delta = max(low, delta - dec)``. So delta decays to
@@ -152,7 +152,7 @@ class Equation4(_RewardRule):
 
 
 class Algorithm1(_RewardRule):
-    """Delta shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
+    """A delta that shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
 
     Once ``2 window`` rewards are there, ``d`` is the mean of the last ``window`` less that of the
     ``window`` before, and ``delta = clip(delta - sign(d) max(1, floor(delta / 4)), low, high)``.

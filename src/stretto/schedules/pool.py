@@ -61,7 +61,7 @@ class Pool:
         return any(rollout.id in held for held in self._held)
 
     def take_samples(self) -> Sequence[DecodeSample]:
-        """The decode calls since this was last asked."""
+        """Return the decode calls since this method was last called."""
         samples, self._samples = self._samples, []
         return samples
 

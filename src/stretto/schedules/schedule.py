@@ -34,7 +34,9 @@ from stretto.types import Chunk, Prompt, Stats, WeightsRef
 
 
 class Schedule:
-    """Takes steps, one at a time; inside ``async with``, what overlaps goes on between them.
+    """A schedule that takes steps, one at a time.
+
+    Inside ``async with``, work that overlaps steps goes on between them.
 
     State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers. It
     is saved between two steps, while :attr:`weights_lock` is held. After a restart, rollouts that

@@ -34,7 +34,7 @@ class ScorerReplica:
 
 
 class Feed:
-    """Hands one scorer whatever has arrived.
+    """A feed that hands one scorer whatever has arrived.
 
     Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time,
     and until there is enough to make a call worth its cost. Unblocked by that, by :meth:`hurry`

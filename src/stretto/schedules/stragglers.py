@@ -28,7 +28,7 @@ WORTH = 0.98
 
 
 class AutoMigration:
-    """Chooses R_t by simulation, and anew as lengths drift (RLHFuse, inter-stage fusion).
+    """A policy that chooses R_t by simulation, as lengths drift (RLHFuse, inter-stage fusion).
 
     Generation and scoring of a batch are simulated for R_t at 5 %, 10 %, .. 95 % of it and without
     migration: lengths from the recent ones, seconds of a decode step from the recent calls, moves

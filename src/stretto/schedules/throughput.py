@@ -31,7 +31,7 @@ OVERHEADS = 32
 
 
 class ThroughputOvercommit:
-    """Chooses delta so that the most samples a second are predicted.
+    """A controller that chooses delta for the most predicted samples a second.
 
     The prediction simulates the buffer: ``batch + delta`` responses in flight, those carried
     ``max_carries`` times and then the first to end make the batch, the others are carried. (With

@@ -53,7 +53,7 @@ class _Response:
 
 
 class FunctionScorer:
-    """Scores finished rollouts with the task's verifier or a function of the user's.
+    """A scorer of finished rollouts by the task's verifier or a function of the user's.
 
     The methods are those of :class:`~stretto.protocols.Scorer`, not yet coroutines. The reward
     function's process starts at construction, so that mistakes show before anything heavy is

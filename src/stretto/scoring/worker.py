@@ -77,7 +77,7 @@ class _Channel:
         Thread(target=self._listen, daemon=True).start()
 
     def next_request(self) -> Any:
-        """The body of the next request; all that is sent from now on answers it."""
+        """Return the body of the next request; all that is sent from now on answers it."""
         request = json.loads(self._inbox.get())
         self._request = request["request"]
         return request["body"]
@@ -116,7 +116,7 @@ def _end() -> NoReturn:
 
 
 def open_function(opening: Mapping[str, Any]) -> RewardFunction:
-    """The reward function that a first line names.
+    """Open the reward function that a first line names.
 
     Raises:
         ConfigError: the function cannot be imported or has an unknown signature.
@@ -129,7 +129,7 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
-    """The task's own verifier, which gets rows by index."""
+    """Open the task's own verifier, which gets rows by index."""
     from stretto.config import TaskConfig
     from stretto.tasks import load
     from stretto.tasks.base import fingerprint
@@ -151,7 +151,7 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
 
 
 def _import(file: str, name: str) -> Callable[..., Any]:
-    """The function ``name`` of a Python file, which may import its neighbours."""
+    """Import the function ``name`` of a Python file, which may import its neighbours."""
     path = Path(file)
     sys.path.insert(0, str(path.parent))
     # The name that others import it by: processes that are not forked find its functions by it.

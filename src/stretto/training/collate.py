@@ -20,7 +20,7 @@ from stretto.types import TrainBatch, short_name
 
 
 def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
-    """A batch as tensors.
+    """Turn a batch into tensors.
 
     Args:
         batch: at least one response.
@@ -62,7 +62,7 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 
 def describe(batch: TrainBatch) -> dict[str, float]:
-    """Figures of a batch that need no model: lengths, endings, and each reward source.
+    """Return figures of a batch that need no model: lengths, endings, and each reward source.
 
     A source's mean is over the responses that it applies to; a source that applies to none has no
     figure.

@@ -50,7 +50,7 @@ _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
 def new_gate(model: nn.Module) -> Gate:
-    """The gate of whoever trains the model from now on."""
+    """Make the gate for the trainer that trains the model from now on."""
     gate = _GATES[model] = Gate()
     return gate
 

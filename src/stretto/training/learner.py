@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PolicyLearner:
-    """Trains the actor, and the critic where the algorithm has one, and publishes both.
+    """A learner that trains and publishes the actor, and the critic where there is one.
 
     The old log-probabilities are the engine's own, of the distribution it sampled from. Where a
     step is one update and the settings say so, they are those of the policy under training, as that

@@ -125,7 +125,7 @@ def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
 
 
 def on_cpu(state: Any) -> Any:
-    """Return the same state with all its tensors on the CPU, where another process can read them."""
+    """Return the same state with all tensors on the CPU, where another process can read them."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, Mapping):

@@ -95,7 +95,7 @@ class Trained(Protocol):
 
 
 class Passes(Protocol):
-    """Makes the passes of mini-batches."""
+    """The maker of the passes of mini-batches."""
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         """Divide a mini-batch into micro-batches.

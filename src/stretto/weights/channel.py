@@ -30,7 +30,7 @@ class WeightChannel(Protocol):
         ...
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """The tensors of a ticket. Older versions of the model are not asked for again.
+        """Return the tensors of a ticket. Older versions of the model are not asked for again.
 
         Raises:
             EngineError: they are not here.

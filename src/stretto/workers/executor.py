@@ -9,7 +9,7 @@ from stretto.workers.threads import WorkerThread
 
 
 class Executor(Protocol):
-    """Makes calls of one service, in the order in which they are asked for."""
+    """An executor that makes calls of one service, in the order in which they are asked for."""
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         """Call a method of the service; return its reply, with times by this process's clock.
@@ -21,7 +21,7 @@ class Executor(Protocol):
 
 
 class ThreadExecutor:
-    """Calls a service of this process on a thread, which it may share with others.
+    """An executor that calls a service of this process on a thread, maybe shared with others.
 
     Args:
         service: whose methods return replies.

@@ -44,7 +44,7 @@ class Host:
 
 
 class ProcessExecutor:
-    """Calls a service in a process of its own, one call at a time.
+    """An executor that calls a service in a process of its own, one call at a time.
 
     Args:
         name: of the role, for messages.

@@ -25,7 +25,7 @@ for _stand_in in (_TOKENS, _LOGPROBS):
 
 
 class SimGenerator:
-    """Decodes rollouts to lengths that are known beforehand, with continuous batching.
+    """A generator that decodes to lengths known beforehand, with continuous batching.
 
     Rollouts go to the replica with the fewest, and stay there.
 
