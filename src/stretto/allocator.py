@@ -1,4 +1,4 @@
-"""How this process holds on to memory; to be settled before torch is imported.
+"""The process's use of memory; to be settled before torch is imported.
 
 Every page of fresh memory costs a fault at its first touch, and by default glibc maps large tensors
 anew each time and gives them back when they are freed. On a CPU that makes an elementwise operation

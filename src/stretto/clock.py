@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What coordination code may know of time."""
+    """The clock that coordination code reads."""
 
     def now(self) -> float:
         """Seconds since an arbitrary origin; never goes back."""

@@ -1,4 +1,4 @@
-"""Every error Stretto raises on purpose, in one tree.
+"""The errors that Stretto raises on purpose, in one tree.
 
 ::
 
@@ -117,12 +117,12 @@ class LifecycleError(StrettoError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what another library says, to be quoted within a line."""
+    """Return the first line of another library's message, to be quoted within a line."""
     return str(error).strip().partition("\n")[0]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that helps with an unknown name: the closest known one, or all of them."""
+    """Return a sentence that helps with an unknown name: the closest known one, or all of them."""
     known = sorted(known)
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"Did you mean '{close[0]}'?" if close else f"Known: {', '.join(known)}."

@@ -14,7 +14,7 @@ from pathlib import Path
 from stretto.errors import StorageError
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Of Linux's renameat2(2)."""
+"""Constants of Linux's renameat2(2)."""
 
 _BLOCK = 1 << 16
 
@@ -91,7 +91,7 @@ def append(file: Path, lines: bytes) -> bool:
 def write(descriptor: int, content: bytes) -> None:
     """Write all of it where the file stands: a nearly full disk takes a part without an error.
 
-    One call, unless that happens, which Ctrl-C comes before or after but never between.
+    In all other cases it is one call, so that Ctrl-C comes before or after it, never in between.
     """
     left = memoryview(content)
     while left:
@@ -99,13 +99,13 @@ def write(descriptor: int, content: bytes) -> None:
 
 
 def whole_lines(content: bytes) -> list[bytes]:
-    """The lines, with their ends, without a last one that has none."""
+    """Split into lines with their ends, leaving out a last one without an end."""
     lines = content.splitlines(keepends=True)
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:
-    """Where the last whole line ends."""
+    """Return the place where the last whole line ends, in bytes."""
     end = size
     while end:
         start = max(end - _BLOCK, 0)
@@ -121,10 +121,10 @@ def _end_of_lines(descriptor: int, size: int) -> int:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """A scratch folder, which takes the place of ``target`` once it is filled and on disk.
+    """Yield a scratch folder, which takes the place of ``target`` once it is filled and on disk.
 
-    A former ``target`` stays until then, in one step where the system can; and it stays where the
-    filling fails. The scratch folder does not.
+    A former ``target`` is there until then; the exchange is one step where the system can do that.
+    If the filling fails, the former ``target`` stays and the scratch folder goes.
 
     Raises:
         OSError: the system refuses.
@@ -144,8 +144,9 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def added_to(folder: Path) -> Iterator[Path]:
-    """A scratch folder whose files come to lie in ``folder``, among whatever else is there, once
-    all of them are on disk.
+    """Yield a scratch folder, whose files move to ``folder`` once all of them are on disk.
+
+    Other files of ``folder`` stay.
 
     Raises:
         OSError: the system refuses.

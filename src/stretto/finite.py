@@ -1,4 +1,4 @@
-"""Which numbers rewards may be: they are trained on as float32."""
+"""The range of rewards: they are trained on as float32, and must be finite as such."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ _ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
 
 
 def is_finite(number: float) -> bool:
-    """Whether a number is finite as float32: no NaN, and not so large that it becomes infinite."""
+    """Return whether a number is finite as float32: no NaN, and not rounded to infinity."""
     return abs(number) < _ROUNDS_TO_INFINITY

@@ -1,4 +1,4 @@
-"""How the threads of a tensor operation wait; to be settled before torch is imported.
+"""The waiting of a tensor operation's threads; to be settled before torch is imported.
 
 The threads meet at the operation's end, and those that are early spin until the last one comes. On
 a core that another process wants too the last one comes late, and every operation waits for the

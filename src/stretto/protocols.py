@@ -1,4 +1,4 @@
-"""Who does the work: the three roles a schedule talks to.
+"""The three roles a schedule talks to: generator, scorer, learner; and the tracer they report to.
 
 The methods are coroutines so that one schedule serves a single process, a cluster and virtual time
 alike. A role answers its calls in the order they were made.
@@ -23,7 +23,7 @@ from stretto.types import (
 
 
 class Generator(Protocol):
-    """Decodes rollouts with the actor."""
+    """The role that decodes rollouts with the actor."""
 
     async def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses for decoding. One that already has tokens goes on after them."""
@@ -66,16 +66,16 @@ class Generator(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores rollouts: a reward model, the reference, the critic, or a function."""
+    """A role that scores rollouts: a reward model, the reference, the critic, or a function."""
 
     @property
     def name(self) -> str:
-        """Unique in a run; the key of its scores."""
+        """The scorer's name, unique in a run; the key of its scores."""
         ...
 
     @property
     def kind(self) -> ScoreKind:
-        """What its scores are."""
+        """The kind of its scores."""
         ...
 
     @property
@@ -85,12 +85,12 @@ class Scorer(Protocol):
 
     @property
     def reads_text(self) -> bool:
-        """Whether it looks at prompts' text, messages and data, and not at tokens alone."""
+        """Return whether it reads prompts' text, messages and data, and not tokens alone."""
         ...
 
     @property
     def streams(self) -> bool:
-        """Whether it works on rollouts before they have ended; else it gets whole ones."""
+        """Return whether it works on rollouts before they end; if not, it gets whole ones."""
         ...
 
     @property
@@ -126,7 +126,7 @@ class Scorer(Protocol):
 
 
 class Learner(Protocol):
-    """Owns the trained weights."""
+    """The role that owns the trained weights, and trains them."""
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step on scored responses.
@@ -136,12 +136,12 @@ class Learner(Protocol):
         ...
 
     async def publish(self) -> Mapping[str, WeightsRef]:
-        """The next version of the weights, by trained model: ``actor``, and ``critic`` if any."""
+        """Publish the next version of each trained model: ``actor``, and ``critic`` if any."""
         ...
 
 
 class Tracer(Protocol):
-    """Takes down who worked on what, and when; handed to whoever coordinates."""
+    """The record of who worked on what, and when; handed to the code that coordinates."""
 
     def span(
         self, role: str, name: str, **attributes: Any
@@ -150,7 +150,7 @@ class Tracer(Protocol):
         ...
 
     def awaiting(self, role: str, name: str) -> AbstractContextManager[None]:
-        """Say, for the body of a ``with`` statement, that work goes on which is added later."""
+        """Show work as under way during a ``with`` statement; :meth:`add` records it later."""
         ...
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:

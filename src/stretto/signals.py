@@ -24,12 +24,12 @@ PARENT = "STRETTO_PARENT"
 :func:`end_with`."""
 
 GRACE_S = 60.0
-"""How long an orphan gets to end in order before it is ended at once."""
+"""Seconds that an orphan gets to end in order before it is ended at once."""
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 _receivers: list[Callable[[], object]] = []
-"""What is told of a signal instead of the code that it interrupts; the last one is."""
+"""Functions that are called on a signal; only the last one is, in place of raising."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -45,7 +45,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Handler:
-    """Tells a first signal from its echoes, and from a second request."""
+    """A handler that tells a first signal from its echoes, and from a second request."""
 
     def __init__(self, first: Callable[[], object], again: Callable[[int], object]) -> None:
         self.number = 0
@@ -59,7 +59,10 @@ class _Handler:
             self._again(number)
 
     def _echoes(self, number: int) -> bool:
-        """A closing terminal sends SIGHUP several times, and nobody means "at once" by it."""
+        """Return whether a signal only repeats the first request.
+
+        A closing terminal sends SIGHUP several times, and nobody means "at once" by it.
+        """
         soon = time.monotonic() - self._at_s < ECHO_S
         return number == signal.SIGHUP or (number == signal.SIGTERM == self.number and soon)
 
@@ -156,7 +159,7 @@ def _end_at_once(number: int) -> None:
 
 
 def _install(handler: _Handler, numbers: set[signal.Signals]) -> dict[signal.Signals, Any]:
-    """What handled the signals before."""
+    """Install a handler; return what handled the signals before."""
     if not _in_main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

@@ -38,13 +38,13 @@ def make_chunk(
     version: int = 0,
     finish: FinishReason | None = None,
 ) -> Chunk:
-    """A chunk out of plain numbers; see :class:`~stretto.types.Chunk`."""
+    """Make a chunk out of plain numbers; see :class:`~stretto.types.Chunk`."""
     columns = np.array(tokens, np.int32), np.array(logprobs, np.float32)
     return Chunk(rollout_id, start, *columns, version, finish)
 
 
 class World:
-    """What the roles of a run share: the script, a log with times, and the clock.
+    """The script, the log with times and the clock that the roles of a run share.
 
     It is a schedule's :class:`~stretto.protocols.Tracer`, and :meth:`next_prompt` its source of
     prompts.
@@ -101,7 +101,7 @@ class World:
 
 
 class FakeGenerator:
-    """Decodes a token a second for everyone; token t of rollout i is ``100 i + t``.
+    """A generator that decodes a token a second for all; token t of rollout i is ``100 i + t``.
 
     Its methods are those of :class:`~stretto.protocols.Generator`. Taking over rollouts of another
     generator takes a second.
@@ -165,7 +165,7 @@ class FakeGenerator:
 
 
 class FakeScorer:
-    """Takes half a second a call, and a tenth of one for each token that is new to it.
+    """A scorer that takes half a second a call, and a tenth of one for each new token.
 
     Its methods are those of :class:`~stretto.protocols.Scorer`. The score of rollout i is
     ``i + 0.5``; one that follows a model gives its version for each token. What it is given is
@@ -235,7 +235,7 @@ class FakeScorer:
 
 
 class FakeLearner:
-    """Learns nothing, in so many seconds a step, and publishes versions 1, 2, ...
+    """A learner that learns nothing, in so many seconds a step, and publishes versions 1, 2, ...
 
     Its methods are those of :class:`~stretto.protocols.Learner`.
 

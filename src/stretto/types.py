@@ -1,4 +1,4 @@
-"""What flows between roles: prompts, responses, chunks, scores, batches, weights.
+"""Data that flows between roles: prompts, responses, chunks, scores, batches, weights.
 
 All of it is frozen and can be pickled. No torch here, and no clock.
 
@@ -24,7 +24,7 @@ V = TypeVar("V", covariant=True)
 
 
 class Message(TypedDict):
-    """One turn of a conversation, as chat templates take it."""
+    """A turn of a conversation, as chat templates take it."""
 
     role: str
     content: str
@@ -32,7 +32,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the actor answers.
+    """A prompt that the actor answers.
 
     Attributes:
         id: stable over the whole run: the prompt's place in the task's (shuffled) order.
@@ -50,12 +50,12 @@ class Prompt:
 
     @property
     def bare(self) -> Prompt:
-        """Only what models read."""
+        """Return the prompt with its id and tokens alone, which is all that models read."""
         return Prompt(self.id, self.tokens, "")
 
 
 class FinishReason(StrEnum):
-    """Why a response ended. Comes from the engine, never from the padding."""
+    """The reason why a response ended. It comes from the engine, never from the padding."""
 
     STOP = "stop"
     """An end-of-sequence token or a stop string."""
@@ -124,7 +124,7 @@ def short_name(scorer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one scorer says of one finished rollout.
+    """The answer of one scorer on one finished rollout.
 
     Attributes:
         rollout_id: whose score it is.
@@ -147,7 +147,7 @@ class Score:
         return float(self.values[0]) if len(self.values) else None
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as plain data."""
+        """Return all fields, as plain data."""
         return {**asdict(self), "values": self.values.tolist()}
 
     @classmethod
@@ -158,13 +158,13 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """A ticket for one version of one model's weights, from the learner to who follows it.
+    """A ticket for one version of one model's weights, from the learner to those who load them.
 
     Attributes:
         model: the trained model: ``actor`` or ``critic``.
         version: how many hand-overs came before.
-        fingerprint: of the tensors, as the learner sees them; who loads them computes its own
-            afterwards and refuses to go on if they differ.
+        fingerprint: of the tensors, as the learner sees them. Whoever loads them computes it again
+            and refuses to go on if the two differ.
         channel: where the tensors are; empty where both sides share memory, and none travel.
     """
 
@@ -203,7 +203,7 @@ class TrainBatch:
     Attributes:
         ids: of the rollouts, [B].
         prompts: token ids of each prompt.
-        prompt_ids: [B]; responses to one prompt have one.
+        prompt_ids: [B]; responses to one prompt share one id.
         lengths: tokens of each response, [B].
         ended: [B] bool, true where the response ended by itself.
         tokens: [N].
@@ -232,7 +232,7 @@ class TrainBatch:
 
     @property
     def total_tokens(self) -> int:
-        """Of all prompts and responses."""
+        """Tokens of all prompts and responses."""
         return sum(map(len, self.prompts)) + len(self.tokens)
 
     def split(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
@@ -240,7 +240,7 @@ class TrainBatch:
         return np.split(column, np.cumsum(self.lengths)[:-1])
 
     def responses(self) -> list[Response]:
-        """Prompt and response tokens of each."""
+        """Return each response with its prompt, tokens alone."""
         return [
             Response(int(id_), int(prompt_id), Prompt(int(prompt_id), prompt, ""), tokens)
             for id_, prompt_id, prompt, tokens in zip(
@@ -262,7 +262,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainOutput:
-    """What a step of training gives back.
+    """The outcome of a step of training.
 
     Attributes:
         stats: its figures.
@@ -275,7 +275,7 @@ class TrainOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScorerInfo:
-    """What a schedule has to know of a scorer; see :class:`~stretto.protocols.Scorer`."""
+    """The facts about a scorer that a schedule needs; see :class:`~stretto.protocols.Scorer`."""
 
     name: str
     kind: ScoreKind
@@ -314,14 +314,14 @@ class Reply(Generic[V]):
     work: Sequence[Work] = ()
 
     def shifted(self, by_s: float) -> Reply[V]:
-        """The same by a clock that is ``by_s`` ahead of the worker's."""
+        """Return the same reply by a clock that is ``by_s`` seconds ahead of the worker's."""
         moved = (replace(w, start_s=w.start_s + by_s, end_s=w.end_s + by_s) for w in self.work)
         return Reply(self.value, tuple(moved))
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a generation engine can do.
+    """The abilities of a generation engine.
 
     Attributes:
         moves_cache: hands keys and values of a rollout to another engine of its kind.

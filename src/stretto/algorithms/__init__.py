@@ -1,4 +1,4 @@
-"""What is learned: advantages, KL penalties, reductions and losses, as functions of tensors.
+"""Advantages, KL penalties, reductions and losses, as functions of tensors.
 
 Nothing here knows when or where it runs. Shapes, in every file of this package: B responses, T
 response tokens; ``logprobs``, ``ref_logprobs``, ``values``, ``rewards``, ``advantages``,

@@ -1,4 +1,4 @@
-"""What an algorithm says of itself: what it needs of a run, its settings, and its functions."""
+"""The description of an algorithm: its needs of a run, its settings, and its functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from stretto.config import AlgorithmConfig
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
-"""How losses of tokens become one; see :func:`~stretto.algorithms.reductions.token_weights`."""
+"""The way losses of tokens become one; see :func:`~stretto.algorithms.reductions.token_weights`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """What is learned. docs/algorithms.md has the equations, the papers, and how to add one.
+    """An algorithm. docs/algorithms.md has the equations, the papers, and how to add one.
 
     b rows and T columns of a micro-batch.
 
@@ -31,8 +31,8 @@ class Algorithm:
             to a loss. Entropy and a KL in the loss are terms of their own.
         value_loss: values [b, T] of the critic under training, and a part of the experience, to a
             loss; ``None`` for algorithms without a critic.
-        settings: dotted names of the settings that not every algorithm looks at, and this one does.
-        group: responses to one prompt that it takes at the least.
+        settings: dotted names of the settings that this algorithm looks at and some others do not.
+        group: responses to one prompt that it needs, at least.
         kl_in: where the KL to the reference enters; ``implicit``: its loss is made of it.
         aggregation: how losses of tokens become one where the settings say 'auto'; ``None`` for
             losses of whole responses.
@@ -55,5 +55,5 @@ class Algorithm:
 
     @property
     def critic(self) -> bool:
-        """Whether it learns a value model."""
+        """Return whether it learns a value model."""
         return self.value_loss is not None

@@ -9,7 +9,7 @@ the learner's own before the step, and weighs each token by proximal / behaviour
     L   = -E w min(rho A, clip(rho, 1 - eps, 1 + eps) A)
 
 The weights are never negative, so they can be part of the advantages: every loss that is linear in
-these takes them without knowing.
+the advantages is weighted so.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Part, Metrics]:
-    """What a loss takes: the old policy's log-probs, and importance weights on the advantages.
+    """Settle the old policy's log-probs of a part, and put importance weights on its advantages.
 
     Args:
         part: b rows, T columns.
-        logprobs: [b, T], of the policy under training, detached: those of the old policy in the
-            rows whose old policy it is.
+        logprobs: [b, T], of the policy under training, detached; they are the old ones in rows
+            whose old policy is the one under training.
         settings: of the correction.
 
     Returns:
@@ -67,7 +67,7 @@ def importance_weights(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Tensor:
-    """``w = pi_prox / pi_behave``, kept small.
+    """Return ``w = pi_prox / pi_behave``, kept small.
 
     Args:
         proximal, behaviour: [B, T] log-probs.

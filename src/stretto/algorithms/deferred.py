@@ -1,7 +1,7 @@
 """torch, loaded at its first use.
 
-The settings read what every algorithm needs, and start without torch. So the files of this package
-take ``torch`` from here, and types that stand in annotations alone under ``TYPE_CHECKING``.
+The settings read the algorithms' descriptions, and must start without torch. So the files of this
+package take ``torch`` from here, and import types of annotations under ``TYPE_CHECKING``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes into a loss and what comes out of it, whichever algorithm it is.
+"""Inputs and outputs of losses, the same for all algorithms.
 
 :class:`Scored` is a batch as the schedule hands it over; an algorithm makes :class:`Targets` of it,
 which become an :class:`Experience`; its loss sees a :class:`Part` of that at a time and gives a
@@ -44,13 +44,13 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What an algorithm makes of a scored batch.
+    """The targets that an algorithm makes of a scored batch.
 
     Attributes:
-        advantages: [B, T], 0 outside the mask; of one value along a response where the algorithm
-            has one a response.
-        units: rows that are trained on together, in one micro-batch and in this order; rows in
-            none are left out. ``None``: each row by itself.
+        advantages: [B, T], 0 outside the mask; constant along a response where the algorithm has
+            one advantage a response.
+        units: rows that are trained on together, in one micro-batch and in this order; rows in no
+            unit are left out. ``None``: each row by itself.
         tensors: further [B, T] that its losses take, by names of its own. What stands outside the
             mask is set to 0.
         stats: figures of the batch, by metric name.
@@ -64,7 +64,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """All that the losses need of a batch besides the trained models; 0 outside the mask.
+    """The inputs of a batch's losses besides the trained models; 0 outside the mask.
 
     Attributes:
         mask: [B, T] bool.
@@ -92,7 +92,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of an experience and their weights, which count over the whole optimizer step.
+    """Rows of an experience and their weights, which count over the whole optimizer step.
 
     b rows, T columns.
 
@@ -103,9 +103,9 @@ class Part:
         response_weights: [b], 1 / responses: of each in a loss of whole responses.
         advantages, old_logprobs: [b, T].
         ref_logprobs: [b, T], or ``None`` without a reference.
-        behaviour_logprobs: [b, T]; ``None``: those are the old ones.
-        fresh: [b] bool, true for responses sampled by the very weights that are being trained, of
-            which engine and learner should say the same; ``None`` for none.
+        behaviour_logprobs: [b, T]; ``None`` where they are the old ones.
+        fresh: [b] bool, true for responses sampled by the very weights that are being trained:
+            engine and learner should agree on their log-probs; ``None`` for none.
         own: [b] bool, true where the old policy is the one under training, as it is now: the old
             log-probs are then its own, not ``old_logprobs``; ``None`` for none.
         tensors: [b, T], those of the algorithm's own, by name; see :class:`Targets`.
@@ -124,11 +124,11 @@ class Part:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Part:
-        """The same on another device."""
+        """Return the same part on another device."""
         return self.each(lambda tensor: tensor.to(device))
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Part:
-        """The same with each of its tensors changed."""
+        """Return the same part with each of its tensors changed."""
         changed: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)

@@ -1,6 +1,6 @@
-"""Comparing the responses to one prompt: baselines, normalisation, best and worst.
+"""Comparison of the responses to one prompt: baselines, normalisation, best and worst.
 
-Groups are by prompt; B responses, ``groups`` is [B] and the same for those to one prompt.
+Groups are by prompt. Shapes: B responses; ``groups`` is [B], one number for each prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def require_several(groups: Tensor, algorithm: str) -> None:
     """Refuse a prompt with a single response.
 
     Raises:
-        LearnerError: there is one.
+        LearnerError: there is such a prompt.
     """
     prompts, counts = groups.unique(return_counts=True)
     alone = prompts[counts < 2]
@@ -83,9 +83,9 @@ def best_and_worst(scores: Tensor, groups: Tensor) -> list[tuple[int, int]]:
 
 
 def group_stats(scores: Tensor, groups: Tensor) -> Mapping[str, float]:
-    """How much there is to compare: the spread of scores, and the share of groups without any.
+    """Measure how much there is to compare: the scores' spread, the share of groups without any.
 
-    Of scores alone: where a KL is taken off the reward, hardly two rewards are ever the same.
+    It looks at scores alone: where a KL is taken off the reward, two rewards are hardly ever equal.
     """
     total, count = _group_sums(scores.double(), groups)
     squares, _ = _group_sums((scores - total / count).square(), groups)
@@ -98,7 +98,7 @@ def group_stats(scores: Tensor, groups: Tensor) -> Mapping[str, float]:
 
 
 def _group_sums(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the sum of x over its group, and the group's size; each [B]."""
+    """Return for each row the sum of x over its group, and the group's size; each [B]."""
     _, index, counts = groups.unique(return_inverse=True, return_counts=True)
     sums = x.new_zeros(len(counts)).index_add(0, index, x)
     return sums[index], counts[index]

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
-"""Of a KL from samples; see :func:`kl_estimate`."""
+"""Estimators of a KL from samples; see :func:`kl_estimate`."""
 
 _ERROR_CLIP = 0.2
 """Ziegler et al. 2019, section 2.2: the proportional error is held within +-0.2."""
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tensor:
-    """Estimates KL(pi || pi_ref) from samples of pi ("Approximating KL divergence", Schulman 2020).
+    """Estimate KL(pi || pi_ref) from samples of pi ("Approximating KL divergence", Schulman 2020).
 
     With ``d = log pi - log pi_ref``: ``k1 = d`` (unbiased, high variance), ``k2 = d^2 / 2``
     (biased, low variance), ``k3 = exp(-d) - 1 + d`` (unbiased, never negative).
@@ -39,7 +39,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: Estimator) -> Tens
 
 
 class AdaptiveKL:
-    """beta, moved in proportion to how far the measured KL is from its target.
+    """The KL's coefficient beta, moved in proportion to the measured KL's distance from its target.
 
     Ziegler et al. 2019, section 2.2::
 
@@ -82,7 +82,7 @@ class AdaptiveKL:
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what :meth:`state_dict` gave.
+        """Put back a state of :meth:`state_dict`.
 
         Raises:
             StateError: it is not such a state.

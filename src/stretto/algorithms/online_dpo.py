@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
     """Pairs of rows: the best of each group, and its worst.
 
-    A group whose scores are all the same prefers nothing and is left out, as is a pair with an
-    empty side. ``dpo/pairs`` says how many are left.
+    A group whose scores are all the same has no preference and is left out. So is a pair with an
+    empty response. ``dpo/pairs`` is the number of pairs that are left.
     """
     tokens = data.mask.sum(dim=1)
     pairs = [

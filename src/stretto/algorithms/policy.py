@@ -1,4 +1,4 @@
-"""Terms that several algorithms share: the clipped surrogate, entropy, the KL, and drift figures.
+"""Terms of losses that algorithms share: clipped surrogate, entropy, KL, and drift figures.
 
 All take a :class:`~stretto.algorithms.experience.Part` of b rows and T columns, and ``logprobs``
 [b, T] of the policy under training.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SQUARES, TOKENS = "sampling/squares", "sampling/tokens"
-"""What :func:`disagreement` sums."""
+"""Names of the sums of :func:`disagreement`."""
 
 LOG_RATIO_LIMIT = 20.0
 """Log ratios count up to here: far beyond any clipping, and far from overflow."""
@@ -56,7 +56,7 @@ def clipped_surrogate(logprobs: Tensor, part: Part, low: float, high: float) -> 
 
 
 def policy_term(loss: Tensor, sums: dict[str, Tensor]) -> LossTerm:
-    """A policy loss with its figures, and itself among them as ``loss/policy_avg``."""
+    """Return a policy loss with its figures; the loss is among them as ``loss/policy_avg``."""
     return LossTerm(loss, Metrics({"loss/policy_avg": loss.detach().double(), **sums}))
 
 
@@ -91,8 +91,10 @@ def kl_penalty(logprobs: Tensor, part: Part, coef: float, estimator: Estimator) 
 
 
 def drift(logprobs: Tensor, part: Part) -> Metrics:
-    """How far the policy is from the old one: ``policy/approxkl_avg`` (half the mean squared log
-    ratio), ``val/ratio`` and its extremes.
+    """Measure how far the policy is from the old one.
+
+    The figures are ``policy/approxkl_avg`` (half the mean squared log ratio), ``val/ratio`` and its
+    extremes.
     """
     mask = part.mask
     log_ratio = logprobs.detach()[mask] - part.old_logprobs[mask]
@@ -107,10 +109,11 @@ def drift(logprobs: Tensor, part: Part) -> Metrics:
 
 
 def disagreement(logprobs: Tensor, part: Part) -> Metrics:
-    """How far the engine's log-probs are from the learner's where both have the same weights.
+    """Measure how far the engine's log-probs are from the learner's under the same weights.
 
-    Over the fresh responses of the part: the sum of squared differences and the number of tokens,
-    under :data:`SQUARES` and :data:`TOKENS`, and ``sampling/logp_difference_max``.
+    The figures are over the fresh responses of the part: the sum of squared differences and the
+    number of tokens, under :data:`SQUARES` and :data:`TOKENS`, and
+    ``sampling/logp_difference_max``.
     """
     if part.fresh is None or part.behaviour_logprobs is None:
         return Metrics()

@@ -1,4 +1,4 @@
-"""What a scored batch goes through on its way to the losses, whichever algorithm it is."""
+"""The way of a scored batch to the losses, the same for all algorithms."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def prepare(
     kl_coef: float,
     proximal: Tensor | None = None,
 ) -> Experience:
-    """A scored batch to all that its losses need.
+    """Make a scored batch into the inputs of its losses.
 
-    Takes the whole batch of a step at once, as groups and whitening need all of it.
+    The batch is that of a whole step, as groups and whitening need all of it.
 
     Args:
         data: the batch.
@@ -32,7 +32,7 @@ def prepare(
         reward: the rule for missing ends.
         kl_coef: the present beta, which may differ from the setting's starting value.
         proximal: [B, T], log-probs of the policy before the step, where ratios are taken to that
-            and it will not be the one under training; ``None``: those of the behaviour policy.
+            policy and training moves away from it; ``None`` takes those of the behaviour policy.
 
     Raises:
         LearnerError: nothing can be learned from the batch: no tokens, numbers that are not finite,

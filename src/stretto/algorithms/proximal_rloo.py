@@ -1,6 +1,7 @@
 """Proximal RLOO: RLOO with PPO's clipping of the ratio of whole responses.
 
-Noukhovitch et al. 2025 (asynchronous RLHF), appendix; it stands data that is many versions old.
+From Noukhovitch et al. 2025 (asynchronous RLHF), appendix. It copes with data that is many versions
+old.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Metrics:
         )
 
     def floats(self) -> dict[str, float]:
-        """All figures as numbers. Waits for the device: call it once a step."""
+        """Return all figures as numbers. Waits for the device: call it once a step."""
         return {
             name: value.item()
             for group in (self.sums, self.minima, self.maxima)

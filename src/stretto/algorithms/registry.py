@@ -1,4 +1,4 @@
-"""The list of all algorithms. What else knows them by name derives it from here."""
+"""The list of all algorithms. All other lists of their names are derived from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         BEST_OF_N,
     )
 }
-"""By name, in the order in which the help lists them."""
+"""All algorithms by name, in the order in which the help lists them."""
 
 
 def own_settings() -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""What a response is worth: its score, the rule for missing ends, and the KL where it is a cost."""
+"""The rewards of responses: scores, the rule for missing ends, and the KL where it is a cost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rewards:
 
 
 def apply_missing_eos(scores: Tensor, ended: Tensor, mode: MissingEos, penalty: float) -> Tensor:
-    """Scores, [B], with those of responses that did not end by themselves penalised.
+    """Penalise the scores, [B], of responses that did not end by themselves.
 
     Args:
         scores: [B].
@@ -74,7 +74,7 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
 def make_rewards(
     data: Scored, reward: RewardConfig, algorithm: AlgorithmConfig, kl_coef: float
 ) -> Rewards:
-    """Scores, KL and the rules of a run to rewards.
+    """Make rewards of scores and KL, by the rules of a run.
 
     Args:
         data: the batch.

@@ -1,1 +1,4 @@
-"""From settings to parts: models, engines, scorers, learner, controllers. Knows no runtime."""
+"""Making a run's parts from its settings: models, engines, scorers, learner, controllers.
+
+Nothing here knows a runtime.
+"""

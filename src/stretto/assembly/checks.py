@@ -1,4 +1,4 @@
-"""What is known to fail before a run's first response, and so is refused there."""
+"""Checks that refuse a run which is known to fail, before its first response."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_positions(
 
     Args:
         config: of the run.
-        what: the model is, as the subject of a message.
+        what: a name of the model, as the subject of a message.
         model: that reads the actor's tokens, if there is one.
         generating: see :func:`~stretto.models.positions.positions`.
 
@@ -43,7 +43,7 @@ def check_positions(
 
 
 def check_ends(config: Config, end_tokens: Collection[int]) -> None:
-    """Refuse a run in which no response can end, and each is to be penalised for that.
+    """Refuse a run in which no response can end, and each would be penalised for that.
 
     Raises:
         ConfigError: nothing ends a response, and ``reward.missing_eos`` is on.
@@ -63,8 +63,8 @@ def check_engine(config: Config, able: Capabilities) -> None:
     """Refuse a schedule that asks more of an engine than it can do.
 
     Raises:
-        ConfigError: it cannot stop in the midst of a response, or does not say how likely its
-            tokens were to be drawn, and the settings need that.
+        ConfigError: the settings need an engine that stops in the midst of a response, or that
+            gives the log-probabilities of sampled tokens, and this one does not.
     """
     knobs = config.schedule.knobs
     early = [name for name in ("score_on", "overcommit") if knobs.on(name)]
@@ -89,8 +89,8 @@ def check_rewards(
 ) -> None:
     """Refuse reward models that cannot read what they are to score.
 
-    How many tokens a tokenizer makes of another's is not known before there are responses; one
-    that then does not fit fails by itself.
+    A model with a tokenizer of its own may make more tokens of a response than the actor. How many
+    is not known beforehand; a response that then does not fit is a failure of its own.
 
     Args:
         config: of the run.
@@ -108,7 +108,7 @@ def check_rewards(
 
 
 def look_at_prompts(prompts: PromptSource, say: Callable[[str], None]) -> list[Prompt]:
-    """The first prompts of a run; says where they spell control tokens.
+    """Return the first prompts of a run, and say so if they spell control tokens.
 
     Raises:
         TaskError: one cannot be rendered, or none is short enough.
@@ -123,7 +123,7 @@ def look_at_prompts(prompts: PromptSource, say: Callable[[str], None]) -> list[P
 
 
 def check_cuts(config: Config, actor: nn.Module, rewards: Sequence[RewardModelScorer]) -> None:
-    """See before the warm-up that models can be cut; a critic of another kind is yet to come."""
+    """Check before the warm-up that models can be cut; a critic of another kind comes later."""
     if not config.pipeline.ranks:
         return
     check_stages(config.pipeline, "actor", actor)

@@ -1,4 +1,4 @@
-"""From the knobs of a run to what its schedule is made of; the same for every runtime."""
+"""The parts of a schedule, made from the knobs of a run; the same for every runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stretto.schedules.throughput import ThroughputOvercommit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much a schedule runs.
+    """The amounts of work of a schedule.
 
     Attributes:
         batch: responses a step.
@@ -35,7 +35,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Filtering:
-    """What the schedule makes of scores.
+    """The rules by which a schedule sorts out scores.
 
     Attributes:
         drop_failures: leave a response out whose reward function failed, instead of stopping.
@@ -50,7 +50,7 @@ class Filtering:
 
 @dataclass(frozen=True)
 class Migrating:
-    """What a policy has to know of where stragglers move.
+    """The facts about engines that a policy of moving stragglers needs.
 
     Attributes:
         limits: of the engines.
@@ -65,7 +65,7 @@ class Migrating:
 
 
 def controls_of(config: Config, migrating: Migrating | None) -> Controls:
-    """Settings and controllers of a run; see :func:`controls`."""
+    """Make the settings and controllers of a run; see :func:`controls`."""
     r = config.rollout
     return controls(
         config.schedule,
@@ -94,13 +94,13 @@ def controls(
     seed: int,
     migrating: Migrating | None,
 ) -> Controls:
-    """Settings and controllers, as the knobs say.
+    """Make settings and controllers, as the knobs say.
 
     Args:
         schedule: the knobs, and how they are turned.
         sizes: of the run.
-        filtering: what is made of scores.
-        seed: of what controllers simulate.
+        filtering: the rules for scores.
+        seed: of the controllers' simulations.
         migrating: needed where stragglers are moved together.
     """
     s, knobs = schedule, schedule.knobs
@@ -130,7 +130,7 @@ def controls(
 
 
 def most_in_flight(config: Config) -> int:
-    """The most rollouts of a run that are being decoded at one time."""
+    """Return the most rollouts of a run that are decoded at one time."""
     r = config.rollout
     return config.schedule.most_in_flight(r.batch, r.samples_per_prompt)
 

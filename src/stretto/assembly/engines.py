@@ -1,4 +1,4 @@
-"""The engine that generates, and how much a scorer may keep."""
+"""The engine that generates, and the slots of scorers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stretto.rollout.stop import StopStrings
 from stretto.weights.channel import WeightChannel
 
 MEMORY_SHARE = 0.15
-"""Of the free memory, for the keys and values of one scorer."""
+"""Share of the free memory that the keys and values of one scorer may take."""
 
 
 def make_engine(
@@ -33,7 +33,7 @@ def make_engine(
     end_tokens: frozenset[int] | None = None,
     channel: WeightChannel | None = None,
 ) -> TorchEngine:
-    """A generation engine over the actor's own weights.
+    """Make a generation engine over the actor's own weights.
 
     Args:
         config: of the run.
@@ -59,7 +59,10 @@ def make_engine(
 
 
 def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -> int:
-    """Rollouts that a scorer can follow within its share of free memory; 0 where none streams."""
+    """Return how many rollouts a scorer can follow within its share of free memory.
+
+    It is 0 where no scorer streams.
+    """
     if not config.schedule.knobs.streams:
         return 0
     parameter = next(model.parameters())
@@ -84,7 +87,7 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
 
 @torch.inference_mode()
 def prefill_tokens_per_s(model: nn.Module, tokens: int = 256) -> float:
-    """How fast the model reads, measured on one sequence; the first pass is a rehearsal."""
+    """Measure how fast the model reads, on one sequence; the first pass is a rehearsal."""
     device = next(model.parameters()).device
     ids = torch.ones(1, tokens, dtype=torch.long, device=device)
     seconds = 0.0

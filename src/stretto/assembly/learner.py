@@ -26,14 +26,14 @@ def make_learner(
     channel: WeightChannel,
     threads: int,
 ) -> tuple[PolicyLearner, Ranks | None]:
-    """The learner, and the ranks that train for it, where there are any.
+    """Make the learner, and the ranks that train for it, where there are any.
 
     Args:
         config: of the run.
         actor, critic: to train.
         stack: ends the ranks.
         snapshots: the models of which copies are published.
-        channel: takes them to who follows.
+        channel: takes them to the roles that follow.
         threads: CPU threads of training, for the ranks together.
     """
     t = config.training

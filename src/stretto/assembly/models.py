@@ -37,19 +37,19 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller of a run brings instead of a name in the settings; all of it is optional.
+    """Objects that the caller of a run brings instead of names in the settings; all are optional.
 
     Attributes:
         actor: the policy; it is trained in place.
         tokenizer: the actor's.
-        reference: what the KL is measured to; without it a copy of the actor as it starts.
+        reference: the model that the KL is measured to; without it a copy of the starting actor.
         critic: a model with a scalar head; it is trained in place.
         task: prompts, and their judge where it has one.
         functions: reward functions by the name they have in ``reward.sources``.
         reward_models: model and tokenizer by the name they have in ``reward.sources``.
         end_tokens: that end a response; without them the tokenizer's and those of the generation
             config.
-        warmup: a file to keep what comes out of the warm-up in, or to take it from.
+        warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
     """
 
     actor: nn.Module | None = None
@@ -66,11 +66,11 @@ class Given:
 
 
 NOTHING = Given()
-"""All as the settings say."""
+"""Nothing brought: all is as the settings say."""
 
 
 def prepare_torch(config: Config | SupervisedConfig) -> None:
-    """Memory, threads, and the random state of initialisation, which no run draws from later."""
+    """Set memory, threads and torch's seed, from which initialisation alone draws."""
     keep_freed_memory()
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -78,7 +78,7 @@ def prepare_torch(config: Config | SupervisedConfig) -> None:
 
 
 def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
-    """The actor: brought, or as the settings name it."""
+    """Return the actor: brought by the caller, or as the settings name it."""
     if given.actor is None:
         return load_actor(config, say)
     return made_ready(given.actor, config, trained=True)
@@ -87,13 +87,15 @@ def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
 def made_ready(
     model: nn.Module, config: Config, what: str = "the model", *, trained: bool = False
 ) -> nn.Module:
-    """A model that the caller brought, as one that is loaded here would be: on the settings'
-    device, in evaluation mode, with no dropout and with the attention for short sequences.
+    """Make a model that the caller brought like one that is loaded here.
+
+    It is then on the settings' device, in evaluation mode, with no dropout, and with the attention
+    for short sequences.
 
     Args:
         model: changed in place.
         config: of the run.
-        what: the model is, as the subject of a message.
+        what: a name of the model, as the subject of a message.
         trained: whether it is to be trained.
 
     Raises:
@@ -115,7 +117,7 @@ def made_ready(
 
 
 def load_actor(config: Config, say: Say) -> nn.Module:
-    """The actor, as the settings name it."""
+    """Load the actor, as the settings name it."""
     m = config.model
     device = pick_device(m.device)
     return load_causal_lm(
@@ -124,14 +126,14 @@ def load_actor(config: Config, say: Say) -> nn.Module:
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
-    """A copy that is never trained."""
+    """Return a copy that is never trained."""
     return copy.deepcopy(model).requires_grad_(False)
 
 
 def load_reward_model(
     config: Config, name: str, say: Say
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A reward model and its tokenizer by name, frozen."""
+    """Load a reward model and its tokenizer by name, frozen."""
     m, path = config.model, resolve(name, say)
     device = pick_device(m.device)
     dtype = pick_dtype(m.dtype, device)
@@ -147,7 +149,7 @@ def make_critic(
     given: Given,
     say: Say,
 ) -> nn.Module | None:
-    """The value model, for an algorithm that has one; see ``critic.init``."""
+    """Make the value model, for an algorithm that has one; see ``critic.init``."""
     if not config.algorithm.definition.critic:
         return None
     m, init = config.model, config.critic.init
@@ -177,15 +179,15 @@ def with_adapters(
     *,
     brought: bool,
 ) -> nn.Module:
-    """A model that is trained, in LoRA adapters where the settings ask for them.
+    """Put a model that is trained into LoRA adapters, where the settings ask for them.
 
     Args:
         model: to train.
         config: of the run.
         kind: of the model.
-        stack: at its end, however that comes, a model that the caller brought is whole again: a
-            plain model with the adapters merged in.
-        brought: whether it is the caller's.
+        stack: at its end, however that comes, a model that the caller brought is a plain model
+            again, with the adapters merged in.
+        brought: whether the model is the caller's.
     """
     if not config.model.lora_rank:
         return model
@@ -199,13 +201,13 @@ def with_adapters(
 def make_reference(
     config: Config, base: nn.Module, actor: nn.Module, given: Given
 ) -> nn.Module | None:
-    """What the KL is measured to, where there is one.
+    """Make the reference, to which the KL is measured; ``None`` where there is none.
 
     Args:
         config: of the run.
         base: the actor as it starts.
-        actor: the same, with adapters under LoRA: it is then its own reference, adapters off.
-        given: may hold another.
+        actor: the same model, with adapters under LoRA: it is then its own reference, without them.
+        given: may hold another reference.
     """
     if not config.algorithm.has_reference:
         return None

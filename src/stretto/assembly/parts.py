@@ -1,6 +1,6 @@
 """The parts of a run, which a runtime places.
 
-What is quick to get wrong comes before what is slow to load.
+Checks of settings and data come before models, which are slow to load.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Models:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run in one process is made of.
+    """The parts of a run in one process.
 
     Attributes:
         functions: reward sources that are code.
@@ -77,7 +77,7 @@ def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Part
     Args:
         config: of the run.
         stack: closes what must be closed.
-        say: told in a line what takes time.
+        say: called with a line about whatever takes time.
         given: what the caller brings instead of names.
 
     Raises:
@@ -94,7 +94,7 @@ def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Part
 def open_task(
     config: Config, given: Given, say: Say
 ) -> tuple[PreTrainedTokenizerBase, tasks.Task, PromptSource]:
-    """The actor's tokenizer, the task, and its prompts; arguments as those of :func:`make_parts`.
+    """Open the actor's tokenizer, the task, and its prompts; see :func:`make_parts` for arguments.
 
     Raises:
         StrettoError: a setting, the tokenizer or the dataset is at fault.
@@ -114,10 +114,10 @@ def trained_models(
     say: Say,
     given: Given,
 ) -> Models:
-    """Actor, critic and reference, as training starts.
+    """Make actor, critic and reference, as training starts.
 
-    The warm-up is done for a resumed run too: the reference, and under LoRA the frozen weights,
-    are what comes out of it, and checkpoints hold only what changes afterwards.
+    The warm-up is done for a resumed run too: its outcome is the reference, and under LoRA the
+    frozen weights, and checkpoints hold only what changes afterwards.
 
     Args:
         config, stack, say, given: as those of :func:`make_parts`.
@@ -152,7 +152,7 @@ def trained_models(
 def critic_rewards(
     config: Config, tokenizer: PreTrainedTokenizerBase, say: Say
 ) -> list[RewardModelScorer]:
-    """The reward model that the critic starts from, where it does."""
+    """Return the reward model that the critic starts from; none where it starts otherwise."""
     if config.critic.init != "reward" or not config.algorithm.definition.critic:
         return []
     source = next(s for s in config.reward.sources if s.startswith(MODEL))

@@ -1,4 +1,4 @@
-"""What scores responses: functions, reward models, reference and critic."""
+"""The scorers of responses: functions, reward models, reference and critic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_s
 from stretto.weights.channel import WeightChannel
 
 MODEL = "model:"
-"""What a source that is a reward model begins with; the model's name follows."""
+"""The beginning of a source that is a reward model; the model's name follows."""
 
 _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
@@ -34,7 +34,7 @@ def open_function(
     stack: ExitStack,
     functions: Mapping[str, Callable[..., Any]] = _NO_FUNCTIONS,
 ) -> FunctionScorer:
-    """A reward source that is code, in a process of its own if it is not brought.
+    """Open a reward source that is code, in a process of its own unless the caller brings it.
 
     Args:
         source: 'task', or 'file.py:name'.
@@ -69,7 +69,7 @@ def open_functions(
     stack: ExitStack,
     given: Given = NOTHING,
 ) -> list[FunctionScorer]:
-    """All reward sources of a run that are code; see :func:`open_function`."""
+    """Open all reward sources of a run that are code; see :func:`open_function`."""
     return [
         open_function(source, config, columns, tokenizer, stack, given.functions)
         for source in config.reward.sources
@@ -87,16 +87,16 @@ def reward_scorer(
     slots: int = 0,
     ends: frozenset[int] = frozenset(),
 ) -> RewardModelScorer:
-    """A reward source that is a model.
+    """Make the scorer of a reward source that is a model.
 
     Args:
         source: 'model:NAME', or the name of one that is brought.
         config: of the run.
         tokenizer: of the responses.
-        say: told in a line what takes time.
+        say: called with a line about whatever takes time.
         loaded: the model and its tokenizer; without them those that the source names.
         slots: rollouts that it can follow while they are decoded.
-        ends: tokens with which responses end that are given, not sampled.
+        ends: tokens that end responses which are given, not sampled.
 
     Raises:
         ModelError: the model cannot be loaded, or has no scalar head.
@@ -111,8 +111,10 @@ def reward_scorer(
 def reward_models(
     config: Config, tokenizer: PreTrainedTokenizerBase, given: Given, say: Say
 ) -> list[list[RewardModelScorer]]:
-    """For each replica of the model scorers, one for each reward model; replicas share the
-    models."""
+    """Make the scorers of the reward models, one of each for every replica of the model scorers.
+
+    Replicas share the models.
+    """
     count = config.schedule.knobs.model_replicas(config.rollout.engines)
     replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
     for source in config.reward.sources:
@@ -138,7 +140,10 @@ def model_scorers(
     channel: WeightChannel,
     say: Say,
 ) -> list[ModelScorer]:
-    """Reference and critic, where there are any; the critic's weights come by a channel."""
+    """Make the scorers of reference and critic, where there are any.
+
+    New weights of the critic come by the channel.
+    """
     budget = _budget(config)
     scorers: list[ModelScorer] = []
     if reference is not None:

@@ -37,8 +37,10 @@ def warmed_up(
 
 
 def _examples(config: Config, task: Task, prompts: PromptSource) -> list[Response]:
-    """The task's own answers as finished responses, from the end of the first epoch's order on:
-    the rows that RL reaches last. Again and again where there are too few.
+    """Return the task's own answers as finished responses.
+
+    They start at the end of the first epoch's order, with the rows that RL reaches last, and repeat
+    where there are too few.
     """
     tokenizer = prompts.tokenizer
     encoder, examples = Encoder(tokenizer), []

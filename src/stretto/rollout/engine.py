@@ -1,4 +1,4 @@
-"""Our own generation engine: continuous batching over KV slots, in plain torch.
+"""Stretto's own generation engine: continuous batching over KV slots, in plain torch.
 
 A rollout waits, takes a slot, has its tokens prefilled within a budget, and then gets one token a
 decode step together with everyone else, until it ends and its slot goes to the next. The newest
@@ -31,7 +31,7 @@ from stretto.weights.channel import WeightChannel, fetched
 
 
 class TorchEngine:
-    """Generates with a transformers model in this process.
+    """An engine that generates with a transformers model in this process.
 
     The model is used as it is, without a copy: a learner that trains the very same module hands
     over its weights by a version number and a fingerprint alone. While the engine decodes on a CPU
@@ -114,8 +114,7 @@ class TorchEngine:
     def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
         """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free.
 
-        Where a call ends changes nothing of what is sampled: many short calls and one long one make
-        the same tokens, in the same forward passes.
+        Many short calls and one long call sample the same tokens, in the same forward passes.
 
         Args:
             max_tokens: decode steps of this call, at most.
@@ -125,8 +124,8 @@ class TorchEngine:
             A chunk for each rollout that advanced: first the finished ones in the order in which
             they ended (those of one step by id), then the others by id.
 
-        If it is interrupted, the model is left as it was, and the rollouts in doubt: release them,
-        and admit them again with the tokens that earlier calls have returned.
+        An interrupted call leaves the model as it was, but the rollouts in doubt: release them, and
+        admit them again with the tokens that earlier calls have returned.
         """
         steps = 0
         try:
@@ -217,7 +216,7 @@ class TorchEngine:
             self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class: only the version."""
+        """Return the version, which is all the state there is."""
         return {"version": self.version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,7 +239,7 @@ class TorchEngine:
         self._waiting.append(row)
 
     def _renew(self, row: Row) -> None:
-        """What becomes of a row's cache now that the weights are others.
+        """Void a row's cache now that there are new weights, unless it is carried.
 
         A prompt is never carried: a response whose tokens are all of one version is then wholly
         that policy's, and a learner may call it on-policy.
@@ -286,7 +285,7 @@ class TorchEngine:
             self._rows.append(row)
 
     def _prefill(self) -> None:
-        """Forward passes over rows that are not ready, if there are any, within the budget."""
+        """Run forward passes over rows that are not ready, if there are any, within the budget."""
         left = budget = self._config.prefill_tokens
         while left > 0 and (pending := [s for s, row in enumerate(self._rows) if not row.ready]):
             picked = pick_prefill(self._rows, pending, left, self.version)
@@ -305,7 +304,7 @@ class TorchEngine:
             left -= width * max(len(rows), 1)
 
     def _copy_shared_prompts(self, pending: Sequence[int]) -> None:
-        """Rollouts of one prompt prefill it once: the others copy its keys and values."""
+        """Copy a prompt's keys and values to its other rollouts, so that it is prefilled once."""
         have = {
             row.prompt: slot
             for slot, row in enumerate(self._rows)
@@ -318,7 +317,7 @@ class TorchEngine:
                 self._cache.copy_row(have[row.prompt], slot, row.cached)
 
     def _step(self) -> bool:
-        """One token for every ready row; whether there was one."""
+        """Decode one token for every ready row; return whether there was one."""
         rows, device = self._rows, self._pass.device
         ready = [row.ready for row in rows]
         if not any(ready):
@@ -343,7 +342,7 @@ class TorchEngine:
         return True
 
     def _append(self, slot: int, token: int, logprob: float) -> Chunk | None:
-        """Add a token to a row; its last chunk, and its slot to another, if it ends with that."""
+        """Add a token to a row; if that ends the row, free its slot and return its last chunk."""
         row = self._rows[slot]
         row.tokens.append(token)
         row.logprobs.append(logprob)

@@ -58,10 +58,10 @@ class PackedLinears:
         self.restore()
 
     def restore(self) -> None:
-        """Give the layers their own forward passes back, those that do not have them already.
+        """Give the layers their own forward passes back; a second call does nothing.
 
-        Who may be interrupted calls this once more after leaving the context: an interruption can
-        strike within ``__enter__`` or ``__exit__`` themselves.
+        A caller that may be interrupted calls this once more after leaving the context: an
+        interruption can strike within ``__enter__`` or ``__exit__`` themselves.
         """
         for layer in self._layers:
             vars(layer).pop("forward", None)

@@ -1,4 +1,4 @@
-"""Rollouts inside the engine: their rows, the slots of these, and which to prefill next.
+"""Rollouts inside the engine: their rows, the rows' slots, and the choice of what to prefill next.
 
 Shapes: S slots, C positions a slot, h key-value heads, d head size, c cached tokens of one row.
 """
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def ready(self) -> bool:
-        """Whether all but the newest token have keys."""
+        """Return whether all but the newest token have keys."""
         return self.cached == len(self.tokens) - 1
 
     @property
@@ -73,7 +73,7 @@ class RowSlots(SlotCache):
         self._most, self._device = most, device
 
     def hold(self, rows: int) -> bool:
-        """Allocate at least ``rows`` slots; what is stored stays. Whether memory has moved.
+        """Allocate at least ``rows`` slots, keeping what is stored; return whether memory moved.
 
         It grows by half at a time, so that rows which come one by one cost few copies.
         """
@@ -87,7 +87,7 @@ class RowSlots(SlotCache):
         return True
 
     def take(self, slot: int, length: int, version: int) -> RowCache:
-        """A copy of the first ``length`` positions of a slot."""
+        """Return a copy of the first ``length`` positions of a slot."""
         keys, values = (
             tuple(layer[slot, :, :length].clone() for layer in store)
             for store in (self._keys, self._values)
@@ -95,7 +95,7 @@ class RowSlots(SlotCache):
         return RowCache(keys, values, version)
 
     def put(self, slot: int, row: RowCache) -> None:
-        """The inverse of :meth:`take`; the row may come from another device.
+        """Write a row that :meth:`take` returned into a slot; it may come from another device.
 
         Raises:
             EngineError: the row is of a model with other layers, heads or head sizes.
@@ -120,11 +120,11 @@ class RowSlots(SlotCache):
 def pick_prefill(
     rows: Sequence[Row], pending: Sequence[int], budget: int, version: int
 ) -> list[int]:
-    """Slots for one prefill pass: the longest first, padded width times rows within the budget.
+    """Pick slots for one prefill pass: the longest first, padded width times rows in the budget.
 
     No row is padded to more than its double: a second pass costs less. Fresh rows and rows that go
-    on do not mix, as fresh ones need no mask; of several rows with
-    one prompt the others wait until the first has it under the present weights.
+    on do not mix, as fresh ones need no mask. Of several rows with one prompt, all but the first
+    wait until the first has prefilled it under the present weights.
 
     Args:
         rows: all rows; a row's index is its slot.

@@ -107,9 +107,12 @@ def sample(
 
 
 def _invert(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the running sum of ``weights`` [n, V] passes ``u`` of the total; and the total [n].
+    """Return where the running sum of ``weights`` [n, V] passes ``u`` of the total, and the total.
 
-    First among the sums of blocks, then within one block: V reads, but no sum of V terms is kept.
+    Places and totals are [n].
+
+    The search goes over the sums of blocks, then within one block: it reads all V weights, but
+    keeps no running sum of V terms.
     """
     n, vocabulary = weights.shape
     if vocabulary % BLOCK:

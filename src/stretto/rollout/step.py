@@ -20,7 +20,7 @@ from stretto.rollout.sampling import sample, uniform
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What one decode step needs of each row, all [n] int64.
+    """Inputs of a decode step, one entry a row; all [n] int64.
 
     Attributes:
         ids: the newest token, not yet in the cache.
@@ -35,7 +35,7 @@ class StepInputs:
     index: Tensor
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All four, in order."""
+        """The four tensors, in order."""
         return self.ids, self.positions, self.seeds, self.index
 
 
@@ -49,7 +49,7 @@ class ModelPass(CachedPass):
         self._output = unwrapped(model).get_output_embeddings()
 
     def decode(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
-        """One token a row for slots 0..n: tokens [n] and log-probabilities [n] as sampled."""
+        """Decode a token a row for slots 0..n: tokens [n], and log-probabilities [n] as sampled."""
         logits = self.next_logits(inputs.ids, inputs.positions, read)
         config = self.config
         u = uniform(inputs.seeds, inputs.index)
@@ -67,8 +67,8 @@ class ModelPass(CachedPass):
 class GraphedDecode:
     """Decode steps replayed as CUDA graphs, one for each (rows, read) rounded up.
 
-    With ``capture=False`` the same rounding and static buffers run eagerly, on any device: what the
-    tests compare.
+    With ``capture=False`` the same rounding and static buffers run eagerly, on any device, so that
+    tests can compare them.
     """
 
     def __init__(self, model: ModelPass, capture: bool = True) -> None:
@@ -78,7 +78,7 @@ class GraphedDecode:
         self._pool: Any = None
 
     def __call__(self, inputs: StepInputs, read: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`ModelPass.decode`."""
+        """Decode as :meth:`ModelPass.decode` does."""
         cache = self._model.cache
         if cache.capacity != self._capacity:  # the cache moved: old graphs write to freed memory
             self._graphs.clear()
@@ -121,10 +121,10 @@ class GraphedDecode:
 
 @torch.inference_mode()
 def check_cached_pass(model: nn.Module, config: RolloutConfig) -> None:
-    """Prefill, continued prefill and a decode step must be the plain pass.
+    """Refuse a model whose prefill, continued prefill or decode step differs from the plain pass.
 
     Raises:
-        EngineError: they are not.
+        EngineError: one of them differs.
     """
     own = ModelPass(model, SlotCache(2), config)
     own.cache.reserve(CHECKED)

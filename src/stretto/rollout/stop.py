@@ -7,7 +7,7 @@ from typing import Any
 
 
 class StopStrings:
-    """Tells whether the newest token completed one of several strings."""
+    """A check whether the newest token completed one of several strings."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self._strings = tuple(strings)
@@ -17,7 +17,7 @@ class StopStrings:
         self._window = max(len(s.encode()) for s in strings) + 4
 
     def ends(self, tokens: Sequence[int], start: int = 0) -> bool:
-        """Whether the response, ``tokens[start:]``, holds a stop string near its end."""
+        """Return whether the response, ``tokens[start:]``, holds a stop string near its end."""
         tail = tokens[max(start, len(tokens) - self._window) :]
         text = self._tokenizer.decode(list(tail), skip_special_tokens=False)
         return any(s in text for s in self._strings)

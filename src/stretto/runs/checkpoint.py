@@ -6,8 +6,8 @@
     ├── state.pt         the state, as torch.save writes it
     └── manifest.json    the length and the SHA-256 of each other file
 
-A checkpoint appears under its name once all of it is on disk, and is read only where it is what was
-written. The two newest are kept: the older one is taken where the newest is damaged.
+A checkpoint appears under its name once all of it is on disk, and is read only if it is as it was
+written. The two newest are kept: the older one is read if the newest is damaged.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _STATE, _MANIFEST = "state.pt", "manifest.json"
 def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     """Write ``<folder>/step-<N>``, and remove what it makes superfluous once it is on disk.
 
-    That is all but the :data:`KEPT` newest, and those of later steps: the run was resumed before
-    them. A run that is killed in between leaves the older ones as they were.
+    Superfluous are all but the :data:`KEPT` newest, and those of later steps: the run was resumed
+    before them. A run that is killed in between leaves the older ones as they were.
 
     Raises:
-        StorageError: it cannot be written; nothing is left of it.
+        StorageError: the checkpoint cannot be written; nothing is left of it.
     """
     target = folder / f"step-{step:06d}"
     with files.explained(target), files.new_folder(target) as scratch:
@@ -59,12 +59,13 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """The newest checkpoint that is whole: its step and its state. Holds nothing that could run
-    code.
+    """Load the newest checkpoint that is whole: its step and its state.
+
+    A checkpoint is only tensors and plain data; loading it runs no code of its own.
 
     Args:
         folder: of all checkpoints of a run.
-        note: told of each that is damaged and passed over.
+        note: called with a line for each checkpoint that is damaged and passed over.
 
     Raises:
         StateError: there is none, or none that is whole.
@@ -96,7 +97,7 @@ class _Digesting:
     """A file that is written to, and hashed on the way.
 
     Attributes:
-        error: of the system, of which torch says only that something was not where it should be.
+        error: the system's error, which torch hides behind one of its own.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -117,7 +118,7 @@ class _Digesting:
         self._stream.flush()
 
     def described(self) -> dict[str, Any]:
-        """For the manifest."""
+        """Return the file's length and SHA-256, for the manifest."""
         return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
 
 
@@ -129,7 +130,7 @@ def _save(state: dict[str, Any], written: _Digesting) -> None:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """Checkpoints by step; not what is still being written."""
+    """Return the checkpoints by step, without one that is still being written."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return {int(m[1]): path for path in paths if (m := _NAME.fullmatch(path.name))}
 
@@ -149,7 +150,7 @@ def _load(checkpoint: Path) -> dict[str, Any]:
 
 
 def _verify(checkpoint: Path) -> None:
-    """See that all files are those that were written."""
+    """Check that all files are those that were written."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         described = {n: (int(f["bytes"]), f["sha256"]) for n, f in manifest["files"].items()}

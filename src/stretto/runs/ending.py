@@ -1,4 +1,4 @@
-"""The end of a run: what was learned is saved, however it comes."""
+"""The end of a run: the model is saved, however the end comes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def saved_at_the_end(
     halt: Callable[[], bool],
     note: Callable[[str], None],
 ) -> Iterator[None]:
-    """Save the model when what is inside ends, by itself, by an error or by an interruption.
+    """Save the model when the ``with`` statement ends, by itself, by an error or an interruption.
 
     A signal that comes while the model is being saved waits until it is; a second one, or one
-    after Ctrl-C, does not. The interruption or the error goes on, once a line has said where the
-    model is, or why it was not saved.
+    after Ctrl-C, does not wait. The interruption or the error goes on, once a line has said where
+    the model is, or why it was not saved.
 
     Args:
         folder: of the model, for that line.
         save: the model, in one step: whole or not at all.
         learned: how far training has come ("step 12"); empty where nothing is worth saving.
-        halt: stop whatever could still change the weights; whether they are whole.
+        halt: stops all that could still change the weights; returns whether they are whole.
         note: shows a line.
     """
     saving = False
@@ -78,6 +78,6 @@ def _described(error: BaseException) -> str:
 
 
 def _say(note: Callable[[str], None], line: str) -> None:
-    """Where the display is gone, as with its terminal, the model comes first."""
+    """Show a line, if the display is still there: saving the model comes first."""
     with suppress(OSError, ValueError):
         note(line)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class SftResult:
-    """What supervised fine-tuning left behind.
+    """The outcome of supervised fine-tuning.
 
     Attributes:
         model: folder of the trained model, in Hugging Face format.
@@ -63,13 +63,13 @@ class SftResult:
 
 @dataclass(frozen=True, slots=True)
 class RewardModelResult:
-    """What the training of a reward model left behind.
+    """The outcome of a reward model's training.
 
     Attributes:
         model: folder of the reward model, a sequence classifier with one label.
         steps: updates taken.
         loss: of the last update's batch, before that update; nats a pair.
-        held_out: how the model sees the pairs held out, at the end; ``None`` without any.
+        held_out: figures of the pairs held out, at the end; ``None`` without any.
         reward_mean, reward_std: of its rewards: of the pairs held out, or without any of the last
             update's batch.
     """
@@ -83,8 +83,9 @@ class RewardModelResult:
 
 
 def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftResult:
-    """Fine-tune a language model on demonstrations, and save it; a run that is stopped after an
-    update saves what it has.
+    """Fine-tune a language model on demonstrations, and save it.
+
+    A run that is stopped after an update saves the model as it is then.
 
     Args:
         config: of the run.
@@ -127,8 +128,9 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
 def train_reward_model(
     config: RewardModelConfig, *, run_dir: RunDirectory, progress: Progress
 ) -> RewardModelResult:
-    """Train a reward model on preferences, and save it; a run that is stopped after an update saves
-    what it has.
+    """Train a reward model on preferences, and save it.
+
+    A run that is stopped after an update saves the model as it is then.
 
     Args:
         config: of the run.
@@ -241,7 +243,7 @@ class _Run:
 def _load(
     config: SupervisedConfig, progress: Progress
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, frozenset[int]]:
-    """The model, its tokenizer, and the tokens that end a response."""
+    """Load the model, its tokenizer, and the tokens that end a response."""
     prepare_torch(config)
     m = config.model
     path, device = resolve(m.name, progress.note), pick_device(m.device)
@@ -269,11 +271,13 @@ def _say_spelled(layout: PromptLayout, progress: Progress) -> None:
 def _fitting(
     rows: Sequence[T], length: Callable[[T], int], data: RowsConfig, progress: Progress
 ) -> list[T]:
-    """Those of at most ``data.max_tokens`` tokens. A longer one would lose its end, and with it
-    what it shows: where a response ends, or what is better about it.
+    """Return the rows of at most ``data.max_tokens`` tokens.
+
+    A longer row would lose its end, and so could not show where a response ends, or why it is the
+    better one.
 
     Raises:
-        TaskError: there are none.
+        TaskError: all rows are longer.
     """
     kept = [row for row in rows if length(row) <= data.max_tokens]
     if not kept:

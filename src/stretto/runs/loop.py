@@ -27,7 +27,7 @@ from stretto.workers.drive import drive
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What a run left behind.
+    """The outcome of a run.
 
     Attributes:
         steps: taken in all, over all resumptions.
@@ -48,7 +48,9 @@ def train(
     progress: Progress,
     given: Given = NOTHING,
 ) -> TrainResult:
-    """Train a model and save it; a run that ends otherwise after a step saves what it has.
+    """Train a model and save it.
+
+    A run that is stopped after a step saves the model as it is then.
 
     Args:
         config: of the run.
@@ -108,7 +110,7 @@ class _Run:
     stats: Stats = field(default_factory=dict)
 
     async def steps(self) -> None:
-        """Take all that are left."""
+        """Take all steps that are left."""
         if self.state is not None:
             await self.running.load_state_dict(self.state)
             self.state = None
@@ -121,7 +123,7 @@ class _Run:
                     checkpoint.save(self.run_dir.checkpoints, self.done, state)
 
     def halt(self) -> bool:
-        """End whatever still works, after an error; whether the actor's weights are whole."""
+        """End all work, after an error; return whether the actor's weights are whole."""
         whole = self.running.halt()
         with suppress(StorageError):
             self.run_dir.append_rollouts(self.done + 1, self.running.schedule.abandoned, {})

@@ -1,1 +1,3 @@
-"""Where the roles of a run work: in this process (``inline``), or in virtual time (``sim``)."""
+"""Runtimes: roles work in this process (``inline``), in processes of their own (``local``), or in
+virtual time (``sim``).
+"""

@@ -1,4 +1,4 @@
-"""What a runtime gives to whoever takes a run's steps."""
+"""The protocol of a run that has been put together, for those who take its steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Running(Protocol):
 
     Attributes:
         schedule: takes its steps.
-        prompts: where its prompts come from.
+        prompts: the source of its prompts.
         tokenizer: the actor's.
-        spans: who worked on what, and when.
+        spans: the records of who worked on what, and when.
     """
 
     @property
@@ -33,7 +33,7 @@ class Running(Protocol):
     def spans(self) -> Spans: ...
 
     async def state_dict(self) -> dict[str, Any]:
-        """Everything that changes during the run; to be taken between two steps."""
+        """Return all that changes during the run; to be called between two steps."""
         ...
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,5 +45,5 @@ class Running(Protocol):
         ...
 
     def halt(self) -> bool:
-        """End whatever still works, after an error; whether the actor's weights are whole."""
+        """End all work, after an error; return whether the actor's weights are whole."""
         ...

@@ -23,13 +23,13 @@ from stretto.workers.executor import Executor
 
 
 class _Client:
-    """Asks a worker, and hands its spans to the tracer."""
+    """A role that asks a worker, and hands the worker's spans to the tracer."""
 
     def __init__(self, role: str, executor: Executor, tracer: Tracer) -> None:
         self._role, self._executor, self._tracer = role, executor, tracer
 
     async def _ask(self, method: str, *args: Any, work: str = "") -> Any:
-        """The value of a call; ``work`` names what it is known to do while it is under way."""
+        """Make a call and return its value; ``work`` names its work while it is under way."""
         open_span = self._tracer.awaiting(self._role, work) if work else nullcontext()
         with open_span:
             reply = await self._executor.call(method, *args)
@@ -39,12 +39,12 @@ class _Client:
 
 
 def generator_names(count: int) -> list[str]:
-    """What so many generators are called in traces and messages."""
+    """Return the names of so many generators in traces and messages."""
     return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
 
 
 class GeneratorClient(_Client):
-    """See :class:`~stretto.protocols.Generator`."""
+    """A generator whose work an executor carries; see :class:`~stretto.protocols.Generator`."""
 
     async def admit(self, responses: Sequence[Response]) -> None:
         await self._ask("admit", responses)
@@ -68,10 +68,10 @@ class GeneratorClient(_Client):
 
 
 class ScorerClient(_Client):
-    """See :class:`~stretto.protocols.Scorer`.
+    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`.
 
     Args:
-        info: what is known of the scorer at the start.
+        info: the facts about the scorer, at the start.
         executor: carries its calls.
         tracer: gets its spans.
     """
@@ -123,7 +123,7 @@ class ScorerClient(_Client):
 
 
 class LearnerClient(_Client):
-    """See :class:`~stretto.protocols.Learner`."""
+    """A learner whose work an executor carries; see :class:`~stretto.protocols.Learner`."""
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         output: TrainOutput = await self._ask("train", batch, work="update")

@@ -1,4 +1,4 @@
-"""Which runtime a run is put on."""
+"""The choice of the runtime that a run is put on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     Args:
         config: of the run.
         stack: closes what must be closed.
-        say: told in a line what takes time.
+        say: called with a line about whatever takes time.
         given: what the caller brings instead of names.
 
     Raises:

@@ -1,1 +1,1 @@
-"""When each piece of work runs. Written against the protocols alone."""
+"""The schedules: when each piece of work runs. They know roles by their protocols alone."""

@@ -1,4 +1,4 @@
-"""What is between the queue and the batch: rollouts being decoded, carried, or ended early.
+"""The rollouts between the queue and the batch: being decoded, carried, or ended early.
 
 OPPO's buffer (inter-step overlap): FIFO, of a round's size plus delta; carried rollouts come before
 fresh ones; the first to end make the batch. Here a *group* (the rollouts of one prompt in one draw)
@@ -42,9 +42,9 @@ class Buffer:
     """Groups in the order in which they were drawn, and those chosen for the present round.
 
     A round takes ``groups`` groups: the first to end, as long as none is carried more than
-    ``max_carries`` times. Who has been carried that often is waited for. So is, before that, one
-    of several that could not all be taken in the rounds that they have left: of the groups that may
-    be carried k times more, at most ``k * groups`` may be left over.
+    ``max_carries`` times. A group that has been carried that often is waited for. Sometimes a group
+    is waited for earlier, because several could not all be taken in the rounds they have left: of
+    the groups that may be carried at most k times more, no more than ``k * groups`` may be left.
 
     State: all of it, through the rollouts.
     """
@@ -78,12 +78,12 @@ class Buffer:
 
     @property
     def chosen_size(self) -> int:
-        """How many rollouts the round has so far."""
+        """Rollouts that the round has so far."""
         return sum(len(g.rollouts) for g in self._chosen)
 
     @property
     def complete(self) -> bool:
-        """Whether the round has all its groups."""
+        """Return whether the round has all its groups."""
         return len(self._chosen) == self._wanted
 
     def add(self, group: Sequence[Rollout]) -> None:
@@ -117,7 +117,7 @@ class Buffer:
         return self._choose(group)
 
     def missing(self) -> int:
-        """How many more rollouts must end, at the least, before the round is complete."""
+        """Return how many more rollouts must end, at the least, to complete the round."""
         by_left: dict[int, list[int]] = {}
         for group in self._groups.values():
             if group.open:
@@ -148,7 +148,7 @@ class Buffer:
         return batch, self.open
 
     def _left(self, group: _Group) -> int:
-        """How often a group may still be carried."""
+        """Return how often a group may still be carried."""
         return self._max_carries - group.carries
 
     def _set_due(self) -> None:
@@ -171,7 +171,7 @@ class Buffer:
         return group.rollouts
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the groups with their rollouts, and the round's choice, as plain data."""
         return {
             "groups": [[r.state_dict() for r in g.rollouts] for g in self._groups.values()],
             "places": [g.place for g in self._groups.values()],

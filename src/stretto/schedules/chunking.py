@@ -1,4 +1,4 @@
-"""How many tokens the actor decodes before the scorers are given them."""
+"""The size of chunks: tokens that the actor decodes before the scorers are given them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.schedules.lengths import LengthModel
 SHORTEST = 8
 """Tokens in a chunk, at least; below that the calls cost more than they overlap."""
 LONG = 0.95
-"""A response at this quantile of the lengths is a long one."""
+"""The quantile of the lengths from which a response counts as long."""
 REMEMBERED = 1024
 """Lengths that the quantile is taken from."""
 
@@ -22,7 +22,7 @@ ABOUT = 1.05
 
 
 class ChunkSize(Protocol):
-    """Decides the size of chunks, step by step."""
+    """A controller that decides the size of chunks, step by step."""
 
     @property
     def tokens(self) -> int:
@@ -34,7 +34,7 @@ class ChunkSize(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, as plain data."""
+        """Return what the controller has learnt, as plain data."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class ChunkSize(Protocol):
 
 
 class FixedChunk:
-    """Always the same size. There is no state.
+    """A chunk size that never changes. There is no state.
 
     Raises:
         ConfigError: the size is not positive.
@@ -56,22 +56,22 @@ class FixedChunk:
 
     @property
     def tokens(self) -> int:
-        """The size."""
+        """The fixed size, in tokens."""
         return self._tokens
 
     def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take."""
+        """Take nothing: there is no state."""
 
 
 class TunedChunk:
-    """Tries a few sizes now and then, and keeps the fastest (OPPO, intra-step overlap).
+    """A controller that tries sizes now and then and keeps the fastest (OPPO, intra-step overlap).
 
     Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
     every window of steps the candidates take turns, each on steps of its own, for up to a quarter
@@ -138,7 +138,7 @@ class TunedChunk:
             self._tokens = self._fastest()
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the sizes, the times and the lengths, as plain data."""
         return {
             "sizes": list(self._sizes),
             "tokens": self._tokens,

@@ -1,4 +1,4 @@
-"""What controllers learn from: figures of a round, without the round."""
+"""Figures of a round that controllers learn from, without the round itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """One decode call, as the schedule saw it.
+    """A decode call, as the schedule saw it.
 
     Attributes:
         rows: rollouts that were being decoded, on average over the call's steps.
@@ -28,7 +28,7 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """One round, from one hand-over of weights to the next, as controllers see it.
+    """A round, from one hand-over of weights to the next, as controllers see it.
 
     Attributes:
         reward: mean of the batches trained on.

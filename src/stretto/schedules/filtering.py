@@ -1,4 +1,4 @@
-"""Which scored rollouts go to the learner, and which are left out. A pure function of a batch."""
+"""The choice of the scored rollouts that go to the learner. A pure function of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FUNCTION_FAILED = "reward function failed"
 NOTHING_APPLIES = "no reward source applies"
 NOT_FINITE = "reward not finite"
 GROUP_TOO_SMALL = "group too small"
-"""The rollout has its scores, but too few others to its prompt have theirs."""
+"""The reason of a rollout that has its scores, but too few others to its prompt have theirs."""
 
 
 def reasons_to_reject(
@@ -23,10 +23,12 @@ def reasons_to_reject(
     group_at_least: int,
     weights: Mapping[str, float] | None = None,
 ) -> Mapping[int, str]:
-    """Why rollouts are to be left out, by their ids: they have no reward, or so many others to
-    their prompt have none that there is nothing to compare them with.
+    """Return why rollouts are to be left out, by their ids.
 
-    A rollout has no reward if a reward function failed on it, if no source applies to it, or if the
+    A rollout is left out if it has no reward, or if too few others to its prompt have one for a
+    comparison.
+
+    It has no reward if a reward function failed on it, if no source applies to it, or if the
     weighted sum is not finite as float32.
 
     Args:
@@ -64,7 +66,7 @@ def reasons_to_reject(
 
 
 def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:
-    """Why a rollout has no reward, in short and in full; ``None`` if it has one."""
+    """Return why a rollout has no reward, in short and in full; ``None`` if it has one."""
     if failures := [s.failure for s in rollout.scores.values() if s.failure]:
         return FUNCTION_FAILED, "; ".join(failures)
     rewards = of_kind(rollout, "reward")

@@ -1,4 +1,4 @@
-"""How long a decode step takes, as a function of the rows that are decoded together."""
+"""A model of a decode step's time, as a function of the rows that are decoded together."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LatencyModel:
         return seconds
 
     def start_seconds(self, carried: float) -> float:
-        """What a generator's first call of a round takes besides its decode steps.
+        """Seconds that a generator's first call of a round takes besides its decode steps.
 
         Raises:
             StateError: no call has been observed.
@@ -77,7 +77,7 @@ class LatencyModel:
         return float(p + q * carried)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the remembered calls, as plain data."""
         return {"calls": [list(call) for call in self._calls]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> Floa
 
 
 def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """When each of some rows ends that are decoded together: seconds from now, shape [n].
+    """Return when each of some rows ends that are decoded together: seconds from now, shape [n].
 
     Args:
         step_seconds: of a decode step of 1, 2, ... rows; shape [n] or longer.

@@ -29,7 +29,7 @@ class Ledger:
         return len(self._in_flight)
 
     def dispatch(self, rollouts: Sequence[Rollout]) -> None:
-        """Rollouts leave the queue.
+        """Take rollouts from the queue.
 
         Raises:
             LifecycleError: one of them is in flight already, or not fresh.
@@ -74,7 +74,7 @@ class Ledger:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the counts and the states of rollouts in flight, as plain data."""
         return {
             "dispatched": self.dispatched,
             "trained": self.trained,

@@ -1,4 +1,4 @@
-"""How long responses are: what recent ones say of the next."""
+"""A model of response lengths: recent ones tell about the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FloatArray = npt.NDArray[np.float64]
 HALF_LIVES = 4
 """Half-lives that a window spans: at its far end a length counts 1/16."""
 GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples, modulo 1, are spread evenly."""
+"""The golden ratio less 1; its multiples, modulo 1, are spread evenly."""
 
 
 class LengthModel:
@@ -69,13 +69,13 @@ class LengthModel:
         return float(lengths[min(place, len(lengths) - 1)])
 
     def sample(self, uniform: FloatArray) -> IntArray:
-        """Lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
+        """Draw lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
         lengths, weights = self._weighted()
         places = np.searchsorted(np.cumsum(weights), uniform, side="right")
         return lengths[np.minimum(places, len(lengths) - 1)]
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the remembered lengths, as plain data."""
         return {"steps": [list(step) for step in self._steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ class LengthModel:
 def under_way(
     draws: IntArray, wanted: int, carried: int, max_carries: int
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Groups met at a random moment, so that a simulation need not start afresh.
+    """Draw groups as met at a random moment, so that a simulation need not start afresh.
 
     A point thrown on all groups laid end to end is the likelier to hit a group the longer it is,
     and says how far it has come. How often it was carried follows from the steps of a round: the

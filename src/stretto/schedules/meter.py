@@ -1,4 +1,4 @@
-"""Figures of a step, and what controllers get to know of it."""
+"""Figures of a step for people, and of a round for controllers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REWARD = "objective/scores"
 
 
 class Meter:
-    """Measures steps for people, and rounds for controllers.
+    """A meter of steps for people, and of rounds for controllers.
 
     State: rewards and lengths of the round so far, and rollouts beyond it. Times are of this
     process alone.
@@ -34,7 +34,7 @@ class Meter:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Inside, responses are being decoded."""
+        """Count the time of the body of a ``with`` statement as decoding."""
         self._generating_since_s = self._clock.now()
         try:
             yield
@@ -43,19 +43,19 @@ class Meter:
             self._generating_since_s = None
 
     def began(self, beyond: int) -> None:
-        """A round has begun, with so many rollouts in flight beyond its own."""
+        """Note that a round has begun, with so many rollouts in flight beyond its own."""
         self._beyond = beyond
 
     def ended(self, rollout: Rollout) -> None:
-        """A response has ended."""
+        """Note that a response has ended."""
         self._lengths.append(len(rollout))
 
     def trained(self, stats: Stats) -> None:
-        """A batch has been trained on."""
+        """Note that a batch has been trained on."""
         self._rewards.append(stats[REWARD])
 
     def feedback(self, decode: Sequence[DecodeSample]) -> Feedback:
-        """What happened since this was last asked."""
+        """Return the figures since the last call, and start anew."""
         now_s = self._clock.now()
         generated_s, self._generated_s = self._generated_s, 0.0
         if self._generating_since_s is not None:
@@ -69,7 +69,7 @@ class Meter:
         return feedback
 
     def figures(self, batch: Sequence[Rollout]) -> dict[str, float]:
-        """The step that ends now, for people."""
+        """Return the figures of the step that ends now, for people."""
         now_s = self._clock.now()
         step_s, self._step_start_s = now_s - self._step_start_s, now_s
         tokens = sum(r.total_tokens for r in batch)
@@ -80,7 +80,7 @@ class Meter:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return rewards, lengths and rollouts beyond the round, as plain data."""
         return {
             "rewards": list(self._rewards),
             "lengths": list(self._lengths),

@@ -1,7 +1,7 @@
-"""Where stragglers move together: RLHFuse's inter-stage fusion. When that pays: ``stragglers.py``.
+"""Plans that move stragglers together: RLHFuse's inter-stage fusion.
 
 Once few responses are still being decoded, they are gathered on few of the generators. The devices
-of the others are free, and score what has finished.
+of the others are free, and score what has finished. ``stragglers.py`` decides when that pays.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from stretto.errors import ConfigError
 from stretto.schedules.feedback import Feedback
 
 Remaining = Sequence[Sequence[tuple[int, int]]]
-"""For each generator, what it is decoding: rollout id, and prompt and response tokens so far."""
+"""Rollouts that each generator is decoding: id, and prompt and response tokens so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """What generators can hold and move.
+    """The limits of what generators can hold and move.
 
     Attributes:
         engines: generators.
@@ -61,7 +61,7 @@ class MigrationLimits:
 
     @property
     def with_cache(self) -> bool:
-        """Whether moving keys and values takes less time than prefilling the tokens again."""
+        """Return whether moving keys and values takes less time than prefilling them again."""
         return self.transfer_tokens_per_s > self.prefill_tokens_per_s
 
     def moving_s(self, tokens: float) -> float:
@@ -71,7 +71,7 @@ class MigrationLimits:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One rollout on its way from one generator to another.
+    """A rollout on its way from one generator to another.
 
     Attributes:
         with_cache: move its keys and values; else its tokens are prefilled again.
@@ -85,7 +85,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who moves, and which generators have nothing left to decode afterwards."""
+    """The moves, and the generators that have nothing left to decode afterwards."""
 
     moves: Sequence[Move]
     freed: Sequence[int]
@@ -128,14 +128,14 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> Plan:
 
 
 class MigrationPolicy(Protocol):
-    """Decides when stragglers move, and where to."""
+    """A controller that decides when stragglers move, and where to."""
 
     def threshold(self) -> int:
         """R_t: stragglers move once the round waits for no more than so many; 0 is never."""
         ...
 
     def plan(self, remaining: Remaining) -> Plan:
-        """Who moves, when that number is reached."""
+        """Return the moves to make when that number is reached."""
         ...
 
     def observe(self, feedback: Feedback) -> None:
@@ -143,7 +143,7 @@ class MigrationPolicy(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, as plain data."""
+        """Return what the policy has learnt, as plain data."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class MigrationPolicy(Protocol):
 
 
 class FixedMigration:
-    """Stragglers move at a fixed share of the batch. There is no state.
+    """A policy that moves stragglers at a fixed share of the batch. There is no state.
 
     Args:
         limits: of the generators.
@@ -173,15 +173,15 @@ class FixedMigration:
         return self._threshold
 
     def plan(self, remaining: Remaining) -> Plan:
-        """See :func:`plan`."""
+        """Return the plan of :func:`plan` within the limits."""
         return plan(remaining, self._limits)
 
     def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take."""
+        """Take nothing: there is no state."""

@@ -1,4 +1,4 @@
-"""How many responses are kept in flight beyond the batch: OPPO's inter-step overlap.
+"""The number of responses in flight beyond the batch, delta: OPPO's inter-step overlap.
 
 With ``batch + delta`` responses in flight the first ``batch`` to finish are trained on, and the
 others go on in the next step.
@@ -13,7 +13,7 @@ from stretto.schedules.feedback import Feedback
 
 
 class Overcommit(Protocol):
-    """Decides delta, step by step."""
+    """A controller that decides delta, step by step."""
 
     @property
     def delta(self) -> int:
@@ -25,7 +25,7 @@ class Overcommit(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What it has learnt, as plain data."""
+        """Return what the controller has learnt, as plain data."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ class Overcommit(Protocol):
 
 
 class FixedOvercommit:
-    """Always the same delta. There is no state.
+    """A delta that never changes. There is no state.
 
     Raises:
         ConfigError: delta is negative.
@@ -47,22 +47,22 @@ class FixedOvercommit:
 
     @property
     def delta(self) -> int:
-        """The number."""
+        """The fixed delta, in responses."""
         return self._delta
 
     def observe(self, feedback: Feedback) -> None:
-        """Nothing to learn."""
+        """Learn nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to take."""
+        """Take nothing: there is no state."""
 
 
 class _RewardRule:
-    """What the two rules of OPPO share: a delta between bounds, and the latest rewards."""
+    """The common part of OPPO's two rules: a delta between bounds, and the latest rewards."""
 
     def __init__(self, start: int, low: int, high: int, window: int) -> None:
         if not 0 <= low <= start <= high:
@@ -78,11 +78,11 @@ class _RewardRule:
 
     @property
     def delta(self) -> int:
-        """The present number."""
+        """The present delta, in responses."""
         return self._delta
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return delta and the latest rewards, as plain data."""
         return {"delta": self._delta, "rewards": list(self._rewards)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class _RewardRule:
 
 
 class Equation4(_RewardRule):
-    """Delta grows while the reward improves, and shrinks otherwise (OPPO, equation 4).
+    """A delta that grows while the reward improves, and shrinks otherwise (OPPO, equation 4).
 
     The slope is the mean of ``R_i - R_(i-1)`` over the last ``window`` steps. If it is positive,
     ``delta = min(high, delta + inc)``, else ``delta = max(low, delta - dec)``. So delta decays to
@@ -142,7 +142,7 @@ class Equation4(_RewardRule):
         self._wait = self._every
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return delta, the latest rewards and the steps to wait, as plain data."""
         return {**super().state_dict(), "wait": self._wait}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -152,7 +152,7 @@ class Equation4(_RewardRule):
 
 
 class Algorithm1(_RewardRule):
-    """Delta shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
+    """A delta that shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
 
     Once ``2 window`` rewards are there, ``d`` is the mean of the last ``window`` less that of the
     ``window`` before, and ``delta = clip(delta - sign(d) max(1, floor(delta / 4)), low, high)``.

@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Pool:
     """Rollouts spread over generators by load; each generator decodes at its own pace.
 
-    Derived: which generator holds which rollout. Nothing here is state.
+    Nothing here is saved: which generator holds which rollout is decided anew after a restart.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Pool:
 
     @property
     def single(self) -> bool:
-        """Whether there is one generator only."""
+        """Return whether there is one generator only."""
         return len(self._generators) == 1
 
     def holds(self, rollout: Rollout) -> bool:
-        """Whether some generator has it."""
+        """Return whether some generator has the rollout."""
         return any(rollout.id in held for held in self._held)
 
     def take_samples(self) -> Sequence[DecodeSample]:
-        """The decode calls since this was last asked."""
+        """Return the decode calls since this method was last called."""
         samples, self._samples = self._samples, []
         return samples
 

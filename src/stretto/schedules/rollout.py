@@ -26,7 +26,7 @@ from stretto.types import (
 
 
 class RolloutState(StrEnum):
-    """Where a rollout stands between the queue and the gradient."""
+    """The state of a rollout between the queue and the gradient."""
 
     QUEUED = "queued"
     DECODING = "decoding"
@@ -52,7 +52,7 @@ _EDGES: Mapping[RolloutState, frozenset[RolloutState]] = {
 
 @dataclass(slots=True)
 class Rollout:
-    """One response to one prompt, from queue to gradient.
+    """A response to one prompt, from queue to gradient.
 
     Append-only: tokens are only ever added, so that the per-token fields always have one length.
 
@@ -114,7 +114,7 @@ class Rollout:
         return len(self.prompt.tokens) + len(self.tokens)
 
     def response(self, *, text: bool = False) -> Response:
-        """What roles are told of it as it is now.
+        """Return a copy for roles, of the rollout as it is now.
 
         Args:
             text: with the prompt's text, messages and data.
@@ -129,7 +129,7 @@ class Rollout:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the prompt (known by its id), as plain data."""
+        """Return all but the prompt (known by its id), as plain data."""
         return {
             "id": self.id,
             "prompt": self.prompt.id,

@@ -34,11 +34,13 @@ from stretto.types import Chunk, Prompt, Stats, WeightsRef
 
 
 class Schedule:
-    """Takes steps, one at a time; inside ``async with``, what overlaps goes on between them.
+    """A schedule that takes steps, one at a time.
+
+    Inside ``async with``, work that overlaps steps goes on between them.
 
     State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers. It
-    is taken out between two steps, while :attr:`weights_lock` is held. Rollouts in it that had not
-    ended are decoded from where they were, and tokens on the way are sampled again, the same ones.
+    is saved between two steps, while :attr:`weights_lock` is held. After a restart, rollouts that
+    had not ended are decoded from where they were; tokens on the way are sampled again, the same.
 
     Attributes:
         ledger: the books.
@@ -174,10 +176,12 @@ class Schedule:
         await self._pool.admit(new)
 
     def _chunk_tokens(self) -> int:
-        """Where nobody looks at responses in between, they are decoded to their ends in one call.
+        """Return how many tokens a decode call may add to a rollout.
 
-        Unless several generators have more in flight than the round needs: none of them could tell
-        when the others have enough.
+        Responses that nobody looks at in between are decoded to their ends in one call.
+
+        Several generators that have more in flight than the round needs are the exception: none of
+        them could tell when the others have enough.
         """
         unseen = self._settings.score_on == "batch" and self._migration is None
         whole = unseen and (self._pool.single or len(self._buffer) <= self._round_size)
@@ -205,7 +209,7 @@ class Schedule:
             self._scoring.chosen(chosen)
 
     def _close_round(self) -> None:
-        """The round goes on to be scored; what has not ended is carried into the next."""
+        """Send the round on to be scored; what has not ended is carried into the next."""
         batch, carried = self._buffer.take()
         for rollout in carried:
             self.ledger.move(rollout, RolloutState.CARRIED)
@@ -231,7 +235,7 @@ class Schedule:
         return self._ready.popleft()
 
     def _sort_out(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        """Scored rollouts to train on, and those that are left out.
+        """Split scored rollouts into those to train on and those that are left out.
 
         Raises:
             RewardError: a reward function failed on a response, and failures are not to be dropped;
@@ -329,7 +333,7 @@ class Schedule:
                     self._finish(rollout, RolloutState.REJECTED, f"the run ended: {because}")
 
     def _ask_again(self) -> None:
-        """After a restart: have everything scored that had ended and was not."""
+        """Have everything scored that had ended before a restart and was not."""
         rounds = [r for batch in self._generated for r in batch]
         for rollout in (*self._buffer, *rounds):
             if rollout.finish and not self._scoring.is_scored(rollout):
@@ -341,7 +345,7 @@ class Schedule:
         self._scoring.gathered(r for r in rounds if not self._scoring.is_scored(r))
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class; to be taken between two steps."""
+        """Return the state that the class names, as plain data; to be called between two steps."""
         return {
             "ledger": self.ledger.state_dict(),
             "buffer": self._buffer.state_dict(),

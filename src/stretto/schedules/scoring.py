@@ -1,4 +1,4 @@
-"""Who scores which rollout, and when: the schedule's side of all scorers.
+"""The schedule's side of all scorers: which rollout goes to whom, and when.
 
 Every scorer is fed at its own pace: it gets whatever has arrived since its last call, so that none
 of them is in lock-step with the generator or with another.
@@ -34,7 +34,7 @@ class ScorerReplica:
 
 
 class Feed:
-    """Hands one scorer whatever has arrived.
+    """A feed that hands one scorer whatever has arrived.
 
     Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time,
     and until there is enough to make a call worth its cost. Unblocked by that, by :meth:`hurry`
@@ -65,13 +65,13 @@ class Feed:
         self.paused = False
 
     def admit(self, rollout: Rollout) -> None:
-        """Chunks of this rollout will follow; tokens that it has are known from it."""
+        """Take a rollout whose chunks will follow; the tokens it has now are in it already."""
         self._admitted[rollout.id] = rollout
         self.load += 1
         self._arrived(rollout.total_tokens)
 
     def extend(self, chunk: Chunk) -> None:
-        """More tokens of an admitted rollout."""
+        """Add tokens of an admitted rollout."""
         if chunk.rollout_id not in self._admitted:  # else it will be admitted with them
             self._chunks.append(chunk)
         self._arrived(len(chunk.tokens))
@@ -82,12 +82,12 @@ class Feed:
         self._arrived(0)
 
     def look(self) -> None:
-        """There are rollouts to draw, for whoever is free."""
+        """Look for rollouts to draw, if the replica is free."""
         if self.free:
             self._worthwhile.set()
 
     def hurry(self) -> None:
-        """Someone waits for what has been asked for."""
+        """Ask for the wanted scores now, as someone waits for them."""
         if self._wanted:
             self._worthwhile.set()
 
@@ -107,7 +107,7 @@ class Feed:
                 await self.serve()
 
     async def serve(self) -> None:
-        """Hand over what has arrived, now. Only where nobody else does."""
+        """Hand over what has arrived, now. The caller must hold the scorer's turn."""
         for rollout in self.draw() if self.free else ():
             self.admit(rollout)
             self.finish(rollout.id)
@@ -146,16 +146,16 @@ class Feed:
 
     @property
     def asked(self) -> bool:
-        """Whether scores are wanted that it has not been asked for."""
+        """Return whether scores are wanted that the scorer has not been asked for."""
         return bool(self._wanted)
 
 
 class _ScorerGroup:
     """The replicas of one scorer.
 
-    Replicas of their own follow rollouts chunk by chunk, where that is asked for and the scorer
-    makes use of it. Otherwise, and where replicas have a host whose decoding they would hold up,
-    they draw whole rollouts from a backlog.
+    They follow rollouts chunk by chunk if ``score_on`` is ``chunk``, the scorer streams and none of
+    them has a host, whose decoding it would hold up. Otherwise they draw whole rollouts from a
+    backlog.
     """
 
     def __init__(self, feeds: Sequence[Feed], score_on: ScoreOn) -> None:
@@ -193,7 +193,7 @@ class _ScorerGroup:
                 feed.look()
 
     def hurry(self) -> None:
-        """Someone waits for what has been asked for."""
+        """Ask for the wanted scores now, as someone waits for them."""
         self.wake()
         for feed in self.feeds:
             feed.hurry()
@@ -201,8 +201,8 @@ class _ScorerGroup:
     async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all replicas at once.
 
-        What was asked for before is scored with the old ones; but not by replicas that were paused,
-        as then nothing was waited for.
+        Scores that were asked for before are computed with the old weights first. Paused replicas
+        have nothing of that kind: nobody waits for them.
         """
         late = [feed for feed in self.feeds if not feed.paused]
         for feed in late:
@@ -261,28 +261,28 @@ class Scoring:
                 await group.load(weights[group.follows])
 
     def dispatched(self, rollouts: Iterable[Rollout]) -> None:
-        """Rollouts are about to be decoded."""
+        """Note that rollouts are about to be decoded."""
         for rollout in rollouts if self._streaming else ():
             for group in self._streaming:
                 group.admit(rollout)
 
     def extended(self, chunk: Chunk) -> None:
-        """A rollout has got more tokens."""
+        """Note that a rollout has got more tokens."""
         for group in self._streaming:
             group.replica_of[chunk.rollout_id].extend(chunk)
 
     def ended(self, rollout: Rollout) -> None:
-        """A rollout has ended."""
+        """Note that a rollout has ended."""
         if self._score_on != "batch":
             self._ask(rollout, (t for t in self._groups if not t.follows))
 
     def chosen(self, rollout: Rollout) -> None:
-        """A rollout that has ended is going to be trained on."""
+        """Note that a rollout that has ended is going to be trained on."""
         if self._score_on != "batch":
             self._ask(rollout, (t for t in self._groups if t.follows))
 
     def gathered(self, batch: Iterable[Rollout]) -> None:
-        """All rollouts of a round have ended, and are waited for."""
+        """Note that all rollouts of a round have ended, and are waited for."""
         if self._score_on == "batch":
             for rollout in batch:
                 self._ask(rollout, self._groups)
@@ -290,7 +290,7 @@ class Scoring:
             group.hurry()
 
     def freed(self, host: int, free: bool = True) -> None:
-        """A generator has, or has no longer, its device to spare."""
+        """Note that a generator's device is free for scoring, or no longer so."""
         for feed in self.feeds:
             if feed.host == host:
                 feed.free = free
@@ -298,7 +298,7 @@ class Scoring:
             group.wake()
 
     def is_scored(self, rollout: Rollout) -> bool:
-        """Whether every scorer has answered."""
+        """Return whether every scorer has answered on the rollout."""
         return len(rollout.scores) == len(self._groups)
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:

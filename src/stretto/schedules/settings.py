@@ -1,4 +1,4 @@
-"""What a schedule is told, and what it gives back for a step."""
+"""The settings of a schedule, and the outcome of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ScoreOn = Literal["batch", "rollout", "chunk"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the schedule has to know.
+    """The settings of a schedule.
 
     Attributes:
         batch: responses a step.
@@ -67,7 +67,7 @@ class Controls:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of one step.
+    """The outcome of one step.
 
     Attributes:
         batch: the rollouts that were trained on, with their scores.

@@ -1,4 +1,4 @@
-"""When it pays to gather stragglers: R_t by simulation."""
+"""The choice of R_t by simulation: when it pays to gather stragglers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORTH = 0.98
 
 
 class AutoMigration:
-    """Chooses R_t by simulation, and anew as lengths drift (RLHFuse, inter-stage fusion).
+    """A policy that chooses R_t by simulation, as lengths drift (RLHFuse, inter-stage fusion).
 
     Generation and scoring of a batch are simulated for R_t at 5 %, 10 %, .. 95 % of it and without
     migration: lengths from the recent ones, seconds of a decode step from the recent calls, moves
@@ -78,7 +78,7 @@ class AutoMigration:
         return self._threshold
 
     def plan(self, remaining: Remaining) -> Plan:
-        """See :func:`plan`."""
+        """Return the plan of :func:`~stretto.schedules.migration.plan` within the limits."""
         return plan(remaining, self._limits)
 
     def observe(self, feedback: Feedback) -> None:
@@ -91,7 +91,7 @@ class AutoMigration:
             self._threshold = self._best()
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return R_t, the counts, the lengths and the decode calls, as plain data."""
         return {
             "threshold": self._threshold,
             "steps": self._steps,
@@ -156,8 +156,9 @@ class _Run:
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
     def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """When each response of the batch ends, its tokens with the prompt, and when each generator
-        is free.
+        """Return the ends of the batch's responses, their tokens, and the ends of generators' work.
+
+        Each response's tokens include its prompt.
 
         Seconds from the start of generation; shapes [batch], [batch], [generators].
         """
@@ -208,7 +209,7 @@ class _Run:
 
 
 def _scored_s(ends: FloatArray, tokens: FloatArray, free: FloatArray, tokens_per_s: float) -> float:
-    """When everything is scored: seconds from the start of generation.
+    """Return when everything is scored: seconds from the start of generation.
 
     Responses are scored one at a time on each free generator, in the order in which they ended.
 

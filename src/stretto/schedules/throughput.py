@@ -31,7 +31,7 @@ OVERHEADS = 32
 
 
 class ThroughputOvercommit:
-    """Chooses delta so that the most samples a second are predicted.
+    """A controller that chooses delta for the most predicted samples a second.
 
     The prediction simulates the buffer: ``batch + delta`` responses in flight, those carried
     ``max_carries`` times and then the first to end make the batch, the others are carried. (With
@@ -96,7 +96,7 @@ class ThroughputOvercommit:
 
     @property
     def delta(self) -> int:
-        """The present number."""
+        """The present delta, in responses."""
         return self._delta
 
     def observe(self, feedback: Feedback) -> None:
@@ -110,7 +110,7 @@ class ThroughputOvercommit:
             self._delta = self._best()
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return delta, steps seen, lengths, decode calls and overheads, as plain data."""
         return {
             "delta": self._delta,
             "steps": self._steps,
@@ -127,7 +127,7 @@ class ThroughputOvercommit:
         self._overheads = list(state["overheads"])
 
     def _best(self) -> int:
-        """The smallest of the deltas that are predicted to be about equally fast."""
+        """Return the smallest of the deltas that are predicted to be about equally fast."""
         tried = {round(share * self._batch / self._group) * self._group for share in SHARES}
         bounds = {self._low, self._high}
         deltas = sorted({d for d in tried if self._low <= d <= self._high} | bounds)

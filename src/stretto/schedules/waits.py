@@ -1,4 +1,4 @@
-"""Deadlines for answers, and what idle roles wait for."""
+"""Deadlines for answers, and the causes that idle roles wait for."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ T = TypeVar("T")
 async def answered(
     work: Awaitable[T], deadline_s: float, who: str, rollout_ids: Iterable[int] = ()
 ) -> T:
-    """What a role answers.
+    """Return what a role answers, within a deadline.
 
     Raises:
-        StalledError: it did not answer within the deadline; names it and what it worked on.
+        StalledError: the role did not answer within the deadline; the error names the role and the
+            rollouts it worked on.
     """
     try:
         async with asyncio.timeout(deadline_s) as limit:
@@ -47,7 +48,7 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 class Phases:
-    """What whoever is idle waits for, as it changes over time.
+    """The cause that idle roles wait for, as it changes over time.
 
     ``data`` while the first responses are being decoded, ``stragglers`` while the last fifth of the
     batch is, ``scores`` from then until the last score, ``weights`` until the next generation.
@@ -63,11 +64,11 @@ class Phases:
 
     @property
     def current(self) -> str:
-        """What an idle role waits for now."""
+        """The cause that an idle role waits for now."""
         return self._causes[-1]
 
     def enter(self, cause: str) -> None:
-        """From now on it is ``cause``."""
+        """Make ``cause`` what idle roles wait for from now on."""
         if cause != self._causes[-1]:
             self._times.append(self._clock.now())
             self._causes.append(cause)

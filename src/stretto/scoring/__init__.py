@@ -1,1 +1,1 @@
-"""Scorers: what rollouts are worth, by code, by a reward model, by the reference and the critic."""
+"""Scorers of rollouts: by code, by a reward model, by the reference and by the critic."""

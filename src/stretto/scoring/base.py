@@ -1,4 +1,4 @@
-"""What all scorers with a model share: rollouts scored whole, or read while they are being decoded.
+"""The common part of model scorers, which read rollouts whole or while they are being decoded.
 
 Shapes: T tokens of one response; n rows and q tokens a row of one streamed pass; H hidden size.
 """
@@ -23,7 +23,7 @@ Say = Callable[[str], None]
 
 
 def warn(text: str) -> None:
-    """Where scorers say what they have to say if nobody else listens."""
+    """Log a scorer's message as a warning, if nobody else listens to it."""
     logging.getLogger(__name__).warning(text)
 
 
@@ -75,12 +75,12 @@ class ModelScorer:
 
     @property
     def reads_text(self) -> bool:
-        """Whether it looks at prompts' text, and not at the actor's tokens alone."""
+        """Return whether it looks at prompts' text, and not at the actor's tokens alone."""
         return False
 
     @property
     def streaming(self) -> bool:
-        """Whether rollouts are read while they are being decoded."""
+        """Return whether rollouts are read while they are being decoded."""
         return self._streams is not None
 
     def admit(self, responses: Sequence[Response]) -> None:

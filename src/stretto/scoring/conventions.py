@@ -33,7 +33,7 @@ SIGNATURES = """\
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """Something that scores samples.
+    """A function that scores samples, in one form for all conventions.
 
     Attributes:
         run: scores a list, sends a verdict for each sample, and returns what went wrong with the
@@ -48,7 +48,11 @@ class RewardFunction:
 
 
 def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
-    """Whose convention a function follows, by the names of its parameters."""
+    """Recognise a function's convention by the names of its parameters.
+
+    Raises:
+        ConfigError: the signature is not known.
+    """
     parameters = inspect.signature(function).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
@@ -86,7 +90,7 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
 
 
 class _Caller:
-    """Calls a function with those of the arguments that it takes, and waits if it is async."""
+    """A function that is called with those arguments that it takes, and awaited if async."""
 
     def __init__(self, function: Callable[..., Any], named: set[str], takes_any: bool) -> None:
         self._function, self._named, self._takes_any = function, named, takes_any
@@ -107,7 +111,11 @@ _TRL = {"prompts", "completions", "completion_ids"}
 
 
 def _trl(call: _Caller, samples: Sequence[Sample]) -> Any:
-    """All by keyword, dataset columns as lists; conversations in, conversations out."""
+    """Call a function of TRL's convention on all samples.
+
+    All arguments are given by keyword, dataset columns as lists; a conversation's response is a
+    conversation too.
+    """
     columns = {key: None for sample in samples for key in sample["data"] if key not in _TRL}
     return call(
         prompts=[s["prompt"] if s["messages"] is None else s["messages"] for s in samples],
@@ -123,7 +131,10 @@ def _trl(call: _Caller, samples: Sequence[Sample]) -> Any:
 
 
 def _openrlhf(call: _Caller, samples: Sequence[Sample]) -> Any:
-    """Queries are prompt and response together, labels the column 'label'."""
+    """Call a function of OpenRLHF's convention on all samples.
+
+    Queries are prompt and response together, labels the column 'label'.
+    """
     result = call(
         queries=[s["prompt"] + s["response"] for s in samples],
         prompts=[s["prompt"] for s in samples],
@@ -133,7 +144,7 @@ def _openrlhf(call: _Caller, samples: Sequence[Sample]) -> Any:
 
 
 def _verl(call: _Caller, sample: Sample) -> Any:
-    """One sample, with verl's columns; the score may stand in a dict."""
+    """Call a function on one sample, with verl's columns; the score may stand in a dict."""
     data = sample["data"]
     model = data.get("reward_model")
     if isinstance(model, Mapping) and "ground_truth" in model:
@@ -158,7 +169,7 @@ def _verl(call: _Caller, sample: Sample) -> Any:
 def one_by_one(
     score: Callable[[Sample], Any], file: str | None = None
 ) -> Callable[[Sequence[Sample], Send], str | None]:
-    """Scores each sample for itself: what goes wrong with one does not touch the others."""
+    """Score each sample for itself: an error on one does not touch the others."""
 
     def run(samples: Sequence[Sample], send: Send) -> None:
         for at, sample in enumerate(samples):
@@ -177,10 +188,10 @@ def one_by_one(
 def _all_at_once(
     score: Callable[[Sequence[Sample]], Any], file: str, number: Callable[[Any], float | None]
 ) -> Callable[[Sequence[Sample], Send], str | None]:
-    """Scores the list in one call.
+    """Score the list in one call.
 
-    If the call raises, that is what went wrong with the whole list. If it gives anything but one
-    entry a sample, nobody can tell whose they are, and it has failed on all samples.
+    If the call raises, the error is that of the whole list. If it gives anything but one entry a
+    sample, nobody can tell whose they are, and it has failed on all samples.
 
     Args:
         score: the call.
@@ -205,7 +216,7 @@ def _all_at_once(
 def _verdicts(
     result: Any, count: int, number: Callable[[Any], float | None], file: str
 ) -> list[dict[str, Any]]:
-    """What a function's list says of each of ``count`` samples: a value or an error."""
+    """Return the verdict on each of ``count`` samples in a function's list: a value or an error."""
     try:
         result = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(result, Sequence) or isinstance(result, str):
@@ -227,7 +238,7 @@ def as_number(value: Any) -> float:
     """A score as a number that is finite as float32.
 
     Raises:
-        RewardError: it is none.
+        RewardError: it is no such number.
     """
     try:
         number = math.nan if isinstance(value, str) else float(value)
@@ -250,7 +261,7 @@ def as_number_or_none(value: Any) -> float | None:
 
 
 def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> T:
-    """What a call returns or raises, in the process that made the call.
+    """Return or raise what a call does, in the process that made the call.
 
     The call may fork. A child that comes out of it would go on as a second reward function, or as a
     second trainer. It ends here, with the exit status that Python would end it with.
@@ -268,7 +279,7 @@ def in_this_process(call: Callable[P, T], *args: P.args, **keywords: P.kwargs) -
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
-    """End a forked child as Python would, but for what its parent registered to be done then."""
+    """End a forked child as Python would, without the exit handlers that its parent registered."""
     status = 1
     try:
         if error is None or (isinstance(error, SystemExit) and error.code is None):
@@ -285,7 +296,7 @@ def _end_child(error: BaseException | None) -> NoReturn:
 
 
 def describe(error: BaseException, file: str | None) -> str:
-    """What was raised, and on which line of ``file`` (or of the code that raised it)."""
+    """Describe an error, with the line of ``file`` (or of any code) that raised it."""
     if isinstance(error, StrettoError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)

@@ -53,7 +53,7 @@ class _Response:
 
 
 class FunctionScorer:
-    """Scores finished rollouts with the task's verifier or a function of the user's.
+    """A scorer of finished rollouts by the task's verifier or a function of the user's.
 
     The methods are those of :class:`~stretto.protocols.Scorer`, not yet coroutines. The reward
     function's process starts at construction, so that mistakes show before anything heavy is
@@ -154,7 +154,7 @@ class FunctionScorer:
         self._pending.release(rollout_ids)
 
     def load(self, weights: WeightsRef) -> None:
-        """Never called, as a function follows no trained model.
+        """Refuse weights: a function follows no trained model.
 
         Raises:
             EngineError: always.
@@ -183,7 +183,7 @@ class FunctionScorer:
         return Score(rollout_id, self.name, self.kind, np.empty(0, np.float32), failure)
 
     def _ask_all(self, responses: Sequence[_Response]) -> list[_Verdict]:
-        """All in one call; where that leaves some open, those one at a time."""
+        """Ask for all in one call; where that leaves some open, for those one at a time."""
         verdicts: dict[int, _Verdict] = {}
         payloads: dict[int, Mapping[str, Any]] = {}
         for at, response in enumerate(responses):
@@ -226,7 +226,7 @@ class FunctionScorer:
         return trouble
 
     def _function_payload(self, response: _Response) -> Mapping[str, Any]:
-        """What a function gets to see; of the row, only the columns that it looks at."""
+        """Return a function's payload; of the row, only the columns that it looks at."""
         row = {key: value for key, value in response.prompt.data.items() if key != INDEX_KEY}
         if self._columns is not None:
             row = {key: row[key] for key in self._columns if key in row}
@@ -249,7 +249,7 @@ class FunctionScorer:
 
 
 def _task_payload(response: _Response) -> Mapping[str, Any]:
-    """What the verifier needs: which row, proof that it is the same one, and the response."""
+    """Return the verifier's payload: the row's index, proof of its content, and the response."""
     data = response.prompt.data
     if INDEX_KEY not in data:
         raise RewardError("the prompt is no row of the task, and only its rows can be verified")
@@ -281,7 +281,7 @@ def _locate(source: str) -> dict[str, str]:
 
 
 def _short(text: str, limit: int = 400) -> str:
-    """For a message: quoted, and without its middle where it is long."""
+    """Quote a text for a message, without its middle where it is long."""
     if len(text) > limit:
         text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
     return repr(text)

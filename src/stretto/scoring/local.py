@@ -11,7 +11,8 @@ from stretto.scoring.conventions import recognise
 
 
 class LocalFunction:
-    """What :class:`~stretto.workers.function.FunctionProcess` does, with a function at hand.
+    """A function called here, with the methods of
+    :class:`~stretto.workers.function.FunctionProcess`.
 
     Args:
         function: in TRL's, verl's or OpenRLHF's convention.
@@ -35,18 +36,19 @@ class LocalFunction:
             ) from error
 
     def start(self) -> Mapping[str, Any]:
-        """The columns that the function looks at, and those it cannot do without."""
+        """Return the columns that the function looks at, and those it cannot do without."""
         return {"columns": self._function.columns, "required": self._function.required}
 
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> tuple[list[Mapping[str, Any]], str | None]:
-        """Verdicts on samples, and what went wrong with all of them. ``timeout_s`` is not heeded:
-        nothing ends a call in one's own process.
+        """Return verdicts on samples, and the error that concerns all of them, if any.
+
+        ``timeout_s`` is ignored: nothing ends a call in one's own process.
         """
         answers: list[Mapping[str, Any]] = []
         trouble = self._function.run(samples, answers.append)
         return answers, trouble
 
     def close(self) -> None:
-        """Nothing is to be ended."""
+        """Do nothing: there is no process to end."""

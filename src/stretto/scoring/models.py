@@ -118,9 +118,9 @@ def reference_scorer(
 
 @torch.no_grad()
 def reads_last_token(model: nn.Module) -> bool:
-    """Whether a sequence classifier's output is its scalar head on the last token's state.
+    """Return whether a sequence classifier's output is its scalar head on the last token's state.
 
-    So it is with causal models. Encoders pool their states in ways of their own.
+    That is so for causal models. Encoders pool their states in ways of their own.
     """
     try:
         scalar_head(model)
@@ -145,7 +145,7 @@ def critic_scorer(
     say: Say = warn,
     channel: WeightChannel | None = None,
 ) -> TokenScorer:
-    """V(s_t), the value of the state before response token t. It follows the trained critic.
+    """A scorer by V(s_t), the value of the state before response token t; follows the critic.
 
     Raises:
         ModelError: the model gives no values of single tokens.
@@ -219,7 +219,7 @@ class RewardModelScorer(ModelScorer):
 
     @property
     def reads_text(self) -> bool:
-        """Whether it has a tokenizer of its own."""
+        """Return whether the reward model has a tokenizer of its own."""
         return not self.same_tokenizer
 
     def _open_streams(self, slots: int) -> Streams | None:
@@ -315,7 +315,7 @@ class RewardModelScorer(ModelScorer):
             )
 
     def _fits(self, response: Response, tokens: Sequence[int]) -> bool:
-        """Whether the model has positions for a finished response; else notes the failure."""
+        """Return whether the model has positions for a finished response; else note the failure."""
         if self._positions is None or len(tokens) <= self._positions:
             return True
         self._failures[response.id] = (
@@ -332,8 +332,10 @@ class RewardModelScorer(ModelScorer):
 
 
 def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a response for a classifier, which has no generation config: those that
-    its config names, and the tokenizer's own. Empty where the tokenizer has none.
+    """Return the tokens that end a response for a classifier, which has no generation config.
+
+    They are those that its config names, and the tokenizer's own. There are none where the
+    tokenizer has none.
     """
     named = getattr(text_config(model), "eos_token_id", None)
     own = cast(int | None, tokenizer.eos_token_id)
@@ -344,11 +346,11 @@ def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozens
 
 
 def _complete(piece: Piece) -> bool:
-    """Whether a piece ends with the last token of all; only an ended rollout is read up to it."""
+    """Return whether a piece ends with the last token; only an ended rollout is read up to it."""
     return piece.stop == len(piece.stream.tokens)
 
 
 def same_tokenizer(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers give the same ids: the same vocabulary, applied the same way."""
+    """Return whether two tokenizers give the same ids: one vocabulary, applied the same way."""
     probe = "Two tokenizers, 1234 words; naïve — “quotes”,\n\n\tand  spaces."
     return a.get_vocab() == b.get_vocab() and a(probe)["input_ids"] == b(probe)["input_ids"]

@@ -1,4 +1,4 @@
-"""What a scorer that looks at whole responses keeps of them until they end."""
+"""Responses that a scorer of whole responses keeps until they end."""
 
 from __future__ import annotations
 

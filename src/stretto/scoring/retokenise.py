@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 HELD_WORDS = 2
 """Words at the end of the text that wait for what comes after them."""
 HELD_CHARACTERS = 64
-"""What is held back at most, where a text has no spaces."""
+"""Characters that are held back at most, where a text has no spaces."""
 CONTEXT_TOKENS = 16
 """Tokens before the new ones that are tokenised once more, so that the new ones come out as in the
 whole text."""
 AGREEMENT_TOKENS = 4
-"""So many of these have to come out as they did before; else the whole text is tokenised anew."""
+"""Context tokens that must come out as before; else the whole text is tokenised anew."""
 
 Encode = Callable[[str, int], Pieces]
-"""Tokens of a text from a place in it on; special tokens may go where that is 0. What the tokens
-span counts from that place."""
+"""Encodes a text from a place in it on; special tokens are added only where that is 0. The spans of
+the tokens count from that place."""
 
 
 class Reading:
-    """What a reward model with a tokenizer of its own reads of a rollout.
+    """The tokens of a rollout as a reward model with a tokenizer of its own reads them.
 
     A conversation goes through the model's chat template, or where it has none becomes the text of
     its turns with empty lines between. A plain prompt and its response are one text. The prompt's
@@ -76,7 +76,7 @@ class Reading:
         self._stop, self._ends, self._given_ends = tuple(stop), ends, given_ends
 
     def tokens(self, response: Response) -> list[int]:
-        """All that is read of a finished response.
+        """Return all tokens that are read of a finished response.
 
         Raises:
             ModelError: the chat template refuses the conversation.
@@ -103,8 +103,7 @@ class Reading:
         return [*before, *said]
 
     def begun(self, response: Response) -> str:
-        """The text that is read of an unfinished response, up to the end of its response so far,
-        escaped.
+        """Return the text that is read of an unfinished response, escaped, up to its end so far.
 
         It may end in replacement characters, for a character of which some bytes are still to come.
 
@@ -118,7 +117,7 @@ class Reading:
         return self._render(response.prompt, text, unfinished=True).partition(MARK)[0]
 
     def prefix(self, prompt: Prompt) -> StablePrefix:
-        """What :meth:`begun` gives, in tokens; empty as yet."""
+        """Return the text of :meth:`begun` in tokens; empty as yet."""
         special = not self._templated(prompt)
         asked = self._asked(prompt) if self._ends else ""
 
@@ -149,8 +148,9 @@ class Reading:
         return self._encoder.ids(text, special=special)
 
     def _asked(self, prompt: Prompt) -> str:
-        """The prompt as it is read before there is a response, escaped; empty if a template refuses
-        that.
+        """Return the prompt as it is read before there is a response, escaped.
+
+        It is empty if a chat template refuses the prompt alone.
         """
         if not prompt.messages:
             return self._encoder.escape(prompt.text)
@@ -208,7 +208,7 @@ class StablePrefix:
         self._text = ""  # that ``tokens`` stand for
 
     def grow(self, text: str) -> int:
-        """Take the text as it is now; the number of first tokens that stayed as they were."""
+        """Take the text as it is now; return how many of the first tokens stayed as they were."""
         end = _stable_end(text, self._held)
         if not text.startswith(self._text):
             return self._renew(text, end)
@@ -226,13 +226,13 @@ class StablePrefix:
         return kept
 
     def close(self, tokens: Sequence[int]) -> int:
-        """Take the tokens of the finished text; the number of first ones that were right."""
+        """Take the tokens of the finished text; return how many of the first ones were right."""
         kept = _common(self.tokens, tokens)
         self.tokens[:] = tokens
         return kept
 
     def _renew(self, text: str, end: int) -> int:
-        """Tokenise all of the text: it, or its tokens, are not what they were."""
+        """Tokenise all of the text, because it or its tokens have changed."""
         before = list(self.tokens)
         self.tokens.clear()
         self._starts.clear()
@@ -254,7 +254,7 @@ class StablePrefix:
         self._text = text[:edge]
 
     def _context_start(self) -> int:
-        """Where to begin tokenising: at a word, some tokens before the first new one."""
+        """Return where to begin tokenising: at a word, some tokens before the first new one."""
         for at in reversed(range(1, len(self.tokens) - CONTEXT_TOKENS + 1)):
             start = self._starts[at]
             at_word = any(c.isspace() for c in self._text[max(0, start - 1) : start + 1])
@@ -264,7 +264,7 @@ class StablePrefix:
 
 
 def _stable_end(text: str, held: int) -> int:
-    """Up to where a text is unlikely to be tokenised in another way when more follows."""
+    """Return up to where more text is unlikely to change a text's tokens, in characters."""
     last = max(0, len(text) - held)
     first = max(0, last - HELD_CHARACTERS)
     gaps = [gap.start() for gap in re.finditer(r"\s+", text[first:last])]

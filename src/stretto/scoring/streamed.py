@@ -90,7 +90,7 @@ class Streams:
 
     @property
     def full(self) -> bool:
-        """Whether all slots are taken."""
+        """Return whether all slots are taken."""
         return not self._free
 
     def get(self, rollout_id: int) -> Stream | None:
@@ -117,13 +117,13 @@ class Streams:
                 self._free.append(stream.slot)
 
     def void(self) -> None:
-        """Forget all that was computed: the weights are others now."""
+        """Forget all that was computed, because the weights have changed."""
         for stream in self._streams.values():
             stream.cached = 0
             stream.numbers.clear()
 
     def advance(self, streams: Sequence[Stream], read: Read) -> int:
-        """Bring each stream to its goal; the number of tokens that went through the model.
+        """Bring each stream to its goal; return how many tokens went through the model.
 
         Passes hold up to the budget. A stream with more left than that takes part in several.
         Prompts that are shared are run once.
@@ -144,7 +144,7 @@ class Streams:
         return done
 
     def _share(self, pending: Sequence[Stream]) -> set[Stream]:
-        """Copy prompts that some stream has run; those that wait for one that is about to be."""
+        """Copy prompts that some stream has run; return streams whose prompt is about to be run."""
         fresh = [s for s in pending if not s.cached and s.prompt]
         if not fresh:
             return set()
@@ -163,7 +163,7 @@ class Streams:
         return waiting
 
     def _run(self, streams: Sequence[Stream], read: Read) -> int:
-        """One forward pass."""
+        """Run one forward pass; return the number of tokens that went through the model."""
         pieces = [Piece(s, s.cached, min(s.goal, s.cached + self._budget)) for s in streams]
         hidden = self._pass.prefill(
             [p.stream.slot for p in pieces],
@@ -198,5 +198,5 @@ def _newest(own: CachedPass, ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch could not get memory; on a CPU it says so in words alone."""
+    """Return whether torch could not get memory; on a CPU only the message says so."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,6 +1,6 @@
 """The process that reward functions run in: ``python -m stretto.scoring.worker``.
 
-It speaks JSON lines over what were its standard input and output; whatever the function's code
+It speaks JSON lines over its original standard input and output; whatever the function's code
 prints goes to standard error. It ends with its parent, however that ends, and whatever it is doing.
 ::
 
@@ -59,8 +59,7 @@ def main() -> None:
 
 
 class _Channel:
-    """What were standard input and output, kept for the protocol and out of reach of the function's
-    code.
+    """The protocol's channel: the original standard input and output, hidden from the function.
 
     The function's code may fork. Its children lose the channel, so that they neither answer nor
     keep it open after this process has ended.
@@ -78,7 +77,7 @@ class _Channel:
         Thread(target=self._listen, daemon=True).start()
 
     def next_request(self) -> Any:
-        """The body of the next request; all that is sent from now on answers it."""
+        """Return the body of the next request; all that is sent from now on answers it."""
         request = json.loads(self._inbox.get())
         self._request = request["request"]
         return request["body"]
@@ -117,7 +116,7 @@ def _end() -> NoReturn:
 
 
 def open_function(opening: Mapping[str, Any]) -> RewardFunction:
-    """The reward function that a first line names.
+    """Open the reward function that a first line names.
 
     Raises:
         ConfigError: the function cannot be imported or has an unknown signature.
@@ -130,7 +129,7 @@ def open_function(opening: Mapping[str, Any]) -> RewardFunction:
 
 
 def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
-    """The task's own verifier, which gets rows by index."""
+    """Open the task's own verifier, which gets rows by index."""
     from stretto.config import TaskConfig
     from stretto.tasks import load
     from stretto.tasks.base import fingerprint
@@ -152,7 +151,7 @@ def _open_task(settings: Mapping[str, Any], seed: int) -> RewardFunction:
 
 
 def _import(file: str, name: str) -> Callable[..., Any]:
-    """The function ``name`` of a Python file, which may import its neighbours."""
+    """Import the function ``name`` of a Python file, which may import its neighbours."""
     path = Path(file)
     sys.path.insert(0, str(path.parent))
     # The name that others import it by: processes that are not forked find its functions by it.

@@ -1,4 +1,4 @@
-"""Whether engine and learner compute the same policy, as far as rounding allows."""
+"""A check that engine and learner compute the same policy, as far as rounding allows."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ LIMITS = {True: 0.2, False: 1e-3}
 """The largest tolerance, in bfloat16 and in float32; it holds until rounding is measured."""
 
 FLOORS = {True: 1e-2, False: 1e-4}
-"""Likewise what is added, so that a model whose rounding grows as it learns is not refused."""
+"""Amounts added to the tolerance, for models whose rounding grows as they learn; by coarseness."""
 
 OUTLIER = 6.0
-"""One token this many times further off than most is rounding, too, and weighs much among few."""
+"""The distance of a lone outlier that is rounding too, as a multiple of the usual difference."""
 
 
 def is_coarse(dtype: torch.dtype) -> bool:
-    """Whether weights of this type round visibly: bfloat16, and not float32."""
+    """Return whether weights of this type round visibly: bfloat16 does, float32 does not."""
     return dtype.itemsize < 4
 
 
 def difference_rms(metrics: Metrics) -> float | None:
-    """The root mean square of what :func:`~stretto.algorithms.policy.disagreement` summed."""
+    """Return the root mean square of the differences that
+    :func:`~stretto.algorithms.policy.disagreement` summed; ``None`` where there are none.
+    """
     if TOKENS not in metrics.sums:
         return None
     return math.sqrt(metrics.sums[SQUARES].item() / metrics.sums[TOKENS].item())
 
 
 class Agreement:
-    """Compares the engine's log-probs with the learner's on responses of the very same weights.
+    """A check of the engine's log-probs against the learner's, on responses of the same weights.
 
-    The first :data:`CALIBRATION_TOKENS` tokens measure their root mean square difference, which is
-    rounding; from then on :data:`FACTOR` times that and a floor is the tolerance. Among n tokens
-    it is sqrt(1 + OUTLIER^2 / n) times larger, so that few may have an outlier among them.
+    The first :data:`CALIBRATION_TOKENS` tokens measure the root mean square difference, which is
+    rounding. From then on the tolerance is :data:`FACTOR` times that plus a floor. For n tokens it
+    is sqrt(1 + OUTLIER^2 / n) times larger, so that one outlier among few tokens passes.
 
-    State: what was measured.
+    State: the sums that were measured.
 
     Args:
         dtype: of the weights.
@@ -98,7 +100,7 @@ class Agreement:
             self._squares, self._tokens = self._squares + squares, self._tokens + tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the sums that were measured, as plain data."""
         return {"squares": self._squares, "tokens": self._tokens}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

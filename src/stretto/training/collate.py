@@ -20,7 +20,7 @@ from stretto.types import TrainBatch, short_name
 
 
 def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
-    """A batch as tensors.
+    """Turn a batch into tensors.
 
     Args:
         batch: at least one response.
@@ -47,10 +47,10 @@ def _pad(rows: Sequence[Tensor]) -> Tensor:
 
 
 def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
-    """How far the policies that sampled a batch are behind the learner's ``version``.
+    """Measure how far the policies that sampled a batch are behind the learner's ``version``.
 
-    A rollout's staleness is the version less the oldest one among its tokens; an empty response has
-    none, and is not behind.
+    A rollout's staleness is the version less the oldest one among its tokens; that of an empty
+    response is 0.
     """
     behind = [version - int(v.min(initial=version)) for v in batch.split(batch.versions)]
     other = batch.versions != version
@@ -62,9 +62,10 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 
 def describe(batch: TrainBatch) -> dict[str, float]:
-    """Figures of a batch that need no model: lengths, endings, and each reward source.
+    """Return figures of a batch that need no model: lengths, endings, and each reward source.
 
-    A source's mean is over the responses that it applies to; where there are none, it has none.
+    A source's mean is over the responses that it applies to; a source that applies to none has no
+    figure.
     """
     lengths = batch.lengths.tolist()
     stats = {

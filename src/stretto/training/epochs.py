@@ -18,7 +18,7 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 After = Callable[[int, Stats], None]
-"""Told of each update: its number, from 1, and its figures."""
+"""Called after each update with its number, from 1, and its figures."""
 
 
 class Objective(Protocol[T_contra]):
@@ -32,7 +32,7 @@ class Objective(Protocol[T_contra]):
 def fit(
     trained: TrainedModel, batches: Iterable[Sequence[T]], objective: Objective[T], after: After
 ) -> None:
-    """One update for each batch.
+    """Make one update for each batch.
 
     Args:
         trained: the model that ``objective`` is a loss of.
@@ -54,13 +54,14 @@ def fit(
 
 
 def updates(config: SupervisedConfig, rows: int) -> int:
-    """How many updates a run takes on ``rows`` rows."""
+    """Return how many updates a run takes on ``rows`` rows."""
     return config.steps or config.training.epochs * -(-rows // config.batch)
 
 
 def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
-    """The batches of a run. An epoch is all rows in a seeded order of its own; its last batch may
-    be smaller.
+    """Yield the batches of a run.
+
+    An epoch is all rows in a seeded order of its own; its last batch may be smaller.
     """
     left = updates(config, len(rows))
     epoch = 0
@@ -113,6 +114,6 @@ def hold_out(
 
 
 def optimizer_of(model: nn.Module, config: SupervisedConfig, rows: int) -> TrainedModel:
-    """The model with its optimizer, for a run on ``rows`` rows."""
+    """Return the model with its optimizer, for a run on ``rows`` rows."""
     t = config.training
     return TrainedModel(model, t.lr, t, updates=updates(config, rows), warmup=t.warmup_steps)

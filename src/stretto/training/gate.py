@@ -1,4 +1,4 @@
-"""Who may change a model's weights in place, and until when."""
+"""Gates that let a model's weights be changed in place until the run ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import nn
 from stretto.errors import LearnerError
 
 PATIENCE_S = 30.0
-"""How long the end of a run waits for an update that is under way."""
+"""Seconds that the end of a run waits for an update that is under way."""
 
 
 class Gate:
-    """What changes the weights of a model in place goes through it, until it is closed."""
+    """The gate that all changes of a model's weights in place go through, until it is closed."""
 
     def __init__(self) -> None:
         self._lock, self._closed, self._broken = Lock(), False, False
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Change the weights; what breaks it off leaves them neither old nor new.
+        """Change the weights in the body of a ``with`` statement.
+
+        An error within it leaves them neither old nor new; the gate remembers that.
 
         Raises:
             LearnerError: the gate is closed.
@@ -36,7 +38,7 @@ class Gate:
             self._broken = False
 
     def close(self, patience_s: float) -> bool:
-        """Let nothing through any more; whether what did go through has gone through whole."""
+        """Let nothing through any more; return whether all changes so far are whole."""
         free = self._lock.acquire(timeout=patience_s)
         self._closed = True
         if free:
@@ -48,20 +50,20 @@ _GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
 
 
 def new_gate(model: nn.Module) -> Gate:
-    """The gate of whoever trains the model from now on."""
+    """Make the gate for the trainer that trains the model from now on."""
     gate = _GATES[model] = Gate()
     return gate
 
 
 def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
-    """Let no update of a model begin any more, while one under way ends; from any thread.
+    """Let no update of a model begin any more, and wait for one under way; from any thread.
 
     Args:
         model: that is trained.
-        patience_s: to wait for that.
+        patience_s: seconds to wait for that update.
 
     Returns:
-        Whether its weights are whole, and stay as they are.
+        Whether the weights are whole, and stay as they are.
     """
     gate = _GATES.get(model)
     return gate is None or gate.close(patience_s)

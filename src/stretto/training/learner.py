@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class PolicyLearner:
-    """Trains the actor, and the critic where the algorithm has one, and publishes both.
+    """A learner that trains and publishes the actor, and the critic where there is one.
 
-    The old log-probabilities cost no forward pass, unless they are to be the proximal policy's and
-    a step is several updates. They are the engine's own, of the distribution it sampled from; or,
-    where a step is one update and the settings say so, those of the policy under training, as that
-    update finds it. That engine and learner agree is checked before the actor moves from what was
-    handed over, on the responses that are wholly of the version that was (:class:`Agreement`).
+    The old log-probabilities are the engine's own, of the distribution it sampled from. Where a
+    step is one update and the settings say so, they are those of the policy under training, as that
+    update finds it. Neither costs a forward pass; proximal ones of a step of several updates do.
+    Before the actor moves from the version that was handed over, engine and learner are checked to
+    agree, on responses sampled wholly by that version (:class:`Agreement`).
 
     State: the models, beta, the version, whether the actor has moved since it was published, the
     count of steps (which orders the mini-batches), and how far rounding sets engine and learner
@@ -52,7 +52,7 @@ class PolicyLearner:
         reward_weights: factor of each reward source, by name.
         snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
             published. Needed for one that is generated or scored with while training goes on.
-        channel: takes those copies to who follows; without one, one of this process.
+        channel: takes those copies to the roles that follow; by default one in this process.
 
     Raises:
         LearnerError: ``snapshots`` names another model.
@@ -125,11 +125,11 @@ class PolicyLearner:
         return TrainOutput(stats, experience.rewards.numpy())
 
     def publish(self) -> dict[str, WeightsRef]:
-        """The next version of ``actor`` and, where there is one, ``critic``.
+        """Publish the next version of ``actor`` and, where there is one, ``critic``.
 
-        The fingerprint is of all parameters of a model, frozen ones too: so under LoRA it proves
-        that the adapters have come to lie on the same weights. Tensors travel for ``snapshots``
-        alone, and of these only what is trained; otherwise both sides share the module.
+        The fingerprint is of all parameters of a model, frozen ones too. So under LoRA it proves
+        that the adapters lie on the same weights. Tensors travel for ``snapshots`` alone, and only
+        trained ones; otherwise both sides share the module.
         """
         self._version, self._moved = self._version + 1, False
         return {name: self._publish(name, trained) for name, trained in self._trained.items()}
@@ -149,15 +149,15 @@ class PolicyLearner:
         self._actor.save(folder, tokenizer)
 
     def fingerprint(self, name: str) -> str:
-        """Of all parameters of a trained model."""
+        """Return the fingerprint of all parameters of a trained model."""
         return self._trained[name].fingerprint()
 
     def end_updates(self) -> bool:
-        """Let no update of the actor begin any more; whether its weights are whole; any thread."""
+        """End the actor's updates; return whether its weights are whole. From any thread."""
         return self._actor.end_updates()
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the state that the class names, with the models' tensors."""
         return {
             "models": {name: trained.state_dict() for name, trained in self._trained.items()},
             "kl": self._kl.state_dict(),
@@ -183,11 +183,11 @@ class PolicyLearner:
     def _minibatches(
         self, size: int, units: Sequence[Sequence[int]]
     ) -> Iterator[list[Sequence[int]]]:
-        """Units of each mini-batch, shuffled anew for every epoch.
+        """Yield the units of each mini-batch, shuffled anew for every epoch.
 
-        With dropped responses they may not divide evenly: parts then differ by one unit. Where
-        units are fewer than mini-batches, each makes one; no unit, as when all scores of an
-        algorithm of pairs are equal, makes no update.
+        With dropped responses units may not divide evenly: parts then differ by one unit. Where
+        units are fewer than mini-batches, each unit makes one. Without units there is no update; an
+        algorithm of pairs has none if all scores are equal.
         """
         count = self._config.training.minibatches
         if size < count:
@@ -262,13 +262,15 @@ class PolicyLearner:
         return parts
 
     def _fresh(self, batch: TrainBatch) -> Tensor:
-        """Responses [B] all of which the weights have sampled that were handed over last."""
+        """Mark the responses that the weights of the last hand-over sampled wholly: [B] bool."""
         fresh = [bool((v == self._version).all()) for v in batch.split(batch.versions)]
         return torch.tensor(fresh)
 
     def _own(self, fresh: Tensor) -> Tensor | None:
-        """Rows whose old policy is the actor as it is now, which costs nothing where a step is one
-        update. Under ``auto``, responses of older weights keep the policy that sampled them.
+        """Mark the rows whose old policy is the actor as it is now; ``None`` for none.
+
+        That costs nothing where a step is one update. Under ``auto``, responses of older weights
+        keep the policy that sampled them.
         """
         old_policy = self._config.algorithm.old_policy
         if self._config.training.updates > 1 or old_policy == "behaviour":
@@ -279,9 +281,10 @@ class PolicyLearner:
 
 
 def _averages(metrics: Metrics, parts: int) -> dict[str, float]:
-    """Figures of the whole step: sums are means within a mini-batch, so they average over them.
+    """Return figures of the whole step.
 
-    But for those of the disagreement, of which one mini-batch has any.
+    Sums are means within a mini-batch, so they are averaged over mini-batches. Those of the
+    disagreement are not: only one mini-batch has them.
     """
     means = {k: v / max(parts, 1) for k, v in metrics.sums.items() if k not in (SQUARES, TOKENS)}
     rms = difference_rms(metrics)

@@ -1,4 +1,4 @@
-"""What is made of a model's last hidden states: the losses of a micro-batch, and their figures.
+"""The losses of a micro-batch and their figures, from a model's last hidden states.
 
 They are the same wherever the passes are made: in one process, or on the last stage of a pipeline.
 
@@ -23,7 +23,7 @@ from stretto.types import Response
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some responses of a mini-batch, and what the losses need of them, in the same order."""
+    """A micro-batch: responses of a mini-batch, and the losses' inputs in the same order."""
 
     responses: Sequence[Response]
     part: Part
@@ -44,7 +44,7 @@ class Losses:
     def logprobs(
         self, head: OutputHead, hidden: Tensor, targets: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of response tokens.
+        """Return log-probs and entropies of response tokens.
 
         Args:
             head: of the actor.
@@ -62,7 +62,7 @@ class Losses:
     def of_actor(
         self, head: OutputHead, hidden: Tensor, targets: Tensor, part: Part, kl_coef: float
     ) -> LossTerm:
-        """The algorithm's loss, the entropy bonus, and the KL where it is in the loss.
+        """Return the algorithm's loss, the entropy bonus, and the KL where it is in the loss.
 
         Args:
             head, hidden, targets: as in :meth:`logprobs`.
@@ -84,7 +84,7 @@ class Losses:
         return LossTerm(term.loss, term.metrics + metrics)
 
     def of_critic(self, critic: nn.Module, hidden: Tensor, part: Part) -> LossTerm:
-        """The algorithm's value loss.
+        """Return the algorithm's value loss.
 
         Args:
             critic: has the scalar head.
@@ -98,5 +98,5 @@ class Losses:
 
 
 def _at_responses(flat: Tensor, mask: Tensor) -> Tensor:
-    """A number of each response token, [N], to [b, T], 0 outside the mask."""
+    """Lay out a number of each response token, [N], as [b, T], 0 outside the mask."""
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

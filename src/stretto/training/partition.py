@@ -1,4 +1,4 @@
-"""What passes between a whole model and its stages: micro-batches as tensors, and state by names.
+"""Exchange between a whole model and its stages: micro-batches as tensors, state by names.
 
 Shapes: b responses and T columns of a micro-batch, L padded tokens; N response tokens, flattened;
 H hidden.
@@ -45,7 +45,7 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> PaddedBatch:
-        """From responses, on the CPU."""
+        """Make a padded batch of responses, on the CPU."""
         cpu, responses = torch.device("cpu"), micro_batch.responses
         places = [
             (row, len(r.prompt.tokens) - 1 + t)
@@ -63,22 +63,22 @@ class PaddedBatch:
 
     @classmethod
     def blank(cls, like: Part) -> PaddedBatch:
-        """A token and no response, of which losses and gradients are nothing.
+        """Make a batch of a token and no response; its losses and gradients are zero.
 
         Args:
-            like: of another micro-batch, which says what losses take.
+            like: the part of another micro-batch, for the kinds of tensors that losses take.
         """
         none = torch.zeros(0, dtype=torch.long)
         part = like.each(lambda tensor: torch.zeros_like(tensor[:1]))
         return cls(torch.zeros(1, 1, dtype=torch.long), none, none, none, part)
 
     def at_responses(self, hidden: Tensor) -> Tensor:
-        """Of hidden states [b, L, H] those that predict response tokens: [N, H]."""
+        """Pick the hidden states that predict response tokens: [b, L, H] to [N, H]."""
         return hidden[self.rows.to(hidden.device), self.positions.to(hidden.device)]
 
 
 def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Just ``count`` micro-batches, the largest of them as small as it can be.
+    """Divide sequences into ``count`` micro-batches, the largest as small as it can be.
 
     Neighbours in length go together, as in :func:`~stretto.models.forward.by_token_budget`.
 
@@ -125,7 +125,7 @@ def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
 
 
 def on_cpu(state: Any) -> Any:
-    """The same with all its tensors where another process can read them."""
+    """Return the same state with all tensors on the CPU, where another process can read them."""
     if isinstance(state, Tensor):
         return state.cpu()
     if isinstance(state, Mapping):
@@ -134,7 +134,7 @@ def on_cpu(state: Any) -> Any:
 
 
 def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
-    """See that a model can be cut as the settings say.
+    """Check that a model can be cut as the settings say.
 
     Args:
         config: with ``ranks`` above 0.
@@ -153,7 +153,7 @@ def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
 def whole_state(
     states: Iterable[tuple[Names, Mapping[str, Any]]], order: Sequence[str]
 ) -> dict[str, Any]:
-    """The state of the whole model's trainer from those of its stages' trainers.
+    """Put the states of the stages' trainers together to that of the whole model's trainer.
 
     Args:
         states: of each stage's :class:`~stretto.training.trained.TrainedModel`, with its names.
@@ -180,7 +180,7 @@ def whole_state(
 
 
 def stage_state(state: Mapping[str, Any], order: Sequence[str], names: Names) -> dict[str, Any]:
-    """The state of a stage's trainer out of that of the whole model's; see :func:`whole_state`."""
+    """Take a stage's state out of that of the whole model's trainer; see :func:`whole_state`."""
     number = {name: i for i, name in enumerate(order)}
     moments = state["optimizer"]["state"]
     (group,) = state["optimizer"]["param_groups"]

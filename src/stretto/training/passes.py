@@ -1,8 +1,9 @@
 """Forward and backward passes of a mini-batch, behind one small interface.
 
 The learner divides a mini-batch as its passes ask, has them leave gradients in the models, and
-updates these. Whether the passes are made in this process (:class:`LocalPasses`) or by ranks that
-hold stages of the models (:class:`~stretto.training.pipelined.PipelinedPasses`) it does not know.
+updates the models. It does not know whether the passes are made in this process
+(:class:`LocalPasses`) or by ranks that hold stages of the models
+(:class:`~stretto.training.pipelined.PipelinedPasses`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Trained(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device that the weights are on."""
         ...
 
     @property
@@ -53,7 +54,7 @@ class Trained(Protocol):
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """See :meth:`stretto.training.whole.WholeModel.logprobs`."""
+        """Return log-probs [B, T]; see :meth:`stretto.training.whole.WholeModel.logprobs`."""
         ...
 
     def fingerprint(self) -> str:
@@ -65,11 +66,11 @@ class Trained(Protocol):
         ...
 
     def end_updates(self) -> bool:
-        """Let no update begin any more; whether the weights are whole, and stay as they are."""
+        """End the updates; return whether the weights are whole, and stay as they are."""
         ...
 
     def update(self) -> float:
-        """One optimizer step on the gradients collected since the last; returns their norm.
+        """Take an optimizer step on the gradients collected since the last; return their norm.
 
         Raises:
             LearnerError: the norm is not finite; the weights are left as they were.
@@ -94,10 +95,10 @@ class Trained(Protocol):
 
 
 class Passes(Protocol):
-    """Makes the passes of mini-batches."""
+    """The maker of the passes of mini-batches."""
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Micro-batches of a mini-batch.
+        """Divide a mini-batch into micro-batches.
 
         Args:
             tokens: of each unit, padding within it counted.
@@ -123,7 +124,7 @@ class Passes(Protocol):
         ...
 
     def finish(self) -> Stats:
-        """The step's last update is made: have the whole models hold the new weights.
+        """Bring the new weights into the whole models, after the step's last update.
 
         Returns:
             Figures of the step's passes.
@@ -145,13 +146,13 @@ class LocalPasses:
         self._budget = token_budget(config.training.microbatch_tokens, self._head.weight.device)
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """See :class:`Passes`: by token budget."""
+        """Divide by token budget; see :class:`Passes`."""
         return by_token_budget(tokens, self._budget)
 
     def run(
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """See :class:`Passes`."""
+        """Run the passes in this process; see :class:`Passes`."""
         device = self._head.weight.device
         parts = [replace(p, part=p.part.to(device)) for p in parts]
         by_model = {}
@@ -162,7 +163,7 @@ class LocalPasses:
         return by_model
 
     def finish(self) -> Stats:
-        """See :class:`Passes`: the models are the ones that were updated."""
+        """Do nothing: the models are the ones that were updated. There are no figures."""
         return {}
 
     def _actor_pass(self, parts: Sequence[MicroBatch], kl_coef: float) -> Metrics:

@@ -54,14 +54,14 @@ WORDS = {
     "state": "the hand-over of the state",
     "load": "the hand-over of a saved state",
 }
-"""What a :class:`~stretto.training.stages.StageTrainer` does, for messages."""
+"""The work of a :class:`~stretto.training.stages.StageTrainer`'s methods, for messages."""
 
 
 class StagedModel(WholeModel):
     """A model whose stages are trained by ranks; see :class:`~stretto.training.passes.Trained`.
 
-    State: that of the stages' trainers, put together as that of the whole model's would be: so a
-    run can be resumed with another number of ranks, or without any.
+    State: the stages' trainers' states, put together to that of the whole model's trainer. So a run
+    can be resumed with another number of ranks, or without any.
 
     Args:
         name: ``actor`` or ``critic``.
@@ -84,7 +84,7 @@ class StagedModel(WholeModel):
         return self._lr
 
     def update(self) -> float:
-        """One optimizer step on the ranks; the whole model follows with :meth:`fetch`.
+        """Take an optimizer step on the ranks; the whole model follows with :meth:`fetch`.
 
         Raises:
             LearnerError: the norm is not finite; the weights are left as they were.
@@ -116,7 +116,7 @@ class StagedModel(WholeModel):
         self._behind = False
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the state of the whole model's trainer, with its tensors."""
         return whole_state(self._of_stages("state"), [*self._weights])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class StagedModel(WholeModel):
         self.fetch()
 
     def _of_stages(self, method: str) -> list[tuple[Names, Mapping[str, Any]]]:
-        """What each stage says, of one pipeline: all hold the same."""
+        """Return each stage's answer, from the first pipeline alone: all hold the same."""
         said = self._ranks.call(method, self._name)
         return [(n, s) for n, s in zip(self._names, said, strict=True) if s is not None]
 
@@ -163,9 +163,9 @@ class PipelinedPasses:
         self._ran: list[_Ran] = []
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
-        """See :class:`~stretto.training.passes.Passes`: pipelines get equally many, of like sizes.
+        """Divide so that pipelines get equally many micro-batches, of like sizes.
 
-        Unless there are too few for each to get one.
+        With too few units for each pipeline to get one, each unit is a micro-batch.
         """
         share = self._config.multiple
         if len(tokens) < share:
@@ -178,7 +178,7 @@ class PipelinedPasses:
     def run(
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
-        """See :class:`~stretto.training.passes.Passes`.
+        """Run the passes on the ranks; see :class:`~stretto.training.passes.Passes`.
 
         Raises:
             RankError: a rank failed.
@@ -200,7 +200,7 @@ class PipelinedPasses:
         return {name: sum((metrics[name] for _, metrics in said), Metrics()) for name in names}
 
     def finish(self) -> Stats:
-        """See :class:`~stretto.training.passes.Passes`.
+        """Fetch the new weights into the whole models, and sum up the step's passes.
 
         Returns:
             ``pipeline/step_s`` (seconds of all passes of the step, from the first task of each
@@ -226,8 +226,12 @@ class PipelinedPasses:
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """A mini-batch's passes: how long they took, of that how long a rank worked on average, and how
-    long they were to take.
+    """Times of a mini-batch's passes.
+
+    Attributes:
+        makespan_s: seconds from the first task to the last.
+        busy_s: seconds that a rank worked, on average.
+        predicted_s: seconds that they were to take; ``None`` before latencies are measured.
     """
 
     makespan_s: float
@@ -246,7 +250,7 @@ class _Ran:
 
 @dataclass(frozen=True)
 class Pipelines:
-    """Everything of a run that trains through pipelines.
+    """The parts of a run that trains through pipelines.
 
     Attributes:
         ranks: the processes.
@@ -325,7 +329,7 @@ def start(
 
 
 def layout_of(config: PipelineConfig) -> StageLayout:
-    """Where each stage is."""
+    """Return the layout of the stages over pipelines."""
     return StageLayout(
         actor_stages=config.stages("actor"),
         actor_pipelines=config.pipelines("actor"),
@@ -345,7 +349,7 @@ _SENDABLE = (
 
 
 def _check_model(name: Name, model: nn.Module) -> None:
-    """See that it is trained, and that other processes know what it is made of."""
+    """Check that a model has weights to train and can be sent to other processes."""
     if not any(p.requires_grad for p in model.parameters()):
         raise LearnerError(
             f"the {name} has nothing to train: all its weights are frozen. Leave some unfrozen "

@@ -1,4 +1,4 @@
-"""Which schedule a mini-batch runs by, and the latencies that it is made for."""
+"""The choice of a mini-batch's schedule, and the latencies that it is made for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.solve import SEEDS, solve
 
 GUESSED_TICKS = 1000
-"""Of a forward of the larger model's stages, before anything is measured."""
+"""The guessed forward latency of the larger model's stages, before anything is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a mini-batch runs.
+    """The plan by which a mini-batch runs.
 
     Attributes:
         problem: that the schedule was made for.
@@ -57,7 +57,7 @@ class Planner:
 
     @property
     def measured(self) -> bool:
-        """Whether :meth:`measure` has been called."""
+        """Return whether :meth:`measure` has been called."""
         return self._measured
 
     def measure(self, problem: Problem) -> None:
@@ -66,7 +66,7 @@ class Planner:
         self._plans.clear()
 
     def plan(self, micro_batches: int) -> Plan:
-        """The schedule of so many micro-batches of each model, over all its pipelines."""
+        """Plan so many micro-batches of each model, over all its pipelines."""
         if micro_batches not in self._plans:
             self._plans[micro_batches] = self._make(micro_batches)
         return self._plans[micro_batches]
@@ -85,7 +85,7 @@ class Planner:
         return Plan(problem, schedule, latency if self._measured else None)
 
     def _guess(self, model: Name, parameters: float) -> Side:
-        """A model's side of the problem; ``parameters`` relative to the larger stages'."""
+        """Guess a model's side of the problem; ``parameters`` relative to the larger stages'."""
         stages = self._config.stages(model)
         forward = max(round(GUESSED_TICKS * parameters / stages), 1)
         return Side.of(

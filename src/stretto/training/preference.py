@@ -23,7 +23,7 @@ from stretto.types import Stats
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """How a reward model sees pairs.
+    """Figures of a reward model on pairs.
 
     Attributes:
         loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
@@ -42,7 +42,7 @@ class Preferences:
 
     @classmethod
     def of(cls, chosen: Tensor, rejected: Tensor) -> Preferences:
-        """Out of the rewards [pairs] of both sides."""
+        """Compute the figures from the rewards [pairs] of both sides."""
         chosen, rejected = chosen.detach().double(), rejected.detach().double()
         margin = chosen - rejected
         both = torch.cat([chosen, rejected])
@@ -56,7 +56,7 @@ class Preferences:
         )
 
     def stats(self, prefix: str) -> dict[str, float]:
-        """As metrics."""
+        """Return the figures as metrics."""
         return {
             f"{prefix}/loss": self.loss,
             f"{prefix}/accuracy": self.accuracy,
@@ -90,7 +90,7 @@ def train(
 
 
 def objective_of(model: nn.Module, config: RewardModelConfig) -> BradleyTerry:
-    """The loss, as the settings say."""
+    """Return the loss, as the settings say."""
     device = next(model.parameters()).device
     budget = token_budget(config.training.microbatch_tokens, device)
     return BradleyTerry(model, budget, config.center_coef)
@@ -114,7 +114,7 @@ class BradleyTerry:
         self._model, self._budget, self._center_coef = model, token_budget, center_coef
 
     def learn(self, batch: Sequence[PairTokens]) -> Stats:
-        """Add the gradient of the batch's loss; figures of the batch before the update."""
+        """Add the gradient of the batch's loss; return figures from before the update."""
         seen = []
         for part in self._passes(batch):
             chosen, rejected = self._rewards(part)
@@ -128,12 +128,12 @@ class BradleyTerry:
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[PairTokens]) -> Preferences:
-        """How the model sees all of the pairs."""
+        """Return the model's figures on all of the pairs."""
         seen = [torch.stack(self._rewards(part)).cpu() for part in self._passes(pairs)]
         return Preferences.of(*torch.cat(seen, 1))
 
     def _passes(self, pairs: Sequence[PairTokens]) -> Iterator[list[PairTokens]]:
-        """Both sides of a pair go through the model in one pass, as the loss takes both."""
+        """Divide pairs into passes; a pair's sides share a pass, as the loss takes both."""
         for part in by_token_budget([2 * p.longest for p in pairs], self._budget):
             yield [pairs[i] for i in part]
 

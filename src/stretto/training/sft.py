@@ -52,7 +52,7 @@ def train(model: nn.Module, examples: Sequence[Example], config: SftConfig, afte
 
 
 def objective_of(model: nn.Module, config: SftConfig) -> CrossEntropy:
-    """The loss, as the settings say.
+    """Return the loss, as the settings say.
 
     Raises:
         ModelError: see :func:`train`.
@@ -63,8 +63,9 @@ def objective_of(model: nn.Module, config: SftConfig) -> CrossEntropy:
 
 
 class CrossEntropy:
-    """Mean negative log-likelihood of the learned tokens: every token counts the same, whichever
-    example, pass or row it is in.
+    """Mean negative log-likelihood of the learned tokens.
+
+    Every token counts the same, whichever example, pass or row it is in.
 
     Args:
         model: a causal language model.
@@ -82,7 +83,7 @@ class CrossEntropy:
             _check_packing(model)
 
     def learn(self, batch: Sequence[Example]) -> Stats:
-        """Add the gradient of the batch's loss; figures: the loss, and the tokens it is of."""
+        """Add the gradient of the batch's loss; return the loss and the token counts."""
         count = sum(sum(e.trained) for e in batch)
         total = torch.zeros((), dtype=torch.float64)
         for rows in self._passes(batch):
@@ -127,7 +128,7 @@ def _inputs(example: Example) -> int:
 
 
 def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
-    """Examples in as few rows as first-fit decreasing finds (Johnson 1973), longest first.
+    """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first.
 
     Args:
         examples: to be packed.
@@ -167,13 +168,13 @@ def row_hidden(model: nn.Module, rows: Sequence[Row]) -> Tensor:
 
 @torch.no_grad()
 def _check_packing(model: nn.Module) -> None:
-    """The second example of a row must have the states that it has alone.
+    """Refuse a model in which the second example of a row has other states than alone.
 
-    In bfloat16 it has them only up to rounding, which is large for arbitrary tokens; so what it
-    has packed is held against what it has when it does see the first.
+    In bfloat16 the states differ by rounding, which is large for arbitrary tokens. So the
+    difference is compared with that of an example that does see the first one.
 
     Raises:
-        ModelError: it has not.
+        ModelError: the states differ by more than rounding.
     """
     config = text_config(model)
     first, second = (

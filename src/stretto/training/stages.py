@@ -1,4 +1,4 @@
-"""What a rank does in training: it holds a stage of each model, its masters and its AdamW."""
+"""The part of a rank in training: it holds a stage of each model, its masters and its AdamW."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class StageTrainer:
         kl_coef: float,
         trains_actor: bool,
     ) -> tuple[Timings, Mapping[Name, Metrics]]:
-        """The passes of a mini-batch; gradients add up in the stages.
+        """Make the passes of a mini-batch; gradients add up in the stages.
 
-        Where the actor is not to be trained its passes are made all the same, and its gradients
-        discarded: fused schedules are of both models, and steps of a frozen actor are few.
+        An actor that is not to be trained has its passes too, and its gradients are discarded:
+        fused schedules are of both models, and steps of a frozen actor are few.
 
         Returns:
             When this rank did what, and figures of the micro-batches whose last stage it holds.
@@ -115,14 +115,14 @@ class StageTrainer:
         return self._losses.of_actor(stage.head, chosen, targets, part, kl_coef)
 
     def saved_bytes(self, batch: PaddedBatch) -> tuple[int, int]:
-        """What the stages of actor and critic keep of a micro-batch until its backward."""
+        """Return the bytes that the actor's and the critic's stages keep until a backward pass."""
         work = Work(batch.tokens.to(self._device), Tensor.sum)
         with self._trained["actor"].training(), self._trained["critic"].training():
             kept = [self._executor.saved_bytes(name, work) for name in self._stages]
         return kept[0], kept[1]
 
     def update(self, name: Name) -> tuple[float, float]:
-        """One optimizer step of a model, unless the norm of its gradients is not finite.
+        """Take an optimizer step of a model, unless the norm of its gradients is not finite.
 
         Returns:
             That norm, over all stages, and the learning rate of the next update.
@@ -136,7 +136,7 @@ class StageTrainer:
         return norm, trained.lr
 
     def skip(self, name: Name) -> float:
-        """Let an update go by; the learning rate of the next one."""
+        """Let an update go by; return the learning rate of the next one."""
         self._trained[name].skip()
         return self._trained[name].lr
 
@@ -153,13 +153,13 @@ class StageTrainer:
         return self._of_first_pipeline(name, TrainedModel.state_dict)
 
     def load(self, name: Name, state: dict[str, Any]) -> float:
-        """The inverse of :meth:`state`; the learning rate of the next update."""
+        """Take a state of :meth:`state`; return the learning rate of the next update."""
         self._trained[name].load_state_dict(state)
         return self._trained[name].lr
 
     def _of_first_pipeline(
         self, name: Name, get: Callable[[TrainedModel], Mapping[str, Any]]
     ) -> Mapping[str, Any] | None:
-        """Something of a stage; ``None`` in all pipelines but the first, which hold the same."""
+        """Get something of a stage; ``None`` in all pipelines but the first: all hold the same."""
         pipeline, _ = self._layout.place(name, self._rank)
         return on_cpu(get(self._trained[name])) if pipeline == 0 else None

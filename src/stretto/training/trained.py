@@ -31,12 +31,12 @@ def _add_into(total: Tensor, part: Tensor) -> None:
 
 @contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """Gradient checkpointing, where asked for, for the time of a forward and backward pass.
+    """Turn gradient checkpointing on, where asked for, during forward and backward passes.
 
     Only the modules that recompute are in training mode. All others stay in evaluation mode, so
     that nothing random (dropout, noise on the inputs of a router, sampled experts) makes the policy
-    that is trained another than the one that sampled. Outside of it the same module generates, with
-    a cache.
+    that is trained another than the one that sampled. Outside of the ``with`` statement the same
+    module generates, with a cache.
     """
     recomputing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     try:
@@ -192,12 +192,13 @@ class TrainedModel(WholeModel):
         return float(self._optimizer.param_groups[0]["lr"])
 
     def training(self) -> AbstractContextManager[None]:
-        """For forward and backward passes; see :func:`training_mode`."""
+        """Prepare for forward and backward passes; see :func:`training_mode`."""
         return training_mode(self.model)
 
     def gradients(self) -> Mapping[str, Tensor]:
-        """Those collected since the last update, by the model's parameter names; to be changed in
-        place. A weight that no pass has reached has none.
+        """Return the gradients collected since the last update, by the model's parameter names.
+
+        They may be changed in place. A weight that no pass has reached has none.
         """
         pairs = zip(self._names, self._masters, strict=True)
         return {name: master.grad for name, master in pairs if master.grad is not None}
@@ -207,7 +208,7 @@ class TrainedModel(WholeModel):
         self._optimizer.zero_grad(set_to_none=False)
 
     def update(self, norm: float | None = None) -> float:
-        """One optimizer step on the gradients collected since the last; returns their norm.
+        """Take an optimizer step on the gradients collected since the last; return their norm.
 
         Args:
             norm: of the gradients of all stages, where the model is one stage of several.
@@ -254,7 +255,7 @@ class TrainedModel(WholeModel):
             torch._foreach_copy_([w for w, _ in rounded], [m for _, m in rounded])
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return masters, AdamW's moments and the schedule's position."""
         masters = (m.detach() for m in self._masters)
         return {
             "masters": dict(zip(self._names, masters, strict=True)),

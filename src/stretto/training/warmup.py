@@ -26,7 +26,7 @@ BATCH = 32
 
 
 def warm_up(model: nn.Module, examples: Sequence[Response], config: Config) -> float:
-    """One pass of cross-entropy on the examples' response tokens, in batches of :data:`BATCH`.
+    """Make one pass of cross-entropy over the examples' response tokens, :data:`BATCH` at a time.
 
     Args:
         model: a causal language model; trained in place.
@@ -55,10 +55,10 @@ def warm_up(model: nn.Module, examples: Sequence[Response], config: Config) -> f
 def warm_up_once(
     model: nn.Module, examples: Sequence[Response], config: Config, file: Path
 ) -> float:
-    """The same for several runs: the first keeps what came out in a file, which the others take.
+    """Warm up once for several runs: the first writes the outcome to a file, the others read it.
 
-    That is the weights, the loss, and the state of torch's random numbers, so that a run goes on
-    from there bit for bit as it would have.
+    The file holds the weights, the loss, and the state of torch's random numbers, so that a run
+    goes on from there bit for bit as it would have.
 
     Args:
         model, examples, config: see :func:`warm_up`.
@@ -96,7 +96,7 @@ def _key(model: nn.Module, examples: Sequence[Response], config: Config) -> str:
 
 
 def _random_states(model: nn.Module) -> dict[str, Tensor]:
-    """By device, of those that the run draws from."""
+    """Return states of the random numbers that the run draws from, by device."""
     device = next(model.parameters()).device
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """What a learner asks of a model besides training it.
+    """A model as the learner uses it, besides training it.
 
     Args:
         model: with or without adapters.
@@ -39,7 +39,7 @@ class WholeModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """The device that the weights are on."""
         return next(self.model.parameters()).device
 
     @property
@@ -82,5 +82,5 @@ class WholeModel:
         save_model(self.model, tokenizer, folder)
 
     def end_updates(self) -> bool:
-        """Let no update begin any more; whether the weights are whole, and stay as they are."""
+        """End the updates; return whether the weights are whole, and stay as they are."""
         return end_updates(self.model)

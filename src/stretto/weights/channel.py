@@ -1,4 +1,4 @@
-"""What a channel of weights does, and the one for a single process."""
+"""The protocol of a channel of weights, and the channel of a single process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from stretto.types import WeightsRef
 
 
 class WeightChannel(Protocol):
-    """Takes tensors from the learner to its followers.
+    """A channel that takes tensors from the learner to its followers.
 
     Attributes:
-        name: what tickets call it.
+        name: of the channel, as tickets have it.
     """
 
     name: str
@@ -30,7 +30,7 @@ class WeightChannel(Protocol):
         ...
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """The tensors of a ticket. Older versions of the model are not asked for again.
+        """Return the tensors of a ticket. Older versions of the model are not asked for again.
 
         Raises:
             EngineError: they are not here.
@@ -39,7 +39,7 @@ class WeightChannel(Protocol):
 
 
 def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Tensor]:
-    """The tensors of a ticket; none where its two sides share memory.
+    """Return the tensors of a ticket; none where its two sides share memory.
 
     Raises:
         EngineError: they are in a channel that the receiver is not connected to.
@@ -55,7 +55,7 @@ def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Tens
 
 
 class SharedChannel:
-    """Within one process: tensors are handed on as they are.
+    """A channel within one process: tensors are handed on as they are.
 
     State: the tensors that have been offered and not been superseded.
     """
@@ -66,11 +66,11 @@ class SharedChannel:
         self._offered: dict[str, dict[int, Mapping[str, Tensor]]] = {}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """See :class:`WeightChannel`."""
+        """Keep the tensors for their followers; see :class:`WeightChannel`."""
         self._offered.setdefault(ref.model, {})[ref.version] = tensors
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """See :class:`WeightChannel`."""
+        """Return the tensors, and forget those of older versions; see :class:`WeightChannel`."""
         versions = self._offered.get(ref.model, {})
         if ref.version not in versions:
             raise EngineError(
@@ -82,7 +82,7 @@ class SharedChannel:
         return versions[ref.version]
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the offered tensors by model, version and name."""
         return {model: {v: dict(t) for v, t in o.items()} for model, o in self._offered.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

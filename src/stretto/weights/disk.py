@@ -15,12 +15,12 @@ from stretto.types import WeightsRef
 
 
 class DiskChannel:
-    """Writes a file for each version of each model; all sides name the same folder.
+    """A channel of a file for each version of each model; all sides name the same folder.
 
-    A version is removed when a later one has been offered twice over: by then nobody loads it.
+    A version is removed once ``keep`` later ones of its model are there: by then nobody loads it.
 
     Args:
-        folder: is there, and private to the run.
+        folder: an existing one, private to the run.
         keep: versions of each model that stay.
     """
 
@@ -30,7 +30,7 @@ class DiskChannel:
         self._folder, self._keep = folder, keep
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """See :class:`~stretto.weights.channel.WeightChannel`."""
+        """Write the tensors to a file; see :class:`~stretto.weights.channel.WeightChannel`."""
         on_cpu = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
         write_whole(self._file(ref), save(on_cpu))
         files = sorted(self._folder.glob(f"{ref.model}-*.safetensors"))
@@ -38,7 +38,7 @@ class DiskChannel:
             old.unlink()
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """See :class:`~stretto.weights.channel.WeightChannel`."""
+        """Read the tensors of a file; see :class:`~stretto.weights.channel.WeightChannel`."""
         try:
             return load_file(self._file(ref))
         except FileNotFoundError as error:
@@ -47,7 +47,7 @@ class DiskChannel:
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """The versions that are there, as tensors by file."""
+        """Return the versions that are there, as tensors by file."""
         files = sorted(self._folder.glob("*.safetensors"))
         return {file.name: load_file(file) for file in files}
 

@@ -1,1 +1,1 @@
-"""Threads and processes that work for a run: how they are started, asked, watched and ended."""
+"""Threads and processes that work for a run: starting, asking, watching and ending them."""

@@ -1,4 +1,4 @@
-"""From a coroutine to a call: what runs a schedule in real time."""
+"""The step from a coroutine to a call: it runs a schedule in real time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from stretto import signals
 def drive(work: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine to its end; in a thread where an event loop runs already, as in a notebook.
 
-    Ctrl-C, and what stands for it (:mod:`stretto.signals`), cancels it, and is raised once it has
-    ended.
+    Ctrl-C, or a signal that stands for it (:mod:`stretto.signals`), cancels the coroutine, and is
+    raised once the coroutine has ended.
     """
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What carries calls to a worker, wherever it is."""
+"""Executors, which carry calls to a worker, wherever it is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from stretto.workers.threads import WorkerThread
 
 
 class Executor(Protocol):
-    """Makes calls of one service, in the order in which they are asked for."""
+    """An executor that makes calls of one service, in the order in which they are asked for."""
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """The reply of one of the service's methods, its times by this process's clock.
+        """Call a method of the service; return its reply, with times by this process's clock.
 
         Raises:
             Exception: what the method raised.
@@ -21,7 +21,7 @@ class Executor(Protocol):
 
 
 class ThreadExecutor:
-    """Calls a service of this process on a thread, which it may share with others.
+    """An executor that calls a service of this process on a thread, maybe shared with others.
 
     Args:
         service: whose methods return replies.
@@ -32,6 +32,6 @@ class ThreadExecutor:
         self._service, self._worker = service, worker
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """See :class:`Executor`."""
+        """Call the method on the thread; see :class:`Executor`."""
         reply: Reply[Any] = await self._worker.run(lambda: getattr(self._service, method)(*args))
         return reply

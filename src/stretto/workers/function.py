@@ -17,7 +17,7 @@ from typing import Any
 from stretto.errors import ConfigError, RewardError, TaskError
 
 START_LIMIT_S = 120.0
-"""For the reward function's process to start and import what it needs."""
+"""Seconds for the reward function's process to start and import its libraries."""
 
 
 class _MismatchError(Exception):
@@ -39,7 +39,7 @@ class FunctionProcess:
         self._request = 0
 
     def start(self) -> dict[str, Any]:
-        """Start it, and give what it says of the reward function.
+        """Start the process, and return what it says of the reward function.
 
         Raises:
             ConfigError, TaskError: the reward function cannot be opened.
@@ -87,10 +87,10 @@ class FunctionProcess:
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Have samples scored: the verdicts that came, and why there are no more, if so.
+        """Have samples scored; return the verdicts that came, and why there are no more, if so.
 
         Verdicts come in the order of the samples. Once a line does not match the request, none of
-        its verdicts is trusted.
+        the request's verdicts is trusted.
         """
         if self._process is None:
             self.start()
@@ -120,12 +120,12 @@ class FunctionProcess:
         return answers, answer["done"]
 
     def close(self) -> None:
-        """Kill it and all that it started."""
+        """Kill the process and all that it started."""
         self._process = None
         self._kill()
 
     def _exit_code(self) -> int | None:
-        """Of a process that has closed its end; ``None`` if it lives on without."""
+        """Return the exit code of a process that closed its end; ``None`` if it lives on."""
         assert self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout=1.0)
@@ -147,7 +147,7 @@ class FunctionProcess:
                 raise EOFError from error
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
-        """The next line that answers the request.
+        """Return the next line, which must answer the request.
 
         Raises:
             _MismatchError: it answers another one, or comes from another process.

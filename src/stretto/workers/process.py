@@ -24,7 +24,7 @@ class Raised:
 
 
 class Host:
-    """Stands in the process, and keeps its service alive through errors that a run may survive.
+    """The service's holder in the process; keeps it alive through errors that a run may survive.
 
     Args:
         rank: of the process in its group of one.
@@ -35,7 +35,7 @@ class Host:
         self._service = make(*arguments)
 
     def call(self, method: str, args: tuple[Any, ...]) -> object:
-        """What a method of the service returns, or the error of Stretto that it raised."""
+        """Return a method's result, or the error of Stretto that it raised."""
         try:
             result: object = getattr(self._service, method)(*args)
         except StrettoError as error:
@@ -44,7 +44,7 @@ class Host:
 
 
 class ProcessExecutor:
-    """Calls a service in a process of its own, one call at a time.
+    """An executor that calls a service in a process of its own, one call at a time.
 
     Args:
         name: of the role, for messages.
@@ -79,19 +79,19 @@ class ProcessExecutor:
         self._ranks.watch(self._worker.fail)
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """See :class:`~stretto.workers.executor.Executor`."""
+        """Call the method in the process; see :class:`~stretto.workers.executor.Executor`."""
         reply: Reply[Any] = await self._worker.run(lambda: self.ask(method, *args))
         return reply.shifted(self._ahead_s)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """What a method returns, by its own clock; only while no call is under way."""
+        """Return a method's result, by its own clock; only while no call is under way."""
         (answer,) = self._ranks.call("call", method, args)
         if isinstance(answer, Raised):
             raise answer.error
         return answer
 
     def settle(self, seconds: float) -> bool:
-        """Take no more calls, and wait for one that is under way; whether that has ended."""
+        """Take no more calls, and wait for one under way; return whether it has ended."""
         self._worker.stop()
         return self._worker.join(seconds)
 
@@ -101,7 +101,7 @@ class ProcessExecutor:
         self._worker.stop()
 
     def _distance(self) -> float:
-        """By how much this process's clock is ahead, from the shortest of some round trips."""
+        """Return the seconds that this process's clock is ahead, by the shortest of round trips."""
         trips: list[tuple[float, float]] = []
         for _ in range(SAMPLES):
             before_s = self._clock.now()

@@ -1,6 +1,6 @@
-"""What does a role's work, wherever a runtime has put it: plain functions, called one at a time.
+"""The workers behind roles, wherever a runtime has put them: plain functions, called one by one.
 
-What the methods do is said where the roles are, in :mod:`stretto.protocols`.
+The roles' docstrings in :mod:`stretto.protocols` say what the methods do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.types import (
 
 
 class ScorerWorker(Protocol):
-    """Works for a scorer."""
+    """The worker of a scorer."""
 
     name: str
     kind: ScoreKind
@@ -43,13 +43,13 @@ class ScorerWorker(Protocol):
 
 
 class FunctionWorker(ScorerWorker, Protocol):
-    """Works for a scorer, in a process of its own, which can be ended from another thread."""
+    """The worker of a scorer in a process of its own, which can be ended from another thread."""
 
     def close(self) -> None: ...
 
 
 class GeneratorWorker(Protocol):
-    """Works for a generator."""
+    """The worker of a generator."""
 
     capabilities: Capabilities
     version: int
@@ -65,7 +65,7 @@ class GeneratorWorker(Protocol):
 
 
 class LearnerWorker(Protocol):
-    """Works for a learner."""
+    """The worker of a learner."""
 
     def train(self, batch: TrainBatch) -> TrainOutput: ...
     def publish(self) -> Mapping[str, WeightsRef]: ...

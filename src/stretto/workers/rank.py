@@ -32,7 +32,7 @@ from stretto.errors import StrettoError
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a rank must know to join the group.
+    """The facts that a rank must know to join the group.
 
     Attributes:
         rank: of this process.
@@ -53,20 +53,20 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a rank was asked went well."""
+    """The result of a call that went well."""
 
     result: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A rank raised.
+    """An error that a rank raised.
 
     Attributes:
-        at_s: when, by the machine's monotonic clock: the first to fail has the cause.
-        what: was raised, and where.
+        at_s: time by the machine's monotonic clock: the first to fail has the cause.
+        what: the error in a line, with its place.
         trace: all of the traceback.
-        error: itself, where it is an error of Stretto that can be pickled.
+        error: the error itself, where it is one of Stretto that can be pickled.
     """
 
     at_s: float
@@ -138,7 +138,7 @@ def _join(opening: Opening) -> None:
 
 
 def _answer(connection: Connection[Any, Any], step: Callable[[], object]) -> bool:
-    """Take a step and tell the parent how it went; whether it went well."""
+    """Take a step and tell the parent how it went; return whether it went well."""
     answer: Done | Failed
     try:
         answer = Done(step())
@@ -165,7 +165,7 @@ def _failed(error: BaseException) -> Failed:
 
 
 def _travels(error: StrettoError) -> bool:
-    """Whether it comes out of a pickle as it went in."""
+    """Return whether an error comes out of a pickle as it went in."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

@@ -44,8 +44,8 @@ class Ranks:
         backend: ``gloo``, or ``nccl`` with a device each.
         threads: of each rank's torch.
         patience_s: after a rank raised, how long to look whether it did so because another died.
-        role: what a process stands for that is alone, for messages.
-        words: plain words for what methods do, for messages: nouns, by the method's name.
+        role: the role of a process that is alone, for messages.
+        words: plain words for the methods' work, for messages: nouns, by the method's name.
 
     Raises:
         RankError: a rank could not start, or ``make`` raised.
@@ -89,7 +89,7 @@ class Ranks:
         Thread(target=_watch, args=(self._lives, weakref.ref(self)), daemon=True).start()
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks at once; results by rank.
+        """Call a method on all ranks at once; return the results by rank.
 
         Raises:
             RankError: a rank failed, and all have been ended, or they had been before. What the
@@ -100,7 +100,7 @@ class Ranks:
         return self._call(method, repeat(_pickled(method, args), len(self._processes)))
 
     def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
-        """The same with arguments of its own for each rank, which are sent one by one."""
+        """Call a method with arguments of its own for each rank, which are sent one by one."""
         return self._call(method, (_pickled(method, args) for args in per_rank))
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
@@ -196,12 +196,12 @@ class Ranks:
         return error
 
     def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
-        """Of one that closed its end without an answer.
+        """Return the error of a rank that closed its end without an answer.
 
         Args:
-            rank: it.
-            when: it did.
-            raised: what others had raised by then; maybe the cause, maybe a consequence.
+            rank: the one that ended.
+            when: in words, for the message.
+            raised: errors of others by then; maybe the cause, maybe a consequence.
         """
         if self._closed:
             return RankError(f"the ranks were ended {when}")
@@ -227,7 +227,7 @@ class Ranks:
         return RankError(f"{who} {what}{ended}; mend the cause, and {self.remedy}", rank)
 
     def _has_ended(self, rank: int) -> None:
-        """Whoever called when it did has found that out by now."""
+        """Tell of a rank that ended between two calls; a call under way finds out by itself."""
         with self._calling:
             if self._closed:
                 return

@@ -1,4 +1,4 @@
-"""Workers that answer with what they did, and when: what an executor calls.
+"""Services: workers that answer with what they did, and when. Executors call them.
 
 A service stands where its worker is, in a thread or in a process of its own. Its methods are the
 worker's, and return a :class:`~stretto.types.Reply`.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """What all services have in common."""
+    """The common part of all services."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or RealClock()
@@ -99,8 +99,8 @@ class GeneratorService(Service):
 class ScorerService(Service):
     """A scorer's worker; see :class:`~stretto.protocols.Scorer`.
 
-    What the schedule has to know of it may change, as when memory runs out; so calls that could
-    have changed it return it.
+    The facts that a schedule needs may change, as when memory runs out. So calls that could have
+    changed them return them.
     """
 
     def __init__(self, worker: ScorerWorker, clock: Clock | None = None) -> None:
@@ -108,7 +108,7 @@ class ScorerService(Service):
         self._worker, self._role = worker, short_name(worker.name)
 
     def info(self) -> ScorerInfo:
-        """What the schedule has to know."""
+        """Return the facts about the scorer that a schedule needs."""
         w = self._worker
         return ScorerInfo(
             name=w.name,
@@ -140,7 +140,7 @@ class ScorerService(Service):
         return self._timed("load", lambda: self._worker.load(weights), lambda _: about)
 
     def _reading(self, name: str, call: Callable[[], T], rollout_ids: Sequence[int]) -> Reply[T]:
-        """Work that reads tokens, which is told of where the worker counts them."""
+        """Make a call that reads tokens; their number is reported where the worker counts them."""
         before = getattr(self._worker, "read_tokens", None)
 
         def about(_: T) -> Mapping[str, Any]:

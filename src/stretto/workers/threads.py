@@ -23,8 +23,9 @@ _SETTING_THREADS = Lock()
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in a worker's thread when the run ends while it works: as Ctrl-C, which code that lets
-    nothing else through lets through.
+    """The interruption of a worker's thread, when the run ends while it works.
+
+    It is a ``KeyboardInterrupt``, as code that catches all other errors lets that through.
     """
 
 
@@ -36,8 +37,8 @@ class WorkerThread:
         threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Workers that
             work at the same time should share the cores out: threads that wait for each other spin.
         beside: workers that it shares cores with.
-        alone: threads of a call that begins while none of these works; 0 makes no difference. Only
-            where they do not begin before it has ended.
+        alone: threads of a call that begins while none of these works; 0 for no difference. Use it
+            only where none of them begins before such a call has ended.
 
     Attributes:
         busy: whether a call is under way.
@@ -56,7 +57,7 @@ class WorkerThread:
         self._thread.start()
 
     async def run(self, call: Callable[[], T]) -> T:
-        """The result of ``call``, made after all calls that were asked for before."""
+        """Make a call after all calls that were asked for before, and return its result."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.add(future)
         future.add_done_callback(self._waiting.discard)
@@ -106,7 +107,7 @@ class WorkerThread:
         self._calls.put(None)
 
     def join(self, seconds: float) -> bool:
-        """Wait for the thread to end, at most so long; whether it has."""
+        """Wait at most so long for the thread to end; return whether it has."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -141,8 +142,8 @@ def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any
 def _use_threads(threads: int) -> None:
     """Let this thread use so many CPU threads, whatever other threads set for themselves.
 
-    torch keeps one number for threads that have not asked yet, and a thread that has set its own
-    takes up that number all the same when it first asks: so it asks here, before another sets it.
+    torch keeps one number for threads that have not asked yet. A thread that has set its own number
+    takes up that one all the same when it first asks. So it asks here, before another sets it.
     """
     with _SETTING_THREADS:
         torch.set_num_threads(threads)

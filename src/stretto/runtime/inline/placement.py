@@ -1,4 +1,4 @@
-"""Which role works on which worker of this process, with which copy of the weights.
+"""The placement of roles on workers of this process, and the copies of weights they work with.
 
 Where nothing overlaps there is one worker and one copy of everything: the plain trainer. Scorers
 that look at responses while these are decoded get a worker of their own, and so does a learner that
@@ -33,10 +33,10 @@ from stretto.workers.services import GeneratorService, LearnerService, ScorerSer
 from stretto.workers.threads import WorkerThread
 
 PATIENCE_S = 3.0
-"""How long the end of a run waits for calls that were interrupted."""
+"""Seconds that the end of a run waits for calls that were interrupted."""
 
 COPY_GAIN = 100.0
-"""Keys and values are copied this much faster within one memory than they are computed."""
+"""Factor by which copying keys and values within one memory is faster than computing them."""
 
 
 class ThreadPlacement:
@@ -47,7 +47,7 @@ class ThreadPlacement:
 
     Attributes:
         training_threads: CPU threads of training.
-        engines: what generates.
+        engines: the generation engines.
         critics: the value model as scorers may use it, or ``None``; one for each replica.
     """
 
@@ -89,7 +89,7 @@ class ThreadPlacement:
         self._workers = self._open_workers(config)
 
     def migrating(self, config: Config) -> Migrating | None:
-        """What moving stragglers has to heed; measures how fast this device prefills."""
+        """Return the facts for moving stragglers; measures how fast this device prefills."""
         if not self._knobs.migrates(len(self.engines)):
             return None
         rows, prefill = most_in_flight(config), prefill_tokens_per_s(self._generating)
@@ -114,7 +114,7 @@ class ThreadPlacement:
         return tuple(self._trained) if self._knobs.copies_weights else ()
 
     def generators(self, tracer: Tracer) -> list[GeneratorClient]:
-        """The engines, each on a worker."""
+        """Put the engines on workers, each on its own where roles overlap."""
         names = generator_names(len(self.engines))
         workers = self._workers["generators"]
         return [
@@ -128,7 +128,7 @@ class ThreadPlacement:
         models: Sequence[Sequence[ScorerWorker]],
         tracer: Tracer,
     ) -> list[ScorerReplica]:
-        """The scorers. A reward function works in a process of its own, models on a worker.
+        """Put the scorers on workers. A reward function works in a process of its own besides.
 
         Args:
             functions: rewards from code.
@@ -154,7 +154,7 @@ class ThreadPlacement:
     def learner(
         self, learner: LearnerWorker, tracer: Tracer, ranks: Ranks | None = None
     ) -> LearnerClient:
-        """The learner.
+        """Put the learner on its worker.
 
         Args:
             learner: trains in this process, or has ranks train.
@@ -169,7 +169,7 @@ class ThreadPlacement:
         return LearnerClient("learner", executor, tracer)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the class."""
+        """Return the engines' versions and the tensors of the copies."""
         return {
             "engines": [engine.state_dict() for engine in self.engines],
             "copies": {name: self._own(name, model) for name, model in self._copies().items()},
@@ -190,8 +190,7 @@ class ThreadPlacement:
                 parameters[n].copy_(saved)
 
     def close(self) -> None:
-        """End all workers and what they are doing, as far as that goes within
-        :data:`PATIENCE_S`."""
+        """End all workers, and break off their calls; wait at most :data:`PATIENCE_S` for that."""
         workers, self._opened = self._opened, []
         for worker in workers:
             worker.interrupt()
@@ -203,7 +202,7 @@ class ThreadPlacement:
             worker.join(max(until_s - time.monotonic(), 0.0))
 
     def _fail(self, error: Exception) -> None:
-        """Have what waits for a worker get the error; from any thread."""
+        """Raise the error in all that waits for a worker; from any thread."""
         for worker in self._opened:
             worker.fail(error)
 
@@ -230,12 +229,14 @@ class ThreadPlacement:
         }
 
     def _threads(self, config: Config) -> tuple[int, int, int]:
-        """Of each generator, of scoring and of training."""
+        """Return threads of each generator, of scoring and of training."""
         return config.schedule.threads or self._share(config)
 
     def _share(self, config: Config) -> tuple[int, int, int]:
-        """Threads of each generator, of scoring and of training: what works at the same time shares
-        the cores, as threads of two roles on one core wait for each other.
+        """Share the cores out: threads of each generator, of scoring and of training.
+
+        Roles that work at the same time get cores of their own, as threads of two roles on one core
+        wait for each other.
         """
         cores, engines = self._cores(config), config.rollout.engines
         training = max(cores // 2, 1) if self._knobs.trains_beside else cores

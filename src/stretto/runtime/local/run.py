@@ -35,10 +35,10 @@ from stretto.workers.services import ScorerService
 from stretto.workers.threads import WorkerThread
 
 PATIENCE_S = 30.0
-"""How long the end of a run waits for a step of the learner."""
+"""Seconds that the end of a run waits for a step of the learner."""
 
 MEMORY = Path("/dev/shm")
-"""Where files are in memory, on Linux."""
+"""The folder whose files are in memory, on Linux."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
 
 
 def check(config: Config, given: Given) -> None:
-    """Refuse what processes cannot do.
+    """Refuse settings and objects that do not go with processes.
 
     Raises:
         ConfigError: see :func:`start`.
@@ -190,7 +190,7 @@ def check(config: Config, given: Given) -> None:
 
 
 def _function(function: FunctionScorer, stack: ExitStack, spans: Spans) -> ScorerClient:
-    """A reward function has a process of its own already; a thread waits for it."""
+    """Make the scorer of a reward function: it has its process already, a thread waits for it."""
     service, worker = ScorerService(function), WorkerThread(function.name, 1)
     stack.callback(worker.stop)
     return ScorerClient(service.info(), ThreadExecutor(service, worker), spans)

@@ -1,4 +1,4 @@
-"""What stands in each role's process: made there from the settings, with the learner's weights."""
+"""The services of roles in their processes, made from the settings and the learner's weights."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Refs = Mapping[str, WeightsRef]
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What the learner's process tells the others when it has loaded its models.
+    """The message of the learner's process to the others, once its models are loaded.
 
     Attributes:
         refs: tickets for all weights of the trained models, as training starts.
@@ -83,13 +83,13 @@ class LocalLearner(LearnerService):
 
 
 def learner(config: Config, folder: Path, threads: int, warmup: Path | None) -> LocalLearner:
-    """The learner's service, in its process.
+    """Make the learner's service, in its process.
 
     Args:
         config: of the run.
         folder: of the channel.
         threads: CPU threads.
-        warmup: a file to keep what comes out of the warm-up in, or to take it from.
+        warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
     """
     stack, said, channel = ExitStack(), list[str](), DiskChannel(folder)
     prepare_torch(config)
@@ -135,7 +135,7 @@ class LocalGenerator(GeneratorService):
 
 
 def generator(config: Config, folder: Path, ready: Ready) -> LocalGenerator:
-    """A generator's service, in its process."""
+    """Make a generator's service, in its process."""
     prepare_torch(config)
     channel = DiskChannel(folder)
     model = _actor(config, ready, channel)
@@ -164,7 +164,7 @@ class LocalScorer(ScorerService):
 
 
 def reference(config: Config, folder: Path, ready: Ready) -> LocalScorer:
-    """The reference's service, in its process: the actor as training starts."""
+    """Make the reference's service, in its process: the reference is the actor at the start."""
     prepare_torch(config)
     said, channel = list[str](), DiskChannel(folder)
     model = _actor(config, ready, channel)
@@ -173,7 +173,7 @@ def reference(config: Config, folder: Path, ready: Ready) -> LocalScorer:
 
 
 def critic(config: Config, folder: Path, ready: Ready) -> LocalScorer:
-    """The service of the critic as a scorer, in its process."""
+    """Make the service of the critic as a scorer, in its process."""
     prepare_torch(config)
     said, channel = list[str](), DiskChannel(folder)
     tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
@@ -189,12 +189,12 @@ def critic(config: Config, folder: Path, ready: Ready) -> LocalScorer:
 
 
 def reward_model(config: Config, source: str, prompts: Sequence[Prompt]) -> LocalScorer:
-    """A reward model's service, in its process.
+    """Make a reward model's service, in its process.
 
     Args:
         config: of the run.
         source: as in ``reward.sources``.
-        prompts: some of the run's, to see that it can read them.
+        prompts: some of the run's, to check that the model can read them.
     """
     prepare_torch(config)
     said = list[str]()
@@ -207,7 +207,7 @@ def reward_model(config: Config, source: str, prompts: Sequence[Prompt]) -> Loca
 
 
 def _actor(config: Config, ready: Ready, channel: DiskChannel) -> nn.Module:
-    """The actor as training starts, in its adapters where it has any."""
+    """Load the actor as training starts, in its adapters where it has any."""
     model = load_actor(config, _quiet)
     model = with_adapters(model, config, "CAUSAL_LM", ExitStack(), brought=False)
     ref = ready.refs["actor"]
@@ -227,4 +227,4 @@ def _restore(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _quiet(_: str) -> None:
-    """The learner's process has said it."""
+    """Say nothing: the learner's process has said it."""

@@ -1,6 +1,6 @@
 """Costs fitted to the spans of a real run, so that it can be replayed and varied in virtual time.
 
-What is read from a span: its length, and of its attributes
+The fit reads the length of each span, and of its attributes
 
 - ``gen``: ``steps``, ``tokens`` and, where the engine counts them, ``context`` (tokens of context
   that all steps read) and ``prefilled``;
@@ -75,11 +75,11 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
 
 
 def fit_costs(features: Array, seconds: Array) -> Array:
-    """Coefficients, none negative, that make ``features @ coefficients`` close to ``seconds``.
+    """Fit coefficients, none negative, so that ``features @ coefficients`` is near ``seconds``.
 
-    Relative errors are what is made small, as calls differ in length by orders of magnitude; calls
-    that are off by more than three times the usual error, such as a first one, count for less
-    (Huber's weights, by iteratively reweighted least squares).
+    Relative errors are minimised, as calls differ in length by orders of magnitude. Calls that are
+    off by more than three times the usual error, such as a first one, count for less (Huber's
+    weights, by iteratively reweighted least squares).
 
     Args:
         features: [n calls, k]; a column of zeros gets the coefficient 0.
@@ -99,7 +99,7 @@ def fit_costs(features: Array, seconds: Array) -> Array:
 
 
 def _nonnegative(x: Array, y: Array) -> Array:
-    """Least squares in which the columns that would get a negative coefficient are left out."""
+    """Solve least squares, leaving out the columns that would get a negative coefficient."""
     norms = np.linalg.norm(x, axis=0)
     used = np.flatnonzero(norms)
     while used.size:

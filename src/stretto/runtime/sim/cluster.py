@@ -1,4 +1,4 @@
-"""A cluster and what runs on it, as one typed object that TOML can say.
+"""A cluster and the run on it, as one typed object that a TOML file can hold.
 
 Every role names its devices, by number; roles that share one take turns on it. What a role's work
 costs is either given in numbers or follows from a model, a kind of GPU and an assumed efficiency.
@@ -31,14 +31,15 @@ from stretto.types import ScoreKind
 Devices = tuple[NonNegativeInt, ...]
 
 RISE = 0.25
-"""A batch counts as too large for a generator once a decode step takes so much longer for it."""
+"""Share by which a decode step may get longer before a batch counts as too large for a generator.
+"""
 
 
 class GeneratorRole(Section):
     """A generator: one engine, or several data-parallel replicas that answer as one."""
 
     devices: Annotated[Devices, Field(min_length=1)] = (0,)
-    """What it works on."""
+    """The devices it works on."""
     model: str = ""
     """The actor, if costs follow from it."""
     cost: GeneratorCost | None = None
@@ -68,11 +69,11 @@ class ScorerRole(Section):
     """A reward model, the reference, the critic, or a function."""
 
     name: str
-    """Unique."""
+    """The scorer's name; replicas of one scorer share it."""
     kind: ScoreKind = "reward"
-    """What its scores are."""
+    """The kind of its scores."""
     devices: Devices = ()
-    """What it works on; empty for a function, which shares nothing with others."""
+    """The devices it works on; empty for a function, which shares nothing with others."""
     model: str = ""
     """The model, if costs follow from it."""
     cost: PrefillCost | SampleCost | None = None
@@ -80,7 +81,7 @@ class ScorerRole(Section):
     follows: str = ""
     """The trained model whose weights it loads ('actor', 'critic'); empty: frozen."""
     streams: bool = True
-    """Whether it can prefill tokens as they come."""
+    """Prefill tokens as they come; else all of a response at its end."""
     worthwhile_tokens: NonNegativeInt = 0
     """Tokens that make a call worth its fixed cost."""
     host: NonNegativeInt | None = None
@@ -98,9 +99,9 @@ class LearnerRole(Section):
     """The learner, data parallel over its devices."""
 
     devices: Annotated[Devices, Field(min_length=1)] = (0,)
-    """What it works on."""
+    """The devices it works on."""
     trains: tuple[Literal["actor"]] | tuple[Literal["actor"], Literal["critic"]] = ("actor",)
-    """What is trained, and published under these names."""
+    """The trained models, which are published under these names."""
     models: tuple[str, ...] = ()
     """The models that these are, if costs follow from them."""
     cost: TrainCost | None = None
@@ -122,7 +123,7 @@ class LearnerRole(Section):
 
 
 class Workload(Section):
-    """What is trained on."""
+    """The prompts, responses and rewards that a run trains on."""
 
     batch: PositiveInt = 112
     """Responses a step."""
@@ -139,16 +140,16 @@ class Workload(Section):
     response_tokens: Distribution = Lognormal(median=300, p95=1200)
     """Lengths of responses, by rollout id, before the limit."""
     learning: LearningCurve = LearningCurve()
-    """What training does to rewards."""
+    """The effect of training on rewards."""
     rewards: tuple[float | None, ...] = ()
-    """Rewards by rollout id, as recorded; what they leave out follows the learning curve."""
+    """Rewards by rollout id, as recorded; rollouts without one follow the learning curve."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """When a response gets no score: stop the run, or leave the response out."""
+    """Reaction to a response that gets no score: stop the run, or drop (leave out) the response."""
     seed: Seed = 0
-    """Of lengths and rewards."""
+    """Seed of lengths and rewards."""
 
     def reward(self, rollout_id: int, version: int) -> float:
-        """Of a rollout, the last tokens of which a version has sampled."""
+        """Return the reward of a rollout whose last tokens a version has sampled."""
         if rollout_id < len(self.rewards) and (known := self.rewards[rollout_id]) is not None:
             return known
         return self.learning.reward(self.seed, rollout_id, version)
@@ -164,18 +165,18 @@ class Workload(Section):
 
 
 class Cluster(Section):
-    """Who works where, on what, and when."""
+    """A cluster: roles, their devices, the work and the schedule."""
 
     gpu: str = "h100"
     """Kind of device, for costs that follow from models."""
     efficiency: Efficiency = Efficiency()
-    """What is reached of the devices' peak."""
+    """Shares of the devices' peak that are reached."""
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
-    """One or several."""
+    """The generators, at least one."""
     scorers: tuple[ScorerRole, ...] = ()
-    """Replicas of one scorer on several devices have the same name."""
+    """The scorers; replicas of one scorer on several devices have the same name."""
     learner: LearnerRole
-    """One."""
+    """The learner; there is one."""
     workload: Workload = Workload()
     schedule: ScheduleConfig = ScheduleConfig()
 
@@ -208,7 +209,7 @@ class Cluster(Section):
         return 1 + max(used | set(self.learner.devices))
 
     def cost_of_generator(self, role: GeneratorRole) -> GeneratorCost:
-        """Of one replica.
+        """Return the cost of one replica of a generator.
 
         Raises:
             ConfigError: the model or the GPU is unknown.
@@ -221,7 +222,7 @@ class Cluster(Section):
         return generator_cost(place, self.efficiency)
 
     def cost_of_scorer(self, role: ScorerRole) -> PrefillCost | SampleCost:
-        """Of all its devices together.
+        """Return the cost of a scorer, on all its devices together.
 
         Raises:
             ConfigError: the model or the GPU is unknown.
@@ -233,7 +234,7 @@ class Cluster(Section):
 
     @property
     def cost_of_learner(self) -> TrainCost:
-        """Of all its devices together.
+        """The learner's cost, on all its devices together.
 
         Raises:
             ConfigError: a model or the GPU is unknown.
@@ -248,7 +249,7 @@ class Cluster(Section):
 
     @property
     def migrating(self) -> Migrating:
-        """What moving stragglers between the generators has to heed.
+        """The facts for moving stragglers between the generators.
 
         Raises:
             ConfigError: a model or the GPU is unknown.
@@ -282,7 +283,7 @@ class Cluster(Section):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """From a TOML file.
+        """Read a description from a TOML file.
 
         Raises:
             ConfigError: the file is missing or no TOML, or a setting in it is wrong.

@@ -1,6 +1,6 @@
-"""How long work takes, in virtual seconds.
+"""Costs of work, in virtual seconds.
 
-Each cost is linear in what drives it, with coefficients that are given, derived from public figures
+Each cost is linear in the amounts of work. Its coefficients are given, derived from public figures
 of a device and a model (``hardware.py``), or fitted to a real run (``calibration.py``).
 
 Legend: R rows (rollouts decoded together), C context (tokens in all rows whose keys and values a
@@ -20,7 +20,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class DecodeCost(Section):
-    """One decode step takes ``step_s + row_s * R + context_s * C`` seconds.
+    """The cost of decoding: a step takes ``step_s + row_s * R + context_s * C`` seconds.
 
     The three terms are reading the weights, the arithmetic of a token, and reading the cache. Over
     n steps in which no row ends, C grows by R a step.
@@ -34,12 +34,12 @@ class DecodeCost(Section):
     """Seconds a token of context."""
 
     def seconds(self, rows: int, context: int, steps: int) -> float:
-        """n steps of R rows whose context is C before the first."""
+        """Seconds of n steps of R rows whose context is C before the first."""
         first = self.step_s + self.row_s * rows + self.context_s * context
         return steps * first + self.context_s * rows * (steps * (steps - 1) // 2)
 
     def steps_within(self, rows: int, context: int, seconds: float) -> int:
-        """The fewest steps that take at least so long; only for a step that costs something."""
+        """Return the fewest steps that take at least so long; a step must cost something."""
         if seconds <= 0:
             return 0
         # grow n^2 + first n = seconds, with the step's share of the growth in ``first``
@@ -62,7 +62,7 @@ class PrefillCost(Section):
     """Seconds a token."""
 
     def seconds(self, tokens: int) -> float:
-        """A call with so many tokens; nothing for none."""
+        """Seconds of a call with so many tokens; 0 for none."""
         return self.call_s + self.token_s * tokens if tokens else 0.0
 
 
@@ -75,7 +75,7 @@ class SampleCost(Section):
     """Seconds a response."""
 
     def seconds(self, samples: int) -> float:
-        """A call with so many responses; nothing for none."""
+        """Seconds of a call with so many responses; 0 for none."""
         return self.call_s + self.sample_s * samples if samples else 0.0
 
 
@@ -90,7 +90,7 @@ class TrainCost(Section):
     """Seconds to get a version of the weights ready for the others."""
 
     def seconds(self, tokens: int) -> float:
-        """A step on so many tokens."""
+        """Seconds of a step on so many tokens."""
         return self.step_s + self.token_s * tokens
 
 
@@ -103,17 +103,17 @@ class TransferCost(Section):
     """Bandwidth in one direction."""
 
     def seconds(self, size_bytes: float) -> float:
-        """Moving so many bytes; nothing for none."""
+        """Seconds of moving so many bytes; 0 for none."""
         return self.latency_s + size_bytes / self.bytes_per_s if size_bytes else 0.0
 
 
 class GeneratorCost(Section):
-    """All that a generator's time depends on."""
+    """The costs of a generator."""
 
     decode: DecodeCost = DecodeCost()
     prefill: PrefillCost = PrefillCost()
     transfer: TransferCost = TransferCost()
-    """Between two generators."""
+    """The cost of moving keys and values to another generator."""
     cache_bytes: NonNegative = 0.0
     """Bytes of keys and values a token."""
     cache_tokens: NonNegativeInt = 0

@@ -47,7 +47,7 @@ class SimRow:
 
 @dataclass(slots=True)
 class Work:
-    """What a call did.
+    """The work of a call.
 
     Attributes:
         seconds: how long it took.
@@ -65,7 +65,7 @@ class Work:
 
 
 class Replica:
-    """One copy of the model, with its slots."""
+    """A copy of the model, with its slots."""
 
     def __init__(self, cost: GeneratorCost, slots: int | None) -> None:
         self._cost, self._slots = cost, slots
@@ -90,16 +90,16 @@ class Replica:
         return len(self.rows) + len(self.waiting)
 
     def begin(self, max_steps: int) -> None:
-        """A call starts."""
+        """Start a call."""
         self.time_s, self.left, self.work = 0.0, max_steps, Work()
         self.fill()
 
     def advance(self) -> list[SimRow]:
-        """Go on to the next event; the rows that end there, by id."""
+        """Go on to the next event; return the rows that end there, by id."""
         return self._advance(self._event_steps)
 
     def advance_until(self, time_s: float) -> list[SimRow]:
-        """Finish the step that is under way at this time of the call, and stop there."""
+        """Finish the step under way at this time of the call; return the rows that end by then."""
         most = self._event_steps
         if not most or time_s <= self.time_s:
             return []
@@ -120,13 +120,13 @@ class Replica:
         return row
 
     def void_cache(self) -> None:
-        """The keys and values of all rows have to be made again."""
+        """Have the keys and values of all rows made again."""
         self._void = True
         for row in self.waiting:
             row.cached = 0
 
     def fill(self) -> None:
-        """Give free slots to rollouts that wait, prefill what is not in the cache, look ahead."""
+        """Give free slots to waiting rollouts, prefill what is not cached, plan the next event."""
         if self._void:
             self._to_prefill, self._void = self._tokens_of_rows(), False
         while self.waiting and self.left and self._has_room(self.waiting[0]):
@@ -146,13 +146,13 @@ class Replica:
         self._plan()
 
     def _has_room(self, row: SimRow) -> bool:
-        """Whether there is a slot, and memory until its end: the engine is taken to foresee it."""
+        """Return whether there is a slot, and memory until the row's end, which is known here."""
         limit = self._cost.cache_tokens
         fits = not limit or not self.rows or self._reserved + row.prompt + row.length <= limit
         return fits and (self._slots is None or len(self.rows) < self._slots)
 
     def _tokens_of_rows(self) -> int:
-        """Of all rows with a slot; the prompt of a group counts once."""
+        """Count the tokens of all rows with a slot; the prompt of a group counts once."""
         prompts = {row.group: row.prompt for row in self.rows.values()}
         return sum(prompts.values()) + sum(self.step - row.base for row in self.rows.values())
 
@@ -205,12 +205,13 @@ class Replica:
 def decode(
     replicas: Sequence[Replica], max_steps: int, stop_after: int
 ) -> tuple[list[SimRow], Work]:
-    """One decode call on all replicas at once.
+    """Make a decode call on all replicas at once.
 
     Args:
         replicas: each works at its own pace.
         max_steps: tokens a row, at most.
-        stop_after: every replica ends the step it is at once so many rows have ended; 0: do not.
+        stop_after: once so many rows have ended, every replica finishes its step and stops; 0 does
+            not stop.
 
     Returns:
         The rows that ended, in the order in which they did (by id at one instant), and the work of

@@ -1,4 +1,4 @@
-"""What a role occupies while it works, and the order in which it answers.
+"""Devices that roles occupy while they work, and workers that answer in order.
 
 A *device* works for one call at a time, first come, first served: roles on one device take turns,
 roles on different ones run side by side. A *worker* is one role's view of its devices: it answers
@@ -18,8 +18,8 @@ class Device:
     """An accelerator, or whatever else can do one thing at a time.
 
     Attributes:
-        index: its place in the cluster. Who needs several devices takes them in this order, so that
-            two roles that share some of them never wait for each other in a circle.
+        index: its place in the cluster. A role that needs several devices takes them in this order,
+            so that two roles that share some of them never wait for each other in a circle.
         busy_s: virtual seconds of work so far.
     """
 
@@ -30,7 +30,7 @@ class Device:
 
 
 class SimWorker:
-    """One role's calls, in order, on its devices.
+    """The calls of one role, in order, on its devices.
 
     A role without devices (a function, a service elsewhere) works on nothing that others share.
 

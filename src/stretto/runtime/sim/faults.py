@@ -1,7 +1,7 @@
 """Roles that fail, on purpose and reproducibly.
 
-Whether a call fails, and how, is a pure function of (seed, role, number of the call). So a run that
-goes wrong can be had again, and the same faults can be put upon another schedule.
+The fault of a call, if any, is a pure function of (seed, role, number of the call). So a run that
+goes wrong can be repeated, and other schedules can be given the same faults.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ R = TypeVar("R")
 
 
 class InjectedError(RuntimeError):
-    """What a faulty role raises: nothing that a schedule could know of."""
+    """The error that a faulty role raises: none that a schedule could know."""
 
 
 class Faults(Section):
-    """How often calls of a role go wrong. Shares of all calls; they add up to at most 1."""
+    """Shares of a role's calls that go wrong, by the way they do; they add up to at most 1."""
 
     seed: int = 0
-    """Of all draws."""
+    """Seed of all draws."""
     raises: Fraction = 0.0
     """The call does its work and raises instead of answering."""
     hangs: Fraction = 0.0
@@ -37,13 +37,13 @@ class Faults(Section):
     dawdles: Fraction = 0.0
     """The call takes ``slow_factor`` times as long."""
     slow_factor: float = 10.0
-    """How slow a slow call is."""
+    """Factor by which a slow call takes longer."""
     unscored: Fraction = 0.0
     """Share of scores that are failures; of scorers alone."""
 
 
 class _Faulty:
-    """A role between whose calls and answers faults happen. Calls stay in order."""
+    """A role whose calls and answers suffer faults. Calls stay in order."""
 
     def __init__(self, role: Any, faults: Faults, name: str) -> None:
         self._role, self._faults, self._name = role, faults, name
@@ -79,7 +79,7 @@ class _Faulty:
         return answer
 
     def _marked(self, score: Score) -> Score:
-        """The score, or a failure in its place; of a rollout always the same."""
+        """Return the score, or a failure in its place; the same for a rollout every time."""
         if uniform(self._faults.seed, self._name, "score", score.rollout_id) >= (
             self._faults.unscored
         ):
@@ -88,5 +88,5 @@ class _Faulty:
 
 
 def faulty(role: R, faults: Faults, name: str) -> R:
-    """The role, with faults; ``name`` tells it from other roles with the same faults."""
+    """Return the role with faults; ``name`` tells it from other roles with the same faults."""
     return cast(R, _Faulty(role, faults, name))

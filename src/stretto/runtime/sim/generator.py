@@ -19,13 +19,13 @@ from stretto.runtime.sim.devices import SimWorker
 from stretto.types import Chunk, FinishReason, KVTransfer, Response, WeightsRef
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
-"""What stands for sampled tokens; longer than any response."""
+"""Stand-ins for sampled tokens and their log-probabilities; longer than any response."""
 for _stand_in in (_TOKENS, _LOGPROBS):
     _stand_in.flags.writeable = False
 
 
 class SimGenerator:
-    """Decodes rollouts to lengths that are known beforehand, with continuous batching.
+    """A generator that decodes to lengths known beforehand, with continuous batching.
 
     Rollouts go to the replica with the fewest, and stay there.
 
@@ -50,7 +50,7 @@ class SimGenerator:
             cost: of one replica.
             lengths: response tokens of a rollout, without a limit.
             max_new_tokens: the limit.
-            slots: rollouts that a replica decodes together; ``None``: all that it has.
+            slots: rollouts that a replica decodes together; ``None`` for all that it has.
             replicas: copies of the model that decode side by side.
             carry: whether cached keys and values are made again after new weights.
         """
@@ -172,7 +172,7 @@ class SimGenerator:
         return Chunk(row.id, row.tokens, _TOKENS[:new], _LOGPROBS[:new], self.version, row.finish)
 
     def _chunks(self) -> list[Chunk]:
-        """Of the rollouts that go on, by id."""
+        """Make chunks of the rollouts that go on, by id."""
         found = []
         for replica in self._replicas:
             chunks, step = [], replica.step

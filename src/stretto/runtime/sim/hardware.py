@@ -2,8 +2,8 @@
 
 Decoding reads all weights and the keys and values of its rows once a step, at memory bandwidth;
 prefill and training are bound by arithmetic, at 2 and 6 operations a parameter and token (Kaplan et
-al. 2020, section 2.1; attention's own share, a few per cent at these lengths, is left out). What a
-real system reaches of the peak is an assumption, and so it is a setting of its own.
+al. 2020, section 2.1; attention's own share, a few per cent at these lengths, is left out). The
+share of the peak that a real system reaches is an assumption, and so a setting of its own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from stretto.runtime.sim.costs import (
 )
 
 _OPTIMIZER_BYTES = 32
-"""Moved per parameter by AdamW in mixed precision: the fp32 gradient is read and cleared, master
-weight and two moments are read and written."""
+"""Bytes moved per parameter by AdamW in mixed precision.
+
+The fp32 gradient is read and cleared; master weight and two moments are read and written.
+"""
 
 _USABLE = 0.9
 """Share of a device's memory that weights and cache may take; the rest is for activations."""
@@ -56,7 +58,7 @@ GPUS: Mapping[str, Gpu] = {
     "h200": Gpu(989e12, 4.8e12, 141e9, 450e9),
     "gh200": Gpu(989e12, 4.0e12, 96e9, 450e9),
 }
-"""SXM variants; links are NVLink."""
+"""Figures of the SXM variants, by name; links are NVLink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Transformer:
 
     @property
     def weight_bytes(self) -> float:
-        """In bfloat16."""
+        """Bytes of all weights, in bfloat16."""
         return 2 * self.parameters
 
     @property
@@ -102,7 +104,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class Efficiency(Section):
-    """What software reaches of a device's peak. Assumptions, every one; vary them."""
+    """Shares of a device's peak that software reaches. Assumptions, every one; vary them."""
 
     memory: Share = 0.7
     """Share of the memory bandwidth that a decode step reaches."""
@@ -118,7 +120,7 @@ class Efficiency(Section):
     About 0.002 with CUDA graphs; launching every kernel from Python takes about 0.0008 a layer.
     """
     call_s: NonNegative = 0.005
-    """The same for a prefill call."""
+    """Seconds of a prefill call beside the device's own work."""
     reduce_s: NonNegative = 0.00002
     """Seconds of one all-reduce among tensor-parallel devices; a decode step has two a layer."""
 
@@ -127,9 +129,9 @@ class DevicePlacement(Section):
     """A model on devices: ``replicas`` copies, each split over ``tensor_parallel`` devices."""
 
     model: str
-    """One of the known models."""
+    """The model's name, one of the known ones."""
     gpu: str
-    """One of the known devices."""
+    """The device's name, one of the known ones."""
     tensor_parallel: PositiveInt = 1
     """Devices that one copy is split over."""
     replicas: PositiveInt = 1
@@ -137,7 +139,7 @@ class DevicePlacement(Section):
 
     @property
     def size(self) -> Transformer:
-        """The model's.
+        """The model's size.
 
         Raises:
             ConfigError: the model is unknown.
@@ -148,7 +150,7 @@ class DevicePlacement(Section):
 
     @property
     def device(self) -> Gpu:
-        """One device's figures.
+        """The figures of one device.
 
         Raises:
             ConfigError: the device is unknown.
@@ -159,7 +161,7 @@ class DevicePlacement(Section):
 
 
 def generator_cost(place: DevicePlacement, efficiency: Efficiency) -> GeneratorCost:
-    """Of one copy: rows of different copies do not share a step.
+    """Return the cost of one copy: rows of different copies do not share a step.
 
     All memory beside the weights is taken to be free for the cache; give the cost in numbers where
     a learner's states share the devices.
@@ -194,7 +196,7 @@ def generator_cost(place: DevicePlacement, efficiency: Efficiency) -> GeneratorC
 
 
 def prefill_cost(place: DevicePlacement, efficiency: Efficiency) -> PrefillCost:
-    """Scoring by a model; its copies share a call's tokens evenly."""
+    """Return the cost of scoring by a model; its copies share a call's tokens evenly."""
     work = place.device.flops * efficiency.prefill * place.tensor_parallel * place.replicas
     return PrefillCost(call_s=efficiency.call_s, token_s=2 * place.size.parameters / work)
 
@@ -202,7 +204,7 @@ def prefill_cost(place: DevicePlacement, efficiency: Efficiency) -> PrefillCost:
 def train_cost(
     models: Sequence[str], gpu: str, devices: int, epochs: int, updates: int, efficiency: Efficiency
 ) -> TrainCost:
-    """Training these models on all of the devices, data parallel with sharded states.
+    """Return the cost of training on all of the devices, data parallel with sharded states.
 
     Args:
         models: actor, critic; one after the other.
@@ -210,7 +212,7 @@ def train_cost(
         devices: how many.
         epochs: passes over a batch.
         updates: optimizer updates a step.
-        efficiency: what of the peak is reached.
+        efficiency: the shares of the peak that are reached.
     """
     places = [DevicePlacement(model=name, gpu=gpu) for name in models]
     device = DevicePlacement(model=models[0], gpu=gpu).device

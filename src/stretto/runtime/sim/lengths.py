@@ -1,4 +1,4 @@
-"""How long responses get.
+"""Distributions of response lengths.
 
 A length is a pure function of (seed, rollout id): the inverse distribution function at one uniform
 number. So it depends neither on the schedule nor on the order in which anything happens, and all
@@ -29,7 +29,7 @@ def uniform(*key: int | str) -> float:
 
 
 class Lognormal(Section):
-    """The usual shape: most responses are short, and the longest are many times as long.
+    """A lognormal, the usual shape: most responses are short, the longest many times as long.
 
     Fitted to its median and to one more percentile.
     """
@@ -66,7 +66,7 @@ class Lognormal(Section):
 
 
 class Uniform(Section):
-    """All lengths in a range, alike."""
+    """Lengths spread evenly over a range."""
 
     kind: Literal["uniform"] = "uniform"
     low: PositiveInt = 1
@@ -106,7 +106,7 @@ class Bimodal(Section):
 
 
 class Geometric(Section):
-    """Each token ends the response with the same probability."""
+    """A geometric distribution: each token ends the response with the same probability."""
 
     kind: Literal["geometric"] = "geometric"
     mean: Annotated[float, Field(gt=1)] = 200.0
@@ -161,7 +161,7 @@ class Replayed(Section):
 
     @classmethod
     def from_ledger(cls, tokens_by_id: Mapping[int, int]) -> Replayed:
-        """From the rollouts that ended; those that never did get the median length."""
+        """Take the lengths of rollouts that ended; others get the median length."""
         middle = round(median(tokens_by_id.values()))
         return cls(tokens=tuple(tokens_by_id.get(i, middle) for i in range(max(tokens_by_id) + 1)))
 

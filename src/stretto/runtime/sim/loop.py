@@ -56,12 +56,12 @@ class _Task(asyncio.Task[Any]):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Runs callbacks in virtual time. No sockets, no threads, no signals.
+    """An event loop that runs callbacks in virtual time. No sockets, no threads, no signals.
 
     Callbacks run in the order in which they were made; timers in the order of their times, and
     those of one instant in the order in which they were set. With ``shuffle``, callbacks that are
     ready at the same moment run in an order drawn from ``seed`` instead: each seed is another
-    interleaving that a real machine could have shown, and can be had again.
+    interleaving that a real machine could have shown, and can be repeated.
     """
 
     _ready: deque[asyncio.Handle]
@@ -108,10 +108,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return _Task(coroutine, loop=loop, **keywords)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Cancelled timers are swept up in :meth:`call_at` and skipped in :meth:`_advance`."""
+        """Do nothing: :meth:`call_at` sweeps cancelled timers, :meth:`_advance` skips them."""
 
     def _run_once(self) -> None:
-        """One round of the base class's ``run_forever``: everything that is ready now."""
+        """Run all callbacks that are ready now: a round of the base class's ``run_forever``."""
         ready = self._ready
         if not ready and not self._stopping:
             self._advance()
@@ -132,7 +132,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Move on to the next instant that has a timer.
 
         Raises:
-            StalledError: there is none.
+            StalledError: there is no timer.
         """
         timers = self._timers
         while timers and timers[0][2].cancelled():

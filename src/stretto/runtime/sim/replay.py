@@ -32,12 +32,12 @@ _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 def recorded_cluster(
     config: Config, rollouts: Sequence[RolloutRecord], spans: Iterable[Span]
 ) -> Cluster:
-    """The roles of a run in one process, with the costs and the lengths that were seen.
+    """Describe the roles of a run in one process, with the recorded costs and lengths.
 
     Model scorers find a call worthwhile as they do on a CPU. Where the run's knobs are all at zero
-    its roles share one worker, so here they share one device; else generators, scoring models and
-    learner have a device each, and functions need none. Costs contain what roles that worked at the
-    same time took from each other. Rewards are those of the rollouts, under whatever schedule.
+    its roles share one worker, so here they share one device. Otherwise generators, scoring models
+    and learner have a device each, and functions need none. Costs contain the time that roles at
+    work side by side took from each other. Rewards are the recorded ones, whatever the schedule.
 
     Args:
         config: of the run; another schedule may be put into the result.
@@ -87,7 +87,7 @@ def recorded_cluster(
 def _scorers(
     config: Config, costs: Mapping[str, PrefillCost | SampleCost], apart: bool
 ) -> tuple[ScorerRole, ...]:
-    """The run's scorers where they had their workers: with the engines, or on one of their own."""
+    """Describe the run's scorers on the devices of the engines, or on one of their own."""
     engines, knobs = config.rollout.engines, config.schedule.knobs
     budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
     worthwhile = worthwhile_tokens(budget, streaming=knobs.streams)

@@ -1,6 +1,6 @@
 """Scorers and the learner in virtual time: they cost what a cost model says, and compute nothing.
 
-Rewards come from a model of learning, so that whatever reacts to rewards has something to react to.
+Rewards come from a model of learning, so that controllers that follow rewards have some to follow.
 Calls that break the order of things (a chunk out of place, a score for a rollout that has not
 ended) are errors here as with real roles.
 """
@@ -21,7 +21,7 @@ from stretto.runtime.sim.lengths import uniform
 from stretto.types import Chunk, Response, Score, ScoreKind, TrainBatch, TrainOutput, WeightsRef
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
-"""What per-token scores are slices of; longer than any response."""
+"""Zeros that per-token scores are slices of; longer than any response."""
 _NUMBERS.flags.writeable = False
 
 
@@ -42,7 +42,7 @@ class LearningCurve(Section):
     """Largest distance of a response's reward from the mean."""
 
     def reward(self, seed: int, rollout_id: int, version: int) -> float:
-        """Of the response with this id, whose last token was sampled by this version."""
+        """Return the reward of a response whose last token this version sampled."""
         left = exp(-version / self.versions) if self.versions else 0.0
         noise = self.spread * (2 * uniform(seed, "reward", rollout_id) - 1)
         return self.last + (self.first - self.last) * left + noise
@@ -97,7 +97,7 @@ class SimScorer:
 
     @property
     def kind(self) -> ScoreKind:
-        """What its scores are."""
+        """The kind of its scores."""
         return self._kind
 
     @property
@@ -107,12 +107,12 @@ class SimScorer:
 
     @property
     def reads_text(self) -> bool:
-        """Never: there is none."""
+        """Return false: prompts have no text here."""
         return False
 
     @property
     def streams(self) -> bool:
-        """Whether tokens are prefilled as they come."""
+        """Return whether tokens are prefilled as they come."""
         return self._streams
 
     @property
@@ -203,7 +203,7 @@ class SimScorer:
 
 
 class SimLearner:
-    """Takes the time that training takes; what it learns is up to the :class:`LearningCurve`.
+    """A learner that only takes time; the :class:`LearningCurve` says how rewards change.
 
     State: the version.
     """
@@ -216,7 +216,7 @@ class SimLearner:
         self.version = 0
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
-        """Take one step; returns the mean reward and what was trained on."""
+        """Take one step; return the mean reward, staleness and the responses' rewards."""
         async with self._worker.turn:
             tokens = batch.total_tokens
             await self._worker.work("update", self._cost.seconds(tokens), tokens=tokens)
@@ -230,7 +230,7 @@ class SimLearner:
             return TrainOutput(stats, rewards.astype(np.float32))
 
     async def publish(self) -> Mapping[str, WeightsRef]:
-        """The next version of every model."""
+        """Publish the next version of every model."""
         async with self._worker.turn:
             await self._worker.work("publish", self._cost.publish_s, version=self.version + 1)
             self.version += 1

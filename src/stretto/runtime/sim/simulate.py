@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class SimRoles:
-    """Who works, on which devices."""
+    """The roles of a simulated run, and their devices."""
 
     devices: Sequence[Device]
     generators: Sequence[Generator]
@@ -36,7 +36,7 @@ class SimRoles:
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """What came of a simulated run.
+    """The outcome of a simulated run.
 
     Attributes:
         steps: figures of each step, the learner's and the schedule's.
@@ -104,7 +104,7 @@ async def _simulate(cluster: Cluster) -> SimResult:
 
 
 def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule:
-    """The schedule that the description asks for; to be made in a running loop."""
+    """Make the schedule that the description asks for; call it in a running loop."""
     w, engines = cluster.workload, len(cluster.generators)
     migrates = cluster.schedule.knobs.migrates(engines)
     turned = controls(
@@ -132,7 +132,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
 
 
 def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -> SimRoles:
-    """The description's roles, on its devices; to be made in a running loop.
+    """Make the description's roles, on its devices; call it in a running loop.
 
     Raises:
         ConfigError: the description names an unknown model or GPU.
@@ -184,7 +184,7 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
 
 
 def _prompts(cluster: Cluster) -> Callable[[], Prompt]:
-    """Draws prompts in order; they have lengths, and placeholders for tokens."""
+    """Return a source of prompts in order; they have lengths, and placeholders for tokens."""
     lengths = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1)
     drawn = 0
 
