@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 NAME = "stretto"
-"""What the attention is called in a model's config."""
+"""Name of the attention in a model's config."""
 
 LONGEST = {torch.bfloat16: 256, torch.float32: 64}
 """Tokens up to which plain products win, by type; measured (docs/performance.md)."""
@@ -52,7 +52,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
+    """Attend, in the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     length = query.shape[2]

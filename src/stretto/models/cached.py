@@ -199,10 +199,11 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
-    """How many slots of a model's cache fit into so much memory; 0 when not even one does.
+    """Count the slots of a model's cache that fit into so much memory; 0 if not even one does.
 
-    What a token takes is measured, on one token: layers may differ in it, share it, or keep it in a
-    latent form. A slot takes what :meth:`SlotCache.reserve` allocates for ``positions``.
+    The bytes of a token are measured, on one token: layers may differ in them, share them, or keep
+    them in a latent form. A slot takes the bytes that :meth:`SlotCache.reserve` allocates for
+    ``positions``.
 
     Args:
         model: a causal model.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEAD_NAMES = ("score", "classifier")
-"""What transformers calls the linear layer of a sequence classifier."""
+"""Names that transformers gives the linear layer of a sequence classifier."""
 
 
 def scalar_head(model: nn.Module) -> nn.Module:

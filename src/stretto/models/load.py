@@ -212,7 +212,7 @@ def _check_decoder(model: PreTrainedModel, path: Path | str) -> None:
 
 
 def _fault(model: PreTrainedModel) -> str:
-    """What keeps a model from being trained; empty without a fault."""
+    """Find the fault that keeps a model from being trained; empty without one."""
     ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
     try:
         outputs = model(input_ids=ids, use_cache=True)

@@ -17,7 +17,7 @@ Masks = Tensor | Mapping[str, Tensor]
 
 
 WINDOW = "sliding_window"
-"""What configs call the number of last tokens that a layer with a window sees."""
+"""Setting of a model's config: the number of last tokens that a layer with a window sees."""
 
 
 class LayerMasks:
@@ -53,7 +53,7 @@ class LayerMasks:
 
     @property
     def window(self) -> int:
-        """How many tokens a layer with a window sees; 0 where no layer has one."""
+        """Number of tokens that a layer with a window sees; 0 if no layer has one."""
         return int(getattr(self._config, WINDOW, None) or 0) if self._windowed else 0
 
     def __call__(self, positions: Tensor, read: int) -> Masks:

@@ -1,4 +1,4 @@
-"""How much memory the four models of PPO take, in the two ways people count it.
+"""Memory of the four models of PPO, in the two ways people count it.
 
 Both count weights, gradients and optimizer states only; activations, the KV cache and buffers come
 on top. ``P`` stands for the parameters of one model; all four are taken to be of one size.
@@ -30,7 +30,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """What one model takes, in bytes.
+    """Memory of one model, in bytes.
 
     Attributes:
         weights_bytes: parameters, with adapters where there are any.
@@ -45,7 +45,7 @@ class RoleMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Bytes of the model."""
         return self.weights_bytes + self.gradients_bytes + self.adam_bytes
 
 
@@ -57,7 +57,7 @@ class Counting:
 
     @property
     def total_bytes(self) -> int:
-        """Of all models."""
+        """Bytes of all models."""
         return sum(role.total_bytes for role in self.roles)
 
     def gpus(self, gpu_bytes: int = GPU_BYTES) -> int:

@@ -1,4 +1,4 @@
-"""From a model's name to a folder that transformers can load.
+"""Find the folder of a model, for transformers to load, by the model's name.
 
 The default model comes out of a Python package, so that nothing but the package index is needed: a
 4-bit GGUF file, converted once to float32 safetensors and cached.
@@ -45,7 +45,7 @@ def cache_dir() -> Path:
 
 
 def resolve(name: str, say: Say = print) -> Path | str:
-    """Where a model's files are.
+    """Find the folder of a model's files, or its name on the hub.
 
     A known name comes first, then a local folder; what looks like ``owner/name`` is the hub's and
     is returned as it is, for transformers to fetch.
@@ -100,12 +100,12 @@ def trained_model(name: str | Path) -> str:
 
 
 def is_known(name: str) -> bool:
-    """Whether it is a name of Stretto's own, which needs no folder and no hub."""
+    """Return whether it is a name of Stretto's own, which needs no folder and no hub."""
     return name in _KNOWN
 
 
 def is_cached(name: str) -> bool:
-    """Whether a known model can be used without fetching or making anything."""
+    """Return whether a known model can be used without fetching or making anything."""
     return (cache_dir() / name).is_dir()
 
 
@@ -164,7 +164,7 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _safetensors_error() -> type[Exception]:
-    """What safetensors raises when a file cannot be written; not an OSError."""
+    """Error that safetensors raises when a file cannot be written; it is no OSError."""
     from safetensors import SafetensorError
 
     error: type[Exception] = SafetensorError

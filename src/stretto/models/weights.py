@@ -19,7 +19,7 @@ SAMPLES = 256
 
 
 TRAINED_TYPES = (torch.float32, torch.bfloat16)
-"""In which models are trained; the masters of weights are float32."""
+"""Types in which models are trained; the masters of weights are float32."""
 
 
 @torch.no_grad()
