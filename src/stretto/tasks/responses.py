@@ -43,7 +43,7 @@ class Example:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """What comes before the first token that is learned."""
+        """Tokens before the first one that is learned."""
         return self.tokens[: self.trained.index(True)]
 
 
@@ -199,14 +199,14 @@ class PromptLayout:
         return self._spanned(prompt, turns)
 
     def _marked(self, prompt: Prompt, turns: Sequence[Message]) -> Example:
-        """By the marks of the template; what it marks in the prompt is not learned."""
+        """Make an example by the template's marks; what it marks in the prompt is not learned."""
         with self._refusals():
             tokens, marks = self._encoder.marked(turns)
         start = len(prompt.tokens)
         return _example(tokens, [False] * start + marks[start:])
 
     def _spanned(self, prompt: Prompt, turns: Sequence[Message]) -> Example:
-        """By what the template adds for each turn of the assistant."""
+        """Make an example by the text that the template adds for each turn of the assistant."""
         assert prompt.messages is not None
         text, tokens = "", list[int]()
         trained = list[bool]()
@@ -229,7 +229,7 @@ class PromptLayout:
         return _example(tokens, trained)
 
     def _grown(self, text: str, turns: Sequence[Message], *, answer: bool = False) -> str:
-        """What the rendered turns add to ``text``, which is their beginning."""
+        """Text that the rendered turns add to ``text``, which is their beginning."""
         whole = self._template(turns, add_generation_prompt=answer)
         if not whole.startswith(text):
             at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)

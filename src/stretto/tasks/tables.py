@@ -55,7 +55,7 @@ class TableTask(Task):
 
     @property
     def has_verifier(self) -> bool:
-        """Whether there is a column of right answers."""
+        """Return whether there is a column of right answers."""
         return bool(self._answer_column)
 
     def verify(self, index: int, response: str) -> float:
