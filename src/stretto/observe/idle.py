@@ -1,7 +1,7 @@
-"""Where time went: how long each role worked, and what it waited for in between.
+"""Time of each role: how long it worked, and what it waited for in between.
 
-A schedule records a wait where it waits. Most idle time is nobody's explicit wait: a scorer just
-has nothing to do. Its cause follows from what the others do at that moment:
+A schedule records a wait where it waits. Most idle time is no such wait: a scorer just has nothing
+to do. Its cause follows from what the others do at that moment:
 
 1. the role itself waits: its own cause;
 2. another role waits: that one's cause;
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from stretto.observe.spans import Span, Window
 
 CAUSES = ("data", "stragglers", "scores", "weights", "other")
-"""What idle time is put down to, in the order in which it is shown."""
+"""Causes of idle time, in the order in which they are shown."""
 
 Intervals = list[tuple[float, float]]
 """Disjoint stretches of time [s], in order."""
@@ -35,7 +35,7 @@ def role_order(role: str) -> tuple[int, int, str]:
 
 
 def is_generator(role: str) -> bool:
-    """Whether a role is the generator, or one of several."""
+    """Return whether a role is the generator, or one of several."""
     name, _, number = role.partition(" ")
     return name == "generator" and (not number or number.isdecimal())
 
@@ -56,7 +56,7 @@ class RoleTime:
 def time_of_roles(
     spans: Iterable[Span], start_s: float, end_s: float, roles: Iterable[str] = ()
 ) -> dict[str, RoleTime]:
-    """What each role did between two moments, by the rules on top of this file.
+    """Work and idle time of each role between two moments, by the rules on top of this file.
 
     Args:
         spans: those that touch the window; parts outside of it are cut off.
@@ -84,7 +84,7 @@ def time_of_roles(
 
 
 def _yields(span: Span) -> str:
-    """What others get from a stretch of work, and may be idle for."""
+    """Product of a stretch of work, which others may be idle for."""
     if span.role == "learner" or span.name == "load":
         return "weights"
     return "data" if is_generator(span.role) else "scores"
@@ -178,7 +178,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def seconds(parts: Intervals) -> float:
-    """Their length in all."""
+    """Length of all intervals together, in seconds."""
     return sum(end - start for start, end in parts)
 
 

@@ -18,10 +18,10 @@ from stretto import files
 from stretto.errors import StorageError
 
 NAME = "run.lock"
-"""Of the file that is locked, which says who holds the lock; it goes with it."""
+"""Name of the locked file, which says who holds the lock and is deleted with it."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems say that have none."""
+"""Errors of file systems that have no locks."""
 
 _held: set[int] = set()
 """Descriptors of this process's locks. A child that is forked shares them, and would hold the locks

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a live display on a terminal, else one plain line a step."""
+"""Progress of a run: a live display on a terminal, else one plain line a step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WINDOW = 10
 
 
 class Progress(Protocol):
-    """Where a run reports to."""
+    """Receiver of a run's reports."""
 
     def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
         """Show what will run, and the memory it plans for."""
@@ -141,7 +141,7 @@ class History:
 
 
 def headline(config: Config | SupervisedConfig) -> str:
-    """What will run, with the numbers that follow from the settings, and remarks on these."""
+    """Describe what will run: the numbers that follow from the settings, and remarks on these."""
     if isinstance(config, SupervisedConfig):
         return _supervised(config)
     rollout, schedule, training = config.rollout, config.schedule, config.training

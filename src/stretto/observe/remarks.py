@@ -22,7 +22,7 @@ class Remarks:
         self._pause = dict.fromkeys(self._next, AGAIN)
 
     def of(self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]) -> list[str]:
-        """What is to be said after a step.
+        """Remarks to show after a step.
 
         Responses that were cut are counted at the first step, and later when they are at least half
         of the batch.
@@ -45,7 +45,7 @@ class Remarks:
         return []
 
     def _due(self, what: str, step: int) -> bool:
-        """Whether a remark is made, which puts off the next one."""
+        """Return whether a remark is made, which puts off the next one."""
         if step < self._next[what]:
             return False
         self._next[what] = step + self._pause[what]

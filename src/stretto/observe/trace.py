@@ -39,7 +39,7 @@ _END = b"\n]\n"
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """When a step was, in seconds since the run's start."""
+    """Start and end of a step, in seconds since the run's start."""
 
     step: int
     start_s: float
