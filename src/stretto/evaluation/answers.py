@@ -113,13 +113,13 @@ def say(text: str) -> None:
 
 
 class WholeScorer(Protocol):
-    """What scores finished rollouts."""
+    """A scorer of finished rollouts."""
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Learn of them."""
+        """Take in responses that will be scored."""
 
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Score them, in the order asked."""
+        """Return the scores of these rollouts, in the order asked."""
         ...
 
 

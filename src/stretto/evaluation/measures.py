@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured; ``None`` for what was not asked.
+    """Results of an evaluation; ``None`` for measures that were not asked for.
 
     Attributes:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
