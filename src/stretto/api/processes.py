@@ -18,17 +18,17 @@ from stretto.config import Config, recipes
 from stretto.observe.compare import Outcome
 
 STOP_S = 30.0
-"""How long a run gets to end in order, and to save its model, when it is interrupted."""
+"""Seconds that an interrupted run gets to end in order and save its model."""
 
 WARMUP = "warmup.safetensors"
-"""What came out of a seed's warm-up, while runs with that seed are to come."""
+"""File with the result of a seed's warm-up, kept while runs with that seed are to come."""
 
 _LAST_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is to be said of a run that failed."""
+    """Message about a run that failed."""
 
     text: str
 

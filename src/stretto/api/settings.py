@@ -60,7 +60,7 @@ def changed(config: S, changes: Mapping[str, Any]) -> S:
 
 
 def other_rows(named: Collection[str]) -> bool:
-    """Whether settings that were named say where rows come from, and not which are held out.
+    """Return whether settings that were named say where rows come from, and not which are held out.
 
     Args:
         named: dotted settings.

@@ -112,7 +112,7 @@ def _read(name: str | Path) -> Stages:
 
 
 def check_settings(stages: Stages, pairs: int, samples: int) -> None:
-    """What can be seen without reading anything.
+    """Check the settings as far as possible without reading any files.
 
     Args:
         stages: all three.
@@ -141,7 +141,7 @@ def check_settings(stages: Stages, pairs: int, samples: int) -> None:
 
 
 def replaced(stages: Stages) -> list[str]:
-    """What of the settings gives way to what earlier stages leave, in a line each."""
+    """Lines that say which settings are replaced by results of earlier stages."""
     start = stages.sft.model.name
     others = {stages.reward.model.name, stages.train.model.name} - {start}
     lines = [f"what '{start}' becomes in the first stage is the model of the others too"]
@@ -156,8 +156,9 @@ def replaced(stages: Stages) -> list[str]:
 
 
 def check_opens(stages: Stages, reference_column: str = "") -> None:
-    """What the later stages read and ask: rows, reference responses, the gold reward, and whether
-    the stages read prompts alike.
+    """Check what the later stages read, and that all stages read prompts alike.
+
+    Rows, reference responses and the gold reward are opened.
 
     Args:
         stages: all three.
