@@ -247,8 +247,9 @@ class PPOTrainer:
         return frozenset({int(end)} if self.args.stop_token else ())
 
     def _missing_eos(self) -> Callable[..., list[float]]:
-        """Without a stop token responses do not end, and TRL looks for one that has the end token
-        anywhere in it.
+        """Make TRL's penalty for responses without the end token anywhere in them.
+
+        The rule for missing ends does not fit: without a stop token no response ends.
         """
         end, penalty = self.processing_class.eos_token_id, self.args.missing_eos_penalty or 0.0
 
