@@ -49,16 +49,16 @@ Try = Callable[[], Ints]
 
 @dataclass
 class _Walk:
-    """From one schedule within the capacity to others that are no longer, by mild annealing.
+    """A walk from one schedule within the capacity to others that are no longer, by mild annealing.
 
-    Not every schedule has better ones near it. So a walk goes on from any that is as short, and if
-    that does not help, it starts anew somewhere else, and after that from the best again.
+    Not every schedule has better ones near it. So a walk goes on from any that is as short. If that
+    does not help, it starts anew somewhere else, and after that from the best schedule again.
 
     Attributes:
-        word: [T] where it is.
-        latency: of that.
-        failed: tries since it became shorter.
-        apart: whether it is on a way of its own, not that of the best schedule.
+        word: [T] schedule at which the walk is.
+        latency: of that schedule, in ticks.
+        failed: tries since the latency fell.
+        apart: the walk did not start from the best schedule.
     """
 
     word: Ints
@@ -157,7 +157,7 @@ class Descent:
         return self._seen_from(view, walk.word), chance.choice(_MILD)
 
     def _kind(self) -> str:
-        """Of the tries that come next."""
+        """Kind of the next round's tries: ``lower`` or ``shorten``."""
         record, bound = self._record, self._record.bound
         if record.latency <= bound:
             return "lower"

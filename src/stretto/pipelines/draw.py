@@ -19,7 +19,7 @@ from stretto.pipelines.problem import Problem
 from stretto.pipelines.sizes import Units
 
 _ACTOR, _CRITIC = ("#4477aa", "#8fb4d9"), ("#cc6677", "#e8b0b8")
-"""Of forwards and backwards; in tints of Paul Tol's schemes (2021)."""
+"""Colours of forwards and backwards, in tints of Paul Tol's schemes (2021)."""
 _LEGEND = (
     (_ACTOR[0], "actor forward"),
     (_ACTOR[1], "actor backward"),

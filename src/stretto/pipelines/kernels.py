@@ -128,7 +128,7 @@ class State(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def make_state(g: Graph, word: Ints) -> State:
-    """Of a word that does not deadlock."""
+    """Make the state of a word, which must not deadlock."""
     size = word.size
     start = np.empty(size, np.int64)
     order = np.empty(size, np.int64)

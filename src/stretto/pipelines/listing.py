@@ -16,7 +16,7 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 
 class Rules(NamedTuple):
-    """What a device goes by; the parameters of the decoder.
+    """Rules by which a device chooses its next task; the parameters of the decoder.
 
     Attributes:
         bias: [Q] added to the keys of a queue's tasks, in ticks.
@@ -149,7 +149,7 @@ def _highest(
     d: int,
     until: float,
 ) -> int:
-    """Of a device's queues whose next task may start by then, the one of the highest key."""
+    """Find the queue of the highest key whose next task may start by ``until``; -1 if none may."""
     chosen, highest = -1, -np.inf
     for j in range(4 * d, 4 * d + 4):
         q = queues[j]
@@ -160,7 +160,7 @@ def _highest(
 
 @njit(cache=True, nogil=True)
 def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int) -> np.int64:
-    """When the first task that may start arrives at a device."""
+    """Arrival at a device of the first task that may start, in ticks."""
     soonest = _NEVER
     for j in range(4 * d, 4 * d + 4):
         if fits[queues[j]]:

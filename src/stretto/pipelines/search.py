@@ -15,7 +15,7 @@ from stretto.pipelines.listing import UNLIMITED, Rules, anneal_rules, urgency
 from stretto.pipelines.problem import Problem
 
 _DECODED_TASKS, _MOST_ROUNDS = 3_000_000, 5_000
-"""Of one search for rules; a tenth of a second."""
+"""Most tasks decoded, and most rounds, in one search for rules; a tenth of a second."""
 _SEGMENT_WORK = 300_000_000
 """Exchanges between two looks at the clock, times tasks: tenths of a second."""
 _COLD, _SOFT = 0.05, 0.3
@@ -52,7 +52,7 @@ class View:
 
 
 def make_views(problem: Problem) -> tuple[View, View]:
-    """From the front, and from the back."""
+    """Make the views of the problem from the front and from the back."""
     return _view(problem, backwards=False), _view(problem.reversed(), backwards=True)
 
 

@@ -53,17 +53,17 @@ class Solution:
 
     @property
     def makespan(self) -> int:
-        """Its latency."""
+        """Latency of the schedule, in ticks."""
         return self.evaluation.latency
 
     @property
     def peak(self) -> float:
-        """Its highest memory on any device."""
+        """Highest memory of the schedule on any device."""
         return self.evaluation.peak
 
     @property
     def memory_proved(self) -> bool:
-        """Whether it is proved that no schedule of this latency needs less memory."""
+        """Return whether it is proved that no schedule of this latency needs less memory."""
         return self.memory_bound >= self.peak
 
 

@@ -26,7 +26,7 @@ from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
 
 _TOLERANCE = 1e-3
-"""Of the cut model's hidden states, relative to the largest; the same operations give the same."""
+"""Largest error of the cut model's hidden states, relative to the largest state."""
 
 
 class Stage(nn.Module):
@@ -61,12 +61,12 @@ class Stage(nn.Module):
 
     @property
     def first(self) -> bool:
-        """Whether it takes token ids."""
+        """Return whether it takes token ids."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether its hidden states are the model's."""
+        """Return whether its hidden states are the model's."""
         return self.index == self.stages - 1
 
     @property

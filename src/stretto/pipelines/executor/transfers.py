@@ -1,4 +1,4 @@
-"""What a rank exchanges with others: tensors sent, gradients summed."""
+"""Exchange between ranks: tensors sent, gradients summed."""
 
 from __future__ import annotations
 
