@@ -24,9 +24,9 @@ LONGEST = {torch.bfloat16: 256, torch.float32: 64}
 
 
 def use_short_attention(model: Any) -> None:
-    """Let a transformers model on a CPU use this attention for what it covers.
+    """Let a transformers model on a CPU use this attention for the calls that it covers.
 
-    Everything else goes where it went before, so a model that asked for something other than
+    All other calls go where they went before. So a model that asked for something other than
     torch's fused attention is left alone.
     """
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
@@ -35,7 +35,7 @@ def use_short_attention(model: Any) -> None:
 
 
 def register() -> None:
-    """Make it known to transformers, in this process: for a model that came from another."""
+    """Make the attention known to transformers here, for a model that came from another process."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 

@@ -48,7 +48,7 @@ def cpu_rates(threads: int) -> Rates:
     """Measure both types, once in a process: some 50 ms.
 
     Args:
-        threads: of torch; only what has the same number is comparable.
+        threads: of torch; only rates with the same number are comparable.
     """
     before = torch.get_num_threads()
     if threads == before:

