@@ -46,7 +46,7 @@ class Task(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
 
     @abstractmethod
     def row(self, index: int) -> TaskRow:
@@ -71,11 +71,10 @@ class Task(ABC):
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:
-        """The reward function's score of a response to a row; 1 is a right answer.
+        """Return the reward function's score of a response to a row; 1 is a right answer.
 
-        Whatever the reward function itself raises is passed on: an answer that could not be scored
-            has no
-        score.
+        Errors of the reward function itself are passed on: an answer that could not be scored has
+        no score.
 
         Raises:
             TaskError: the task has no reward function.

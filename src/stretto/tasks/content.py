@@ -30,8 +30,8 @@ def is_held_out(row: TaskRow, share: float) -> bool:
 
     Args:
         row: of any task.
-        share: of all different prompts to hold out, from 0 (none) to 1. What a smaller share holds
-            out, a larger one does too.
+        share: share of all different prompts to hold out, from 0 (none) to 1. Prompts that a
+            smaller share holds out, a larger one does too.
     """
     if not share:
         return False

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 *_FIRST, MARK = (chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
 """Noncharacters of Unicode. The last is never in an escaped text, and so can mark a place in it."""
 _NEXT = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""The others. A stand-in is one of the first, and then as many of these as it takes."""
+"""The other noncharacters. A stand-in is one of the first, then as many of these as it takes."""
 _NONCHARACTER = re.compile(f"[{''.join([*_FIRST, MARK, *_NEXT])}]")
 
 Pieces = tuple[list[int], list[tuple[int, int]]]
@@ -39,7 +39,7 @@ Pieces = tuple[list[int], list[tuple[int, int]]]
 
 
 class Encoder:
-    """A tokenizer to which text is text.
+    """A tokenizer to which spellings of control tokens are text.
 
     Control tokens are the tokenizer's special tokens, and those of its other added tokens that it
     names as ``chat_control_tokens`` or else that its chat template writes with every turn. An added
@@ -151,7 +151,7 @@ class Encoder:
         return list(self._twin.encode(self._exchanged(escaped), add_special_tokens=special).ids)
 
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
-        """The same with the place of each token in the text; of fast tokenizers only."""
+        """Tokens of an escaped text with the place of each in it; for fast tokenizers only."""
         if not _is_escaped(escaped):
             encoded = self.tokenizer(
                 escaped, add_special_tokens=special, return_offsets_mapping=True
@@ -215,7 +215,7 @@ def utf8(text: str, where: str) -> bytes:
 
     Args:
         text: any.
-        where: it stands, for the message.
+        where: where the text stands, for the message.
 
     Raises:
         TaskError: it has half of a surrogate pair, which JSON can hold and no tokenizer takes.
@@ -273,7 +273,7 @@ def _stand_ins(control: Iterable[str]) -> dict[str, str]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the texts, the longest of those that begin at one place."""
+    """Make a pattern for any of the texts; it matches the longest that begins at a place."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -14,12 +14,12 @@ TIME_LIMIT_S = 5
 def same_answer(reference: str, response: str, *, bare: bool) -> bool:
     """Return whether ``response`` gives the answer ``reference``.
 
-    The same text is the same answer, and the only one where the reference holds no mathematics.
-    What math-verify cannot read or compare is not the same answer.
+    Equal texts are the same answer. If the reference holds no mathematics, no other text is. A
+    response that math-verify cannot read or compare is not the same answer.
 
     Args:
         reference: the right answer and nothing else: a number, an expression, LaTeX or a word.
-        response: what is scored.
+        response: the text that is scored.
         bare: the response is an answer and nothing else, so that all of it is one expression;
             otherwise the expression is searched in the text.
 

@@ -26,7 +26,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-"""The block by which a chat template says what the assistant has said."""
+"""Block by which a chat template marks the assistant's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,9 @@ def continued(
 
 
 def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Up to the last end token; templates put a line break behind it that nobody samples. Empty
-    where no token ends the turn.
+    """Cut a turn behind its last end token; empty if no token ends the turn.
+
+    Templates put a line break behind the end token, which nobody samples.
     """
     ended = [i for i, token in enumerate(ids) if token in ends]
     return list(ids[: ended[-1] + 1]) if ended else []
@@ -265,7 +266,7 @@ def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
     """Cut behind the last token that is learned.
 
     Raises:
-        TaskError: none is.
+        TaskError: no token is learned.
     """
     learned = [i for i, t in enumerate(trained) if t]
     if not learned:
