@@ -29,7 +29,7 @@ TARGET_SHARE = 0.95
 """Share of the baseline's own rise in reward that is the target, if none is given."""
 
 ALL_DEVICES = "all devices"
-"""Stands among the roles for the mean over the devices, where a simulated run knows them."""
+"""Name, among the roles, of the mean over all devices, which simulated runs know."""
 
 Figures = Mapping[str, float | None]
 """A run's figures by key; ``None`` for one that it does not have, or a target not reached."""
@@ -86,12 +86,12 @@ def three_digits(value: float) -> str:
 
 
 def counted(value: float) -> str:
-    """A mean of whole numbers: '12', '12.5'."""
+    """Write a mean of whole numbers: '12', '12.5'."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def percent(share: float) -> str:
-    """'12.3 %'."""
+    """Write a share as '12.3 %'."""
     return f"{100 * share:.1f} %"
 
 
@@ -261,7 +261,7 @@ class Comparison:
 
 
 def _by_kind(utilisation: Mapping[str, float]) -> dict[str, float]:
-    """The same with several generators taken together, as the mean of their shares."""
+    """Join the shares of several generators into their mean."""
     several = [share for role, share in utilisation.items() if is_generator(role)]
     rest = {role: share for role, share in utilisation.items() if not is_generator(role)}
     return {"generator": fmean(several), **rest} if several else rest

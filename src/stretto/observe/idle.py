@@ -27,7 +27,7 @@ Intervals = list[tuple[float, float]]
 
 
 def role_order(role: str) -> tuple[int, int, str]:
-    """Sorts roles as they are shown: generators by number, scorers by name, the learner."""
+    """Sort key of roles as they are shown: generators by number, scorers by name, the learner."""
     if is_generator(role):
         number = role.removeprefix("generator").strip()
         return 0, int(number or 0), role
@@ -45,8 +45,8 @@ class RoleTime:
     """One role's share of a window.
 
     Attributes:
-        busy: when it worked.
-        idle: when it did not, by cause; together with ``busy`` it fills the window.
+        busy: stretches in which it worked.
+        idle: stretches in which it did not, by cause; with ``busy`` they fill the window.
     """
 
     busy: Intervals
@@ -96,7 +96,7 @@ def _idle(
     worked: Mapping[tuple[str, str], Intervals],
     waited: Mapping[tuple[str, str], Intervals],
 ) -> dict[str, Intervals]:
-    """Puts what is left of the window without a role's own work down to causes."""
+    """Put the window's time without a role's own work down to causes."""
     reasons = [(cause, parts) for (who, cause), parts in waited.items() if who == role]
     reasons += sorted(
         ((cause, parts) for (who, cause), parts in waited.items() if who != role),
@@ -118,7 +118,7 @@ def _idle(
 
 
 class TimeSheet:
-    """Adds up windows to where the time of a run went."""
+    """Sum of windows: the work and waiting of a run by role."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -194,7 +194,7 @@ def union(parts: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The time that is in both."""
+    """The time that lies in both."""
     common: Intervals = []
     i = j = 0
     while i < len(a) and j < len(b):

@@ -38,13 +38,13 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @contextmanager
 def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes from writing into a folder that is there.
+    """Keep other processes from writing into a folder.
 
     The system lets go of the lock when this process ends, however it does. Between machines it
     holds where the file system does flock(2) for all of them, as NFS does.
 
     Args:
-        folder: that is there.
+        folder: an existing folder.
         note: told where the file system has no locks; the work goes on without.
 
     Raises:

@@ -24,7 +24,7 @@ SUPERVISED = (
     ("held-out loss", "held_out/loss", ".4f"),
     ("held-out accuracy", "held_out/accuracy", ".3f"),
 )
-"""Label, metric and format of what supervised training shows, as far as it is there."""
+"""Label, metric and format of the figures that supervised training shows, as far as they exist."""
 
 FIGURES = (
     ("reward", REWARD, ".3f"),
@@ -34,7 +34,7 @@ FIGURES = (
     ("tokens/s", THROUGHPUT, ".0f"),
     ("step_s", STEP_TIME, ".2f"),
 )
-"""The same for a plain line."""
+"""Label, metric and format of the figures in a plain line."""
 
 WINDOW = 10
 """Steps over which the trend and the time left are taken."""
@@ -63,7 +63,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
         """Nothing."""
@@ -165,7 +165,7 @@ def _supervised(config: SupervisedConfig) -> str:
 
 
 def duration(seconds: float) -> str:
-    """'42s', '3m05s' or '1h02m'."""
+    """Write a duration as '42s', '3m05s' or '1h02m'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

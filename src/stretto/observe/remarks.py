@@ -13,7 +13,7 @@ AGAIN = 10
 
 
 class Remarks:
-    """Says what the mean reward of a step hides. To be told of every step."""
+    """Remarks on what the mean reward of a step hides. They must be told of every step."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -29,7 +29,7 @@ class Remarks:
 
         Args:
             step: its number.
-            batch: what was trained on.
+            batch: the rollouts trained on.
             rewards: by rollout id, after the rule for missing ends.
         """
         cut = [r for r in batch if r.finish is FinishReason.LENGTH]

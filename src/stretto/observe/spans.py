@@ -62,7 +62,7 @@ class Window:
 
 
 class Spans:
-    """Records spans, also from several threads and coroutines at once."""
+    """A recorder of spans, also from several threads and coroutines at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

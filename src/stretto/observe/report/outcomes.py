@@ -15,7 +15,7 @@ OFF_POLICY = "schedule.weight_sync_interval"
 """The setting N: batches generated, and then trained on, with one version of the weights."""
 
 UNKNOWN = "unknown"
-"""Stands for the algorithm of a run that does not say."""
+"""Name for the algorithm of a run whose settings do not say."""
 
 LAST_SHARE = 10
 """The reward of a run is the mean over the last tenth of its steps."""
