@@ -108,7 +108,7 @@ def generate(
 
 
 def say(text: str) -> None:
-    """Standard output is for the answers."""
+    """Print to standard error; standard output is for the answers."""
     print(text, file=sys.stderr)
 
 

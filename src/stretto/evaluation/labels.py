@@ -56,8 +56,8 @@ class LabelResult:
         ties: left out, as the source scores both sides the same, or they are the same text.
         empty: left out, as a side has no text (responses sampled here only).
         unended: left out, as fewer than two responses ended before the token limit (likewise).
-        flipped: of the kept rows, those that were labelled the other way round; ``None`` where
-            there were no labels before.
+        flipped: kept rows that were labelled the other way round before; ``None`` if there were
+            no labels before.
     """
 
     by: str
@@ -371,7 +371,7 @@ def _labelled(row: _Row, scores: Sequence[float], config: RewardModelConfig) -> 
 
 
 def _check_out(out: Path, source: str) -> None:
-    """Before the work rather than after it.
+    """Check the output file before the work rather than after it.
 
     Raises:
         ConfigError: the file cannot be written, or is what is read.

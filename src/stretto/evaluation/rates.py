@@ -32,7 +32,7 @@ class WinRate:
 
 
 def compare(by: str, scores: Sequence[float], references: Sequence[float]) -> WinRate:
-    """Pair by pair; at least one pair."""
+    """Compare scores pair by pair; at least one pair."""
     points = [point(a - b) for a, b in zip(scores, references, strict=True)]
     return WinRate(
         by=by,

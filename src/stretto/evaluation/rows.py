@@ -44,7 +44,7 @@ class Questions:
         distinct: how many of them are different.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
-        unknown: why it is not; empty where it is.
+        unknown: why the overlap is not known; empty if it is.
     """
 
     rows: str
