@@ -53,7 +53,7 @@ def by_present_names(given: Mapping[str, Any], old_names: Mapping[str, Any]) -> 
 
 
 def arguments_of(value: Any) -> PPOConfig:
-    """``args`` as what it must be."""
+    """Return ``args``, or refuse them unless they are a ``PPOConfig``."""
     if not isinstance(value, PPOConfig):
         raise ConfigError(
             f"args must be a PPOConfig of stretto; got a {type(value).__module__}."

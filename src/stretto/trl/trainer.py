@@ -190,7 +190,7 @@ class PPOTrainer:
         return rows
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused.
+        """Refuse to upload.
 
         Raises:
             ConfigError: always.
@@ -270,7 +270,7 @@ class PPOTrainer:
         )
 
     def _notes(self) -> list[str]:
-        """The derived sizes, and what is set without having anything to act on."""
+        """Notes on the derived sizes, and on arguments without effect."""
         a, run = self.args, self._sizes
         factors = f"{a.per_device_train_batch_size} x {a.gradient_accumulation_steps}"
         split = ""
