@@ -37,7 +37,7 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
         edges: filled with the first and the last ones of each block.
 
     Returns:
-        How many there are of both.
+        Numbers of pairs and of edges.
     """
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     before, delay, duration = g.before, g.delay, g.duration
@@ -101,11 +101,11 @@ def excess_of(s: State, capacity: int, unit: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
-    """Somewhere over the capacity, by chance: the first place of an exchange that may help.
+    """Draw an exchange that may help where memory is over the capacity; return its first place.
 
-    Of a forward before that place with what comes after it, or of a backward after that place with
-    what comes before it. Mostly the nearest ones, but further ones too, as the nearest may belong
-    together. Returns -1 where none is met with.
+    It moves a forward before that place to later, or a backward after that place to earlier. Mostly
+    the nearest are drawn, but further ones too, as the nearest may belong together. -1 if none is
+    met with.
     """
     word, held, queue_of, kind = s.word, s.held, g.queue_of, g.kind
     for _ in range(20):

@@ -29,12 +29,12 @@ _HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3, 0.6), (0.15, 0.2)
 """First temperatures, in mean durations of a task: for a new schedule, for one that has to change
 much, and for one that is nearly right."""
 _NEARLY, _FAR = 1.03, 1.15
-"""Times the bound, below which a schedule within the capacity is nearly right; and above which the
-capacity may be so tight that the bound is out of reach."""
+"""Multiples of the bound. Below the first, a schedule within the capacity is nearly right. Above
+the second, the capacity may be so tight that the bound is out of reach."""
 _DROP = 0.07
 """Share by which a cap is first put below the peak."""
 _MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
-"""Exchanges a task of the first tries and of the longest, and failures until they are doubled."""
+"""Exchanges per task in the first tries, most of them, and failures until they are doubled."""
 _STUCK = 4
 """Failures after which more than one way is tried."""
 _HOTTER = (1.0, 3.0, 8.0)

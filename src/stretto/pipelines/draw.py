@@ -38,11 +38,11 @@ class Bar:
     """One task.
 
     Attributes:
-        device: it runs on.
+        device: number of the device that it runs on.
         start: ticks.
         end: ticks.
         critic: whether it is the critic's.
-        backward: whether it is one.
+        backward: whether it is a backward.
         label: number of its micro-batch, among all of its model.
     """
 

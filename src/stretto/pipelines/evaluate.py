@@ -65,7 +65,7 @@ def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
 
 
 def evaluate_tasks(problem: Problem, graph: Graph, word: Ints) -> Evaluation:
-    """The same of a valid word of task numbers [T]."""
+    """Evaluate a valid word of task numbers [T]."""
     starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
     earliest_starts(graph, word, starts, order)
     peaks = np.zeros(problem.devices, np.int64)

@@ -44,7 +44,7 @@ def plain_rules(g: Graph) -> Rules:
 
 
 def urgency(g: Graph) -> Floats:
-    """[T] ticks that are left from each task's start at the least: what it is listed by.
+    """Least ticks [T] that are left from each task's start, by which tasks are listed.
 
     The task's own chain to its end, and the later tasks of its queue one after the other.
     """
@@ -67,7 +67,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
     Args:
         g: the problem.
         key: [T] of each task.
-        rules: what else devices go by.
+        rules: parameters of the devices' choices.
         capacity: memory of each device, in the graph's units.
         word: [T] filled: tasks, device after device.
         start: [T] filled: start of each task.
@@ -130,7 +130,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
 
 @njit(cache=True, nogil=True)
 def _first(when: Ints) -> int:
-    """The device of the earliest decision."""
+    """Find the device of the earliest decision."""
     first = 0
     for d in range(1, when.size):
         if when[d] < when[first]:
@@ -237,7 +237,7 @@ def anneal_rules(
         target: latency at which to stop.
         rounds: schedules to build.
         hot: temperature of the first, in ticks.
-        cold: of the last.
+        cold: temperature of the last.
         spread: standard deviation of a change of bias, in ticks.
         seed: of the random numbers.
         best_word: [T] filled with the shortest schedule.

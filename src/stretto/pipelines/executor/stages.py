@@ -39,10 +39,10 @@ class Stage(nn.Module):
     It can be pickled, and so sent to the process that runs it.
 
     Attributes:
-        index: of this stage, from 0.
-        stages: that the model was cut into.
+        index: number of this stage, from 0.
+        stages: number of stages that the model was cut into.
         hidden_size: H.
-        dtype: of hidden states.
+        dtype: type of hidden states.
         names: own parameter names to those in the whole model (``named_parameters()`` of what was
             cut; a tied weight has the one name under which the model lists it).
         tied: names, in the whole model, of weights that the first and the last stage both hold.
@@ -61,12 +61,12 @@ class Stage(nn.Module):
 
     @property
     def first(self) -> bool:
-        """Return whether it takes token ids."""
+        """Return whether this is the first stage, which takes token ids."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Return whether its hidden states are the model's."""
+        """Return whether this is the last stage, whose hidden states are the model's."""
         return self.index == self.stages - 1
 
     @property

@@ -30,7 +30,7 @@ class Timings:
 
 
 class Stopwatch:
-    """Marks moments of this rank; made on all ranks at once, which is their common start.
+    """A recorder of this rank's moments; made on all ranks at once, which is their common start.
 
     Ranks share the machine's clock. On a GPU the moments are those of its stream, so that nothing
     has to wait for them.
@@ -50,7 +50,7 @@ class Stopwatch:
             self._begin_s = time.monotonic() - self._zero
 
     def mark(self) -> None:
-        """Now."""
+        """Mark this moment."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
