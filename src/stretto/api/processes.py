@@ -72,7 +72,7 @@ class Trainings:
 
 
 def _train(config: Config, job: Job, out: Path) -> Path | Failure:
-    """The run's folder, or how it failed."""
+    """Train a run; return its folder, or a message on how it failed."""
     out.mkdir(exist_ok=True)
     recipe, log = out / f"{job.variant}.toml", out / f"{job.variant}.log"
     recipe.write_text(recipes.dump(config), encoding="utf-8")

@@ -65,7 +65,7 @@ class Stages:
         return sources[0]
 
     def write(self, folder: Path) -> None:
-        """Put them into a folder, for :func:`stages_of` to read."""
+        """Write the settings into a folder, for :func:`stages_of` to read."""
         for name, settings in zip(NAMES, (self.sft, self.reward, self.train), strict=True):
             write_whole(folder / f"{name}.toml", recipes.dump(settings).encode())
 
@@ -196,7 +196,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
 def _check_base(
     start: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str, start_name: str
 ) -> None:
-    """Vocabularies may differ in tokens that were added, such as one for padding."""
+    """Check that one vocabulary holds the other; it may have more tokens, such as one for padding."""
     ours, theirs = start.get_vocab().items(), other.get_vocab().items()
     if not (ours <= theirs or theirs <= ours):
         raise ConfigError(
@@ -206,7 +206,7 @@ def _check_base(
 
 
 def _check_layouts(stages: Stages, row: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The first stage and the reward model read a prompt as the policy will."""
+    """Check that the first stage and the reward model read a prompt as the policy will."""
     from stretto.tasks.prompts import render
 
     task = stages.train.task

@@ -66,18 +66,18 @@ class NoProgress:
     """A display that shows nothing."""
 
     def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class PlainProgress:
@@ -108,7 +108,7 @@ class PlainProgress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
 
 class History:

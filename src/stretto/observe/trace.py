@@ -122,7 +122,7 @@ class TraceFile:
         files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
 
     def read(self) -> Trace:
-        """All of it; steps whose end was not written, because of a kill, are left out.
+        """Read the whole trace, but for steps whose end was not written, because of a kill.
 
         Raises:
             StateError: an event is not JSON.

@@ -68,7 +68,7 @@ class _Walk:
 
 
 class Descent:
-    """Searches until nothing can get better or time is over.
+    """A search that goes on until nothing can get better or time is over.
 
     Tries have random numbers of their own, by the seed and the try's number, and ``threads`` of
     them run at the same time. First, list schedules are built from random rules; without a capacity

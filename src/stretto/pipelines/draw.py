@@ -107,7 +107,7 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
 
 
 def _bars(drawn: list[Bar], top: int, scale: float) -> list[str]:
-    """Each bar as a rectangle; narrow ones as dashes of a thick line, one of a colour a device."""
+    """Draw bars as rectangles; narrow ones as dashes of one thick line per colour and device."""
     parts, narrow = [], defaultdict(list)
     for bar in drawn:
         if (bar.end - bar.start) * scale >= _NARROW:
@@ -262,7 +262,7 @@ def require_png() -> None:
 def save_png(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, file: Path
 ) -> None:
-    """The same picture as a PNG.
+    """Save the picture as a PNG.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

@@ -33,7 +33,7 @@ class Rules(NamedTuple):
 
 
 def plain_rules(g: Graph) -> Rules:
-    """No bias, no limits, both models polite, no waiting."""
+    """Make rules without bias, limits or waiting, by which both models are polite."""
     queues = g.length.size
     return Rules(
         np.zeros(queues),

@@ -110,7 +110,7 @@ class Side:
         return self.stages * self.pipelines
 
     def merged(self, by: int) -> Side:
-        """The same model with each ``by`` consecutive stages made into one, on their devices.
+        """Merge each ``by`` consecutive stages of the model into one, on their devices.
 
         Where the other model has ``by`` times the tensor parallelism, this is how the two get
         stages of one size. The devices of a merged stage share its work evenly: its latency is the

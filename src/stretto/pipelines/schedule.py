@@ -99,7 +99,7 @@ class PipelineSchedule:
 
 
 def check(problem: Problem, schedule: PipelineSchedule) -> str:
-    """Why the schedule cannot run, or an empty string if it can.
+    """Say why the schedule cannot run; an empty string if it can.
 
     Memory is not looked at: compare :class:`~stretto.pipelines.evaluate.Evaluation`'s peak with the
     capacity.

@@ -33,8 +33,8 @@ class View:
     other way round; so both are tried.
 
     Attributes:
-        graph: the problem's, or that of time running backwards.
-        backwards: whether it is the latter.
+        graph: the problem's, or that of the problem with time running backwards.
+        backwards: whether time runs backwards.
         left: [T] of :func:`~stretto.pipelines.listing.urgency`.
         stages: [Q] of each queue's pipeline.
         actor: [Q] whether the queue is the actor's.
@@ -133,7 +133,7 @@ def squeeze(
     chance: np.random.Generator,
     over: Callable[[], bool],
 ) -> Ints:
-    """Anneal a schedule towards a latency within a capacity, of which it may break both.
+    """Anneal a schedule towards a latency within a capacity; it may miss either.
 
     Args:
         view: of the problem.
@@ -144,7 +144,7 @@ def squeeze(
         hot: first temperature, as a multiple of a task's mean duration.
         firm: last price of memory, likewise.
         chance: random numbers.
-        over: whether time is.
+        over: says whether time is over.
 
     Returns:
         The shortest schedule within the capacity that was met; ``word`` if there was none.

@@ -97,7 +97,7 @@ def make_problem(
     communication_us: int = 0,
     capacity_gib: float | None = None,
 ) -> Problem:
-    """Latencies in microseconds and memory in MiB, both by formula.
+    """Make a problem with latencies in microseconds and memory in MiB, both by formula.
 
     A forward costs two operations a parameter and token, at ``teraflops`` on each device. Each
     model has as many pipelines as fill the devices of the least common multiple of both numbers of

@@ -112,7 +112,7 @@ def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
 
 
 class PromptLayout:
-    """Turns prompts and given responses into a model's tokens.
+    """The layout of prompts and given responses in a model's tokens.
 
     Args:
         tokenizer: the model's.

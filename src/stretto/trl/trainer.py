@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PPOTrainer:
-    """Trains a policy against a reward model with PPO.
+    """Trainer of a policy against a reward model, by PPO.
 
     The arguments are TRL's, in its order. Models are trained in place. Every run has a folder of
     its own in ``args.output_dir``, with its settings, figures, samples and the trained model.

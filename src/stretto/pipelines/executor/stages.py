@@ -229,7 +229,7 @@ def check_cut(model: nn.Module, stages: int) -> None:
 
 
 def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
-    """Every trained parameter is on one stage, except for tied ones, which are on two."""
+    """Check that every trained parameter is on one stage, or on two if it is tied."""
     holders = Counter(name for stage in parts for name in stage.names.values())
     tied = parts[0].tied
     for name, parameter in model.named_parameters():
