@@ -196,7 +196,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
 def _check_base(
     start: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str, start_name: str
 ) -> None:
-    """Check that one vocabulary holds the other; it may have more tokens, such as one for padding."""
+    """Check that one vocabulary holds the other, as tokens may be added (such as for padding)."""
     ours, theirs = start.get_vocab().items(), other.get_vocab().items()
     if not (ours <= theirs or theirs <= ours):
         raise ConfigError(
