@@ -34,7 +34,7 @@ the second, the capacity may be so tight that the bound is out of reach."""
 _DROP = 0.07
 """Share by which a cap is first put below the peak."""
 _MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
-"""Exchanges per task in the first tries, most of them, and failures until they are doubled."""
+"""Exchanges per task in the first tries and in the longest, and failures until they double."""
 _STUCK = 4
 """Failures after which more than one way is tried."""
 _HOTTER = (1.0, 3.0, 8.0)

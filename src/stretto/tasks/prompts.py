@@ -170,7 +170,7 @@ class PromptSource:
             raise self._all_held_out()
 
     def state_dict(self) -> dict[str, Any]:
-        """Place of the stream, with all that its order depends on, as plain data."""
+        """Place of the stream, with the number of rows and the seed of its order, as plain data."""
         return {
             "place": self._place,
             "skipped": self.skipped,
