@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -29,6 +30,19 @@ def functions(file: Path) -> Iterator[tuple[str, int]]:
             yield node.name, node.end_lineno - node.lineno + 1
 
 
+def docstrings(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each docstring, those under assignments too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for before, statement in zip([None, *body], body, strict=False):
+            if before is None or isinstance(before, ast.Assign | ast.AnnAssign):
+                match statement:
+                    case ast.Expr(value=ast.Constant(value=str(text))):
+                        yield statement.lineno, text
+
+
 def report(what: str, size: int, wanted: int, limit: int) -> None:
     message = f"{what} has {size} lines; about {wanted} is the aim, {limit} the limit"
     assert size <= limit, message
@@ -50,6 +64,39 @@ def test_the_report_warns_before_it_fails() -> None:
         report("x", 401, 400, 500)
     with pytest.raises(AssertionError, match="x has 501 lines"):
         report("x", 501, 400, 500)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(SOURCE)))
+def test_docstrings_open_with_a_verb_or_the_thing_itself(file: Path) -> None:
+    opening = re.compile(r"\s*(Of|That|Those|Whose|See the class)\b")
+    dangling = [f"{line}: {text.strip()}" for line, text in docstrings(file) if opening.match(text)]
+    assert dangling == []
+
+
+def test_docstrings_of_all_kinds_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "kinds.py"
+    file.write_text(
+        '''"""Module."""
+A = 1
+"""Constant."""
+B: int = 2
+"""Annotated."""
+print("no docstring")
+"nor this"
+class C:
+    """Class."""
+    x: int = 0
+    """Attribute."""
+    async def f(self):
+        """Method."""
+def g():
+    """Function."""
+    "Not this."
+'''
+    )
+    found = [(1, "Module."), (3, "Constant."), (5, "Annotated."), (9, "Class.")]
+    found += [(11, "Attribute."), (13, "Method."), (15, "Function.")]
+    assert sorted(docstrings(file)) == found
 
 
 def test_settings_stay_few_and_each_has_its_help() -> None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RECORD = "align.json"
-"""What was asked, and what each stage that has ended left, in the folder of all stages."""
+"""File in the folder of all stages: the arguments, and the result of each stage that has ended."""
 
 PAIRS = {
     "split": "train",
@@ -41,7 +41,7 @@ PAIRS = {
     "chosen_column": "chosen",
     "rejected_column": "rejected",
 }
-"""How the labelled pairs are read."""
+"""Settings with which the labelled pairs are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class PolicyOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    """What the stages left behind.
+    """Results of all stages.
 
     Attributes:
         folder: of all stages.
@@ -175,7 +175,7 @@ def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
 
 
 class _Record:
-    """What was asked, and what stages that have ended left; on disk after each of them."""
+    """Arguments, and results of the stages that have ended; written to disk after each stage."""
 
     def __init__(self, folder: Path, data: dict[str, Any]) -> None:
         self.folder, self._data = folder, data
@@ -201,7 +201,7 @@ class _Record:
         return asked
 
     def once(self, name: str, kind: type[T], work: Callable[[], T]) -> T:
-        """What ``work`` returns, or returned when it was done before."""
+        """Return the result of ``work``, which runs only if none is recorded yet."""
         adapter = TypeAdapter(kind)
         if name in self._data:
             return adapter.validate_python(self._data[name])
@@ -293,7 +293,7 @@ class _Alignment:
         return PolicyOutcome(measured, measured.win_rates[1].score)
 
     def _there(self, path: Path) -> str:
-        """What a stage left.
+        """Return the path of what a stage left.
 
         Raises:
             StateError: it is not there any more.

@@ -117,7 +117,7 @@ def execute(
 
 
 def _plan(config: Config | SftConfig | RewardModelConfig) -> str:
-    """What memory a run takes; of reinforcement learning only."""
+    """Describe the memory that a run takes; empty but for reinforcement learning."""
     if not isinstance(config, Config):
         return ""
     from stretto.models.memory import format_plan, plan_for

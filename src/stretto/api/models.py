@@ -185,7 +185,7 @@ def generate(
         chat: apply the tokenizer's chat template; auto: where it has one.
 
     Raises:
-        ConfigError: there is no prompt, or an option is out of rule.
+        ConfigError: there is no prompt, or an option is out of range.
     """
     if isinstance(prompts, str) or not prompts:
         raise ConfigError(f"prompts must be a list with at least one text; got {prompts!r}")

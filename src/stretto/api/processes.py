@@ -18,17 +18,17 @@ from stretto.config import Config, recipes
 from stretto.observe.compare import Outcome
 
 STOP_S = 30.0
-"""How long a run gets to end in order, and to save its model, when it is interrupted."""
+"""Seconds that an interrupted run gets to end in order and save its model."""
 
 WARMUP = "warmup.safetensors"
-"""What came out of a seed's warm-up, while runs with that seed are to come."""
+"""File with the result of a seed's warm-up, kept while runs with that seed are to come."""
 
 _LAST_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is to be said of a run that failed."""
+    """Message about a run that failed."""
 
     text: str
 
@@ -72,7 +72,7 @@ class Trainings:
 
 
 def _train(config: Config, job: Job, out: Path) -> Path | Failure:
-    """The run's folder, or how it failed."""
+    """Train a run; return its folder, or a message on how it failed."""
     out.mkdir(exist_ok=True)
     recipe, log = out / f"{job.variant}.toml", out / f"{job.variant}.log"
     recipe.write_text(recipes.dump(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Settings from Python: recipes, changes, and what of a resumed run may be changed."""
+"""Settings from Python: recipes, changes, and settings that a resumed run may change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_recipe(name: str | Path, **changes: Any) -> Config:
         changes: as in :mod:`stretto.api`.
 
     Raises:
-        ConfigError: no such recipe, an unknown setting, or a value out of rule.
+        ConfigError: no such recipe, an unknown setting, or a value out of range.
     """
     return changed(recipes.load(name), changes)
 
@@ -42,7 +42,7 @@ def changed(config: S, changes: Mapping[str, Any]) -> S:
     Rows that are named in place of others take ``task.held_out`` with them, see :data:`ROWS`.
 
     Raises:
-        ConfigError: an unknown setting, or a value out of rule.
+        ConfigError: an unknown setting, or a value out of range.
     """
     data: dict[str, Any] = config.model_dump()
     if isinstance(config, Config) and other_rows(_leaves(changes)):
@@ -60,7 +60,7 @@ def changed(config: S, changes: Mapping[str, Any]) -> S:
 
 
 def other_rows(named: Collection[str]) -> bool:
-    """Whether settings that were named say where rows come from, and not which are held out.
+    """Return whether settings that were named say where rows come from, and not which are held out.
 
     Args:
         named: dotted settings.
@@ -162,15 +162,15 @@ def model_of(model: str | Path, settings: Settings, config: Config) -> str:
 
 
 def trained_with(model: str | Path, settings: Settings, config: Config) -> Config:
-    """The settings of what a model that is measured was, or is to be, trained on.
+    """Settings that a measured model was trained with, or is to be.
 
-    Those of its run, where it is a run's. Else those that it is measured with, but for rows that
-    are named in place of the settings' own: these are to measure on.
+    For the model of a run these are the run's. For others they are the settings that it is measured
+    with, but for rows named in place of the settings' own: these are only measured on.
 
     Args:
         model: as given, or empty.
         settings: as given.
-        config: what became of the settings.
+        config: the settings, resolved.
     """
     folder = Path(model or settings if isinstance(settings, str | Path) else model).expanduser()
     if (folder / "config.toml").is_file():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What the runs of a comparison are simulated on.
+    """Clusters on which the runs of a comparison are simulated.
 
     Attributes:
         cluster_of: the cluster with a job's schedule.
@@ -75,7 +75,7 @@ class Simulation:
 
 
 def described(file: str) -> Simulation:
-    """On a described cluster.
+    """Simulate on a described cluster.
 
     Raises:
         ConfigError: the description cannot be read, or is wrong.
@@ -92,7 +92,7 @@ def described(file: str) -> Simulation:
 
 
 def recorded(folder: str) -> Simulation:
-    """On what a run has recorded, of its own seed: its costs and response lengths.
+    """Simulate on a run's records: its costs, response lengths and seed.
 
     Raises:
         ConfigError: it is no run's folder.

@@ -65,7 +65,7 @@ class Stages:
         return sources[0]
 
     def write(self, folder: Path) -> None:
-        """Put them into a folder, for :func:`stages_of` to read."""
+        """Write the settings into a folder, for :func:`stages_of` to read."""
         for name, settings in zip(NAMES, (self.sft, self.reward, self.train), strict=True):
             write_whole(folder / f"{name}.toml", recipes.dump(settings).encode())
 
@@ -112,7 +112,7 @@ def _read(name: str | Path) -> Stages:
 
 
 def check_settings(stages: Stages, pairs: int, samples: int) -> None:
-    """What can be seen without reading anything.
+    """Check the settings as far as possible without reading any files.
 
     Args:
         stages: all three.
@@ -141,7 +141,7 @@ def check_settings(stages: Stages, pairs: int, samples: int) -> None:
 
 
 def replaced(stages: Stages) -> list[str]:
-    """What of the settings gives way to what earlier stages leave, in a line each."""
+    """Lines that say which settings are replaced by results of earlier stages."""
     start = stages.sft.model.name
     others = {stages.reward.model.name, stages.train.model.name} - {start}
     lines = [f"what '{start}' becomes in the first stage is the model of the others too"]
@@ -156,8 +156,9 @@ def replaced(stages: Stages) -> list[str]:
 
 
 def check_opens(stages: Stages, reference_column: str = "") -> None:
-    """What the later stages read and ask: rows, reference responses, the gold reward, and whether
-    the stages read prompts alike.
+    """Check what the later stages read, and that all stages read prompts alike.
+
+    Rows, reference responses and the gold reward are opened.
 
     Args:
         stages: all three.
@@ -195,7 +196,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
 def _check_base(
     start: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str, start_name: str
 ) -> None:
-    """Vocabularies may differ in tokens that were added, such as one for padding."""
+    """Check that one vocabulary holds the other, as tokens may be added (such as for padding)."""
     ours, theirs = start.get_vocab().items(), other.get_vocab().items()
     if not (ours <= theirs or theirs <= ours):
         raise ConfigError(
@@ -205,7 +206,7 @@ def _check_base(
 
 
 def _check_layouts(stages: Stages, row: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The first stage and the reward model read a prompt as the policy will."""
+    """Check that the first stage and the reward model read a prompt as the policy will."""
     from stretto.tasks.prompts import render
 
     task = stages.train.task

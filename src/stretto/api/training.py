@@ -30,7 +30,7 @@ Function: TypeAlias = Callable[..., Any]
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
 DATASET = "dataset.jsonl"
-"""Where a run keeps the rows that it was given."""
+"""File in which a run keeps the rows that it was given."""
 
 
 def train(

@@ -1,4 +1,4 @@
-"""What is compared: variants of a schedule by name, the settings of a run, and what came of it."""
+"""Variants of a schedule by name, the settings of their runs, and the outcomes of these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VARIANTS: Mapping[str, Mapping[str, object]] = ONE_ENGINE | _variants(
 """Names for settings of the schedule."""
 
 REPLACED = ("preset", *KNOBS)
-"""What a variant sets, whatever the recipe says; to the default where the variant names none."""
+"""Settings that every variant replaces in the recipe, by the default if it names no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,5 +62,5 @@ def schedule_of(schedule: ScheduleConfig, variant: str) -> dict[str, Any]:
 
 
 def outcome_of(job: Job, folder: Path) -> Outcome:
-    """What a run in a folder has recorded."""
+    """Read the outcome of a run from its folder."""
     return Outcome.of(job.variant, job.seed, load([folder])[0])

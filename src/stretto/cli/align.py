@@ -49,7 +49,7 @@ def _show(result: Aligned) -> int:
 
 
 def table(result: Aligned) -> str:
-    """What came of it, as a table in Markdown."""
+    """Write the results as a table in Markdown."""
     rows = [("after SFT", result.before), ("after RL", result.after)]
     pairs, learned = result.pairs, result.reward
     lines = [
@@ -111,9 +111,9 @@ def _options(
     resume: str = "",
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """From demonstrations to an aligned model: supervised fine-tuning, a reward model from labelled
-    pairs of the tuned model's own responses, and reinforcement learning from the reward model;
-    evaluated before and after by the gold reward, which is what labelled the pairs.
+    """Align a model: supervised fine-tuning on demonstrations, a reward model from labelled pairs
+    of the tuned model's own responses, and reinforcement learning from the reward model;
+    evaluated before and after by the gold reward, which also labelled the pairs.
 
     Args:
         recipe: Recipes of all three stages by one name ('posts'), or a folder with sft.toml,
@@ -123,7 +123,7 @@ def _options(
         samples: Held-out prompts to evaluate on, at most.
         reference_column: Column with the responses to win against; without it the task's own
             answers.
-        seed: Of all stages; without it the recipes'.
+        seed: Seed of all stages; without it the recipes'.
         out: Folder in which the stages get a folder of their own.
         resume: Go on with the stages in this folder, which has their settings; takes no other
             option. Stages that ended are not run again.

@@ -119,7 +119,7 @@ def _offered() -> list[str]:
 
 
 def machine() -> str:
-    """What the runs have run on."""
+    """Describe the machine: CPU, usable cores, GPU, and torch's version."""
     import torch
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

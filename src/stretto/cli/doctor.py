@@ -82,7 +82,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Whether what the package requires is there, in a version that fits, and can be imported."""
+    """Check that each requirement is installed, in a version that fits, and can be imported."""
     for requirement in _requirements(extra=""):
         yield _package(requirement, "broken")
     for name in _IMPORTED:
@@ -110,7 +110,7 @@ def _plain(requirement: Requirement) -> str:
 
 
 def _requirements(extra: str) -> list[Requirement]:
-    """What the installed package asks for, without any extra or with one."""
+    """Requirements of the installed package: its own, or with an extra the ones that this adds."""
     found = map(Requirement, metadata.requires("stretto") or ())
     chosen = (
         r

@@ -96,7 +96,7 @@ def _pipelines(config: Config) -> Iterator[str]:
 
 
 def _held_out(task: TaskConfig) -> str:
-    """Which prompts an evaluation asks."""
+    """Describe the prompts that an evaluation asks."""
     if task.held_out_rows:
         return task.held_out_rows
     if share := task.held_out_share:
@@ -120,7 +120,7 @@ def _source(source: str) -> str:
 
 
 def _place(name: str) -> str:
-    """Where a model's files are."""
+    """Describe where a model's files are."""
     from stretto.models.resolve import is_known, resolve
 
     if is_known(name):
@@ -129,7 +129,7 @@ def _place(name: str) -> str:
 
 
 def _data(name: str) -> str:
-    """Where a dataset's rows are."""
+    """Describe where a dataset's rows are."""
     from stretto.tasks.files import SUFFIXES
 
     if not name:

@@ -42,7 +42,7 @@ SETTINGS = (
     "rollout.prefill_tokens",
     "rollout.cuda_graphs",
 )
-"""What an evaluation depends on, besides the model."""
+"""Settings that an evaluation depends on, besides the model."""
 
 SAMPLES = 200
 """Rows to answer, where it is not said how many."""

@@ -41,7 +41,7 @@ FILE_SETTINGS = (
     "data.chosen_column",
     "data.rejected_column",
 )
-"""What the labels of a file depend on, besides the source."""
+"""Settings that the labels of a file depend on, besides the source."""
 
 RECIPE_SETTINGS = (
     *_MODEL,
@@ -56,7 +56,7 @@ RECIPE_SETTINGS = (
     "rollout.prefill_tokens",
     "rollout.cuda_graphs",
 )
-"""What sampled and labelled responses depend on, besides policy and source."""
+"""Settings that sampled and labelled responses depend on, besides policy and source."""
 
 _DESCRIPTION = (
     "Label preferences with a gold reward. 'stretto label FILE --by SOURCE --out FILE' reads pairs "

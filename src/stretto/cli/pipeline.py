@@ -49,16 +49,16 @@ class Options:
     tokens: int = 2048
     """Tokens of a micro-batch."""
     teraflops: float = 200.0
-    """That a device achieves."""
+    """Teraflops that a device achieves."""
     communication_us: int = 0
     """Microseconds from one stage to the next."""
     capacity: float | None = None
     """Activation memory of each device, a hard limit: in GiB for sizes, in its own unit for a
     file."""
     seconds: float = 60.0
-    """To search at most."""
+    """Longest search, in seconds."""
     seed: int = 0
-    """Of the search's random numbers."""
+    """Seed of the search's random numbers."""
     threads: int = 1
     """Searches at the same time."""
     method: Literal["stretto", "annealing", "cp-sat"] = "stretto"
@@ -98,7 +98,7 @@ def _refuse_sizes(options: Options) -> None:
 
 
 def _check_files(options: Options) -> None:
-    """Whether what is asked for can be written, before a long search."""
+    """Check that the files asked for can be written, before a long search."""
     for name in (options.schedule, options.draw):
         file, folder = Path(name), Path(name).parent
         if not name:
@@ -165,7 +165,7 @@ def _solve(problem: Problem, options: Options) -> Solution:
 
 
 def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:
-    """What is to be said of a solution."""
+    """Describe a solution, line by line."""
     from stretto.pipelines.baselines import interleaved_1f1b, one_f_one_b_plus, serial_1f1b
 
     serial, plus = serial_1f1b(problem), one_f_one_b_plus(problem)

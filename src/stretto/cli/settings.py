@@ -84,7 +84,7 @@ def parse_with_config(
 
 
 def _named(arguments: Sequence[str], settings: Sequence[str]) -> set[str]:
-    """Those of the settings that the command line names, in either of tyro's spellings."""
+    """The settings, among those given, that the command line names, in either tyro spelling."""
     given = {a.partition("=")[0].removeprefix("--").replace("-", "_") for a in arguments}
     return given.intersection(settings)
 

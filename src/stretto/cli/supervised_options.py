@@ -1,4 +1,4 @@
-"""What the commands of supervised training have in common."""
+"""Options that the commands of supervised training have in common."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _options() -> dict[str, Option]:
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:
-    """What follows an option, looked up before parsing as all defaults depend on it."""
+    """Find an option's value before parsing, as all defaults depend on it; empty without one."""
     for index, argument in enumerate(arguments):
         if argument == option and index + 1 < len(arguments):
             return arguments[index + 1]

@@ -1,4 +1,4 @@
-"""What real and simulated runs of ``stretto compare`` have in common: the jobs and the table."""
+"""Jobs and table of ``stretto compare``, for real and simulated runs alike."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TARGET_HELP = (
 
 @dataclass(slots=True)
 class Collected:
-    """What came of the runs.
+    """Outcomes of the runs.
 
     Attributes:
-        outcomes: of those that took all their steps.
-        failed: those that did not.
-        interrupted: whether the user stopped before the last.
+        outcomes: of the runs that took all their steps.
+        failed: the runs that did not.
+        interrupted: whether the user stopped before the last run.
     """
 
     outcomes: list[Outcome] = field(default_factory=list)

@@ -18,7 +18,7 @@ else:
 
 
 class AlgorithmConfig(Section):
-    """What is learned: the loss, its advantages, and how far it may go from the reference."""
+    """The algorithm: its loss, its advantages, and the KL that holds the actor to the reference."""
 
     name: AlgorithmName = "ppo"
     """The loss (docs/algorithms.md)."""
@@ -27,15 +27,15 @@ class AlgorithmConfig(Section):
     lam: Fraction = 0.95
     """GAE's lambda."""
     clip: Positive = 0.2
-    """The policy ratio counts between 1 - clip and 1 + clip; it is that of whole responses where the loss is of these."""
+    """Clip the policy ratio to the range from 1 - clip to 1 + clip. Losses of whole responses clip the ratio of whole responses."""
     clip_high: NonNegative = 0.0
-    """Upper end of that range, 1 + clip_high, where it is to differ (DAPO's clip-higher); 0 takes clip."""
+    """Upper end of that range, 1 + clip_high, if another than 1 + clip (DAPO's clip-higher); 0 takes clip."""
     value_clip: NonNegative = 0.2
-    """Values count within this distance of the old ones; 0 is off."""
+    """Clip values to this distance from the old ones; 0 is off."""
     kl_coef: NonNegative = 0.05
-    """beta: weight of the KL to the reference; 0 leaves the reference out. Where the loss is made of the KL, its beta."""
+    """beta: weight of the KL to the reference; 0 leaves the reference out. In losses that are made of the KL, their beta."""
     kl_in: Literal["auto", "reward", "loss"] = "auto"
-    """Where the KL enters: taken off the reward, token by token, or a term of the loss (implicit: the loss is made of it). auto: the algorithm's own."""
+    """Place of the KL. reward: subtracted from the reward, token by token. loss: a term of the loss. auto: the algorithm's own (for some, the loss is made of the KL)."""
     kl_estimator: Literal["auto", "k1", "k2", "k3"] = "auto"
     """k1 = log ratio, k2 = its square / 2, k3 = 1 / ratio - 1 + log ratio (Schulman 2020). auto: k1 in the reward; k3 in the loss, where k1's gradient has mean zero."""
     kl_target: NonNegative = 0.0
@@ -53,7 +53,7 @@ class AlgorithmConfig(Section):
     aggregation: Literal["auto", "token_mean", "sequence_mean", "sequence_sum", "fixed_length"] = (
         "auto"
     )
-    """Average over all tokens; over each response, then over responses; sum over a response; or divide that sum by rollout.max_new_tokens (Dr. GRPO). auto: the algorithm's own."""
+    """Aggregation of per-token losses. token_mean: mean over all tokens. sequence_mean: mean over each response, then over responses. sequence_sum: sum over each response, then mean over responses. fixed_length: that sum divided by rollout.max_new_tokens (Dr. GRPO). auto: the algorithm's own."""
     old_policy: Literal["auto", "behaviour", "proximal"] = "auto"
     """The policy that ratios are taken to. behaviour: the one that sampled, token by token, with the engine's log-probs. proximal: the learner's own before the step (decoupled PPO; a forward pass more where a step is several updates). auto: behaviour, but in bfloat16 and where a step is one update, responses of the learner's present weights take the learner's own log-probs, which are free and make their ratio 1."""
     correction: Literal["off", "truncate", "mask"] = "off"
@@ -70,7 +70,7 @@ class AlgorithmConfig(Section):
 
     @property
     def kl_place(self) -> Literal["reward", "loss", "implicit"]:
-        """Where the KL enters."""
+        """Place of the KL; ``implicit``: the loss is made of it."""
         return self.definition.kl_in if self.kl_in == "auto" else self.kl_in
 
     @property
@@ -82,14 +82,14 @@ class AlgorithmConfig(Section):
 
     @property
     def averaging(self) -> Aggregation:
-        """How per-token losses become one; for losses of whole responses, how the entropy does."""
+        """Aggregation of per-token losses; for losses of whole responses, that of the entropy."""
         if self.aggregation != "auto":
             return self.aggregation
         return self.definition.aggregation or "sequence_mean"
 
     @property
     def has_reference(self) -> bool:
-        """Whether the reference is loaded and scores."""
+        """Return whether the run has a reference model."""
         return self.kl_coef > 0
 
     @model_validator(mode="after")

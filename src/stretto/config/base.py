@@ -1,4 +1,4 @@
-"""What all settings are made of."""
+"""Base of all settings: their types, and the section."""
 
 from __future__ import annotations
 

@@ -13,18 +13,18 @@ from typing import Literal
 ScoreOn = Literal["batch", "rollout", "chunk"]
 PresetName = Literal["sync", "oppo", "async", "rlhfuse", "stretto"]
 Need = Literal["scoring worker", "training worker", "weights", "engines"]
-"""What a knob may take: scorers that work beside generation, a learner that does, generators (and the
-critic as a scorer) with weights of their own, several engines."""
+"""Needs of a knob, in order: scorers that work beside generation, a learner that works beside
+generation, generators (and the critic as a scorer) with weights of their own, several engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What is known of a knob, whatever it is set to.
+    """A knob, whatever its value.
 
     Attributes:
-        label: stands before its value in a line.
-        help: of its setting.
-        needs: what it takes where it is on.
+        label: name shown before its value.
+        help: help text of its setting.
+        needs: what it needs when it is on.
         off: values that switch it off, the usual one first.
     """
 
@@ -35,14 +35,14 @@ class Knob:
 
 
 def _entry(label: str, text: str, *needs: Need, also_off: object = None) -> dict[str, Knob]:
-    """What a field of :class:`Knobs` says of its knob; the field's default is the usual 'off'."""
+    """Metadata of a field of :class:`Knobs`: its knob. The field's default is the usual 'off' value."""
     off = () if also_off is None else (also_off,)
     return {"knob": Knob(label, text, frozenset(needs), off)}
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What the knobs are set to, and what follows from that."""
+    """Values of the four knobs, and what follows from them."""
 
     score_on: ScoreOn = field(
         default="batch",
@@ -79,63 +79,63 @@ class Knobs:
     )
 
     def on(self, name: str) -> bool:
-        """Whether the knob of this name is on."""
+        """Return whether the knob of this name is on."""
         return getattr(self, name) not in KNOBS[name].off
 
     def works(self, name: str, engines: int) -> bool:
-        """Whether the knob of this name is on and has the engines that it takes."""
+        """Return whether the knob of this name is on and has the engines that it needs."""
         return self.on(name) and (engines > 1 or "engines" not in KNOBS[name].needs)
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What those that are on take together."""
+        """Needs of all knobs that are on."""
         return frozenset(need for name in KNOBS if self.on(name) for need in KNOBS[name].needs)
 
     @property
     def streams(self) -> bool:
-        """Whether scorers read responses chunk by chunk while these are decoded."""
+        """Return whether scorers read responses chunk by chunk while these are decoded."""
         return self.score_on == "chunk"
 
     @property
     def scores_early(self) -> bool:
-        """Whether scorers see responses while others are still decoded; each reward function then has a worker."""
+        """Return whether scorers see responses while others are still decoded; each reward function then has a worker."""
         return "scoring worker" in self.needs
 
     @property
     def trains_beside(self) -> bool:
-        """Whether the learner works while the next responses are decoded."""
+        """Return whether the learner works while the next responses are decoded."""
         return "training worker" in self.needs
 
     @property
     def copies_weights(self) -> bool:
-        """Whether generators, and the critic as a scorer, have weights of their own."""
+        """Return whether generators, and the critic as a scorer, have weights of their own."""
         return "weights" in self.needs
 
     def overlaps(self, engines: int) -> bool:
-        """Whether roles work at the same time; else all take turns on one worker."""
+        """Return whether roles work at the same time; else all take turns on one worker."""
         return self.scores_early or self.trains_beside or engines > 1
 
     def migrates(self, engines: int) -> bool:
-        """Whether stragglers are moved together: it takes several engines."""
+        """Return whether stragglers are gathered on few engines; this needs several."""
         return self.works("migrate", engines)
 
     def hosts_scorers(self, engines: int) -> bool:
-        """Whether scorers sit with the engines, to work where nothing is left to decode.
+        """Return whether model scorers sit with the engines, and work on those that have nothing left to decode.
 
-        Those that stream have a place of their own, as they work while everyone decodes.
+        Scorers that stream have a worker of their own, as they work while all engines decode.
         """
         return self.migrates(engines) and not self.streams
 
     def scores_beside(self, engines: int) -> bool:
-        """Whether model scorers work on a worker of their own while responses are decoded."""
+        """Return whether model scorers work on a worker of their own while responses are decoded."""
         return self.scores_early and not self.hosts_scorers(engines)
 
     def model_replicas(self, engines: int) -> int:
-        """How many replicas each model scorer has: one, or one with each engine that may be freed."""
+        """Number of replicas of each model scorer: one, or one with each engine that may be freed."""
         return engines if self.hosts_scorers(engines) else 1
 
     def describe(self, engines: int) -> str:
-        """All knobs in a line, as they work with so many engines."""
+        """Describe all knobs in one line, as they work with so many engines."""
         return ", ".join(f"{KNOBS[name].label} {self._shown(name, engines)}" for name in KNOBS)
 
     def _shown(self, name: str, engines: int) -> str:
@@ -153,13 +153,13 @@ KNOBS: Mapping[str, Knob] = {
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A setting of all knobs that has a name.
+    """Values of all knobs, under a name.
 
     Attributes:
-        knobs: what it sets them to.
+        knobs: their values.
         help: what it does, in a few words.
-        parts: knobs of it that ``stretto compare`` can take out, by the names of these parts.
-        several_engines: whether it is about several engines, and so not compared unless asked for.
+        parts: knobs that ``stretto compare`` can switch off one by one, by the names of these parts.
+        several_engines: it is about several engines, so it is not compared unless asked for.
     """
 
     knobs: Knobs

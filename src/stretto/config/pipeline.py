@@ -11,14 +11,14 @@ from stretto.config.base import NonNegativeInt, Positive, Section
 
 
 class PipelineConfig(Section):
-    """Where actor and critic are trained: in this process, or cut into stages on several ranks."""
+    """Training of actor and critic in this process, or cut into stages on several ranks."""
 
     ranks: NonNegativeInt = 0
     """Processes that train, each with a stage of the actor and one of the critic, on CPUs (whose threads they share out) or a GPU each; 0 trains in this process."""
     actor_stages: NonNegativeInt = 0
     """Pipeline stages of the actor; divides ranks, which hold ranks / actor_stages pipelines of it (data parallelism). 0 takes as many as ranks."""
     critic_stages: NonNegativeInt = 0
-    """Pipeline stages of the critic; likewise."""
+    """Pipeline stages of the critic, by the same rule."""
     schedule: Literal["fused", "serial"] = "fused"
     """fused: both models at once, in opposite directions, so that each fills the other's bubbles, by a schedule that is searched for. serial: 1F1B of the actor, then of the critic."""
     micro_batches: NonNegativeInt = 0
@@ -37,12 +37,12 @@ class PipelineConfig(Section):
         return f"pipeline.{model}_stages = {self.stages(model)}{derived}"
 
     def pipelines(self, model: Literal["actor", "critic"]) -> int:
-        """How many pipelines a model has."""
+        """Number of pipelines of a model."""
         return self.ranks // self.stages(model)
 
     @property
     def multiple(self) -> int:
-        """What the number of micro-batches must be divisible by, so that pipelines share evenly."""
+        """Divisor that the number of micro-batches must have, so that pipelines share evenly."""
         return math.lcm(self.pipelines("actor"), self.pipelines("critic"))
 
     @model_validator(mode="after")

@@ -32,13 +32,13 @@ __all__ = ["FOLDERS", "build", "describe", "dump", "load", "name_of", "names", "
 S = TypeVar("S", bound=Section)
 
 PACKAGE = "stretto.recipes"
-"""Where the packaged recipes are."""
+"""Package that holds the recipes."""
 
 RENAMED = {"schedule.batches_per_handover": "schedule.weight_sync_interval"}
-"""Settings of earlier versions, and what they are called now."""
+"""Names of settings in earlier versions, with their present names."""
 
 FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
-"""Where the packaged recipes of each kind of settings are."""
+"""Folder of the packaged recipes of each kind of settings, below the package's."""
 
 
 def names(kind: type[Section] = Config) -> list[str]:
@@ -62,7 +62,7 @@ def load(name_or_path: str | Path) -> Config: ...
 @overload
 def load(name_or_path: str | Path, kind: type[S]) -> S: ...
 def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
-    """Settings from a packaged recipe, a ``.toml`` file, or a run directory.
+    """Load settings from a packaged recipe, a ``.toml`` file, or a run directory.
 
     A packaged name wins over a folder of the same name in the working directory (``./name`` means
     the folder).
@@ -72,7 +72,7 @@ def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
         kind: of settings: ``Config``, ``SftConfig`` or ``RewardModelConfig``.
 
     Raises:
-        ConfigError: no such recipe or file, no valid TOML, an unknown key, or a value out of rule.
+        ConfigError: no such recipe or file, no valid TOML, an unknown key, or a value out of range.
     """
     name = str(name_or_path)
     if name in names(kind):
@@ -95,7 +95,7 @@ def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
 
 
 def name_of(name_or_path: str | Path) -> str:
-    """The short name that runs of a recipe are called by."""
+    """Short name of a recipe, after which its runs are named."""
     path = Path(name_or_path)
     if path.name == "config.toml":
         path = path.parent
@@ -105,7 +105,7 @@ def name_of(name_or_path: str | Path) -> str:
 
 
 def dump(config: Section) -> str:
-    """Every setting as TOML; :func:`load` of it gives an equal object."""
+    """Write every setting as TOML, from which :func:`load` makes an equal object."""
     return tomli_w.dumps(config.model_dump())
 
 
@@ -119,7 +119,7 @@ def build(data: Mapping[str, Any], where: str) -> Config: ...
 @overload
 def build(data: Mapping[str, Any], where: str, kind: type[S]) -> S: ...
 def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
-    """Settings from nested plain data, validated.
+    """Make settings from nested plain data, validated.
 
     Args:
         data: as TOML gives it; what is left out takes its default.
@@ -127,7 +127,7 @@ def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
         kind: of settings.
 
     Raises:
-        ConfigError: an unknown key, or a value out of rule; says all that is wrong.
+        ConfigError: an unknown key, or a value out of range; the message lists all faults.
     """
     try:
         return kind.model_validate(data)
@@ -148,7 +148,7 @@ def _packaged(name: str, kind: type[Section]) -> str:
 
 
 def _with_own_files(config: Any) -> Any:
-    """Files that come with the packaged recipes, by their full paths."""
+    """Replace names of files that come with the packaged recipes by their full paths."""
     folder = Path(str(resources.files(PACKAGE)))
 
     def located(name: str) -> str:
@@ -207,7 +207,7 @@ def _fits(data: Mapping[str, Any], kind: type[Section]) -> bool:
 def _other_command(
     where: str, theirs: Sequence[type[Section]], wanted: type[Section]
 ) -> ConfigError:
-    """Settings of another kind than a command takes, and what its user may have meant."""
+    """Error for settings of another kind than a command takes, with what its user may have meant."""
     commands = " or ".join(f"'stretto {_command(kind)}'" for kind in theirs)
     hint = f"give it to {commands}"
     if _is_run(where):
@@ -238,7 +238,7 @@ def _keys_of(section: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _explain(error: ErrorDetails, kind: type[Section]) -> str:
-    """One of pydantic's complaints as a sentence with the dotted key, the value and the rule."""
+    """Write one of pydantic's errors as a sentence with the dotted key, the value and the rule."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         # A setting that exists, but in another section, is what was meant more often than a typo.

@@ -23,10 +23,10 @@ from stretto.config.training import TrainingConfig
 
 
 class Config(Section):
-    """Everything a training run is made of."""
+    """All settings of a training run."""
 
     seed: Seed = 0
-    """Of data order, sampling and initialisation."""
+    """Seed of data order, sampling and initialisation."""
     steps: PositiveInt = 100
     """Batches to train on."""
     out: str = "runs"
@@ -34,7 +34,7 @@ class Config(Section):
     threads: NonNegativeInt = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
     runtime: Literal["inline", "local"] = "inline"
-    """Where roles work: on threads of this process, or each in a process of its own on this machine."""
+    """Place of the roles. inline: threads of this process. local: a process each, on this machine."""
     warmup_examples: NonNegativeInt = 0
     """Supervised examples trained on before RL, made from the task's own answers (for models from scratch)."""
     warmup_lr: Positive = 1e-3
@@ -52,7 +52,7 @@ class Config(Section):
 
     @property
     def remarks(self) -> list[str]:
-        """What of the settings does not do what one may expect of it, and is no contradiction."""
+        """Remarks on settings that are valid, but have no effect or not the expected one."""
         a, remarks = self.algorithm, []
         others = [name for name in own_settings() if name not in a.definition.settings]
         idle = [name for name in others if self._is_set(name)]
@@ -83,7 +83,7 @@ class Config(Section):
         return [*remarks, *self.schedule.remarks]
 
     def _is_set(self, name: str) -> bool:
-        """Whether a setting, by its dotted name, differs from its default."""
+        """Return whether a setting, by its dotted name, differs from its default."""
         section, _, key = name.partition(".")
         part = getattr(self, section)
         return bool(getattr(part, key) != type(part).model_fields[key].default)

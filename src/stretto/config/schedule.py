@@ -16,11 +16,11 @@ _RULES: dict[str, tuple[str, ...]] = {
     "overcommit_increment": ("equation4",),
     "overcommit_decrement": ("equation4",),
 }
-"""Settings that some of the rules for delta alone look at."""
+"""Settings of over-commitment that only some rules for delta read, with these rules."""
 
 
 class ScheduleConfig(Section):
-    """When each piece of work runs: four knobs, and how they are turned."""
+    """Order and overlap of the work: four knobs, and the settings that adapt them."""
 
     preset: PresetName = Field(default="sync", description=PRESET_HELP)
     score_on: Literal["preset", ScoreOn] = Field(
@@ -38,7 +38,7 @@ class ScheduleConfig(Section):
     chunk_window: Annotated[int, Field(gt=3)] = 50
     """Steps between two trials of chunk sizes."""
     overcommit_rule: Literal["equation4", "algorithm1", "throughput"] = "equation4"
-    """How 'auto' adapts delta. equation4: up by overcommit_increment while rewards rise, else down by overcommit_decrement. algorithm1: by a quarter, the other way round. throughput: what the lengths and latencies seen predict to be fastest."""
+    """Rule by which 'auto' adapts delta. equation4: up by overcommit_increment while rewards rise, else down by overcommit_decrement. algorithm1: by a quarter, down while rewards rise, up while they fall. throughput: to the delta that measured lengths and latencies predict to be fastest."""
     overcommit_start: NonNegativeInt = 0
     """Delta at the start of equation4 and algorithm1; 0 takes half of overcommit_max, or overcommit_min where that is more."""
     overcommit_max: NonNegativeInt = 0
@@ -52,26 +52,26 @@ class ScheduleConfig(Section):
     overcommit_decrement: NonNegativeInt = 1
     """Responses by which equation4 lowers delta."""
     max_carries: PositiveInt = 8
-    """How often a response may be carried at most; the step waits for what would be carried once more. Bounds delta: at most max_carries times the responses between two hand-overs."""
+    """Largest number of times that a response is carried into a next step; at this number, the step waits for it. Bounds delta: at most max_carries times the responses between two hand-overs."""
     carry: Literal["recompute", "reuse"] = "recompute"
-    """What happens to the keys and values of a carried response when the weights change: computed anew, or kept as they are."""
+    """Treatment of a carried response's keys and values when the weights change. recompute: computed anew. reuse: kept as they are."""
     weight_sync_interval: PositiveInt = 1
-    """Steps taken on what one version of the weights has generated (the off-policy dial N); for several updates on one batch see training.epochs."""
+    """Steps trained on responses of one version of the weights, before the next is handed over (the off-policy dial N). For several updates on one batch, set training.epochs."""
     threads: tuple[()] | tuple[PositiveInt, PositiveInt, PositiveInt] = ()
     """CPU threads of each engine, of scoring and of training where they overlap; empty shares the cores out."""
     deadline_s: Positive = 1800.0
-    """Seconds that a role may take to answer one call; then the run ends and says who did not answer."""
+    """Seconds that a role may take to answer one call. After that the run ends and names the role."""
 
     @property
     def knobs(self) -> Knobs:
-        """The knobs, those from the preset that are left to it."""
+        """The knobs; those set to 'preset' take the preset's values."""
         given = {name: getattr(self, name) for name in KNOBS}
         by_hand = {name: value for name, value in given.items() if value != "preset"}
         return replace(PRESETS[self.preset].knobs, **by_hand)
 
     @property
     def asks_to_migrate(self) -> bool:
-        """Whether it is not the preset that has stragglers moved together."""
+        """Return whether migration is on by its own setting, not by the preset."""
         return self.migrate != "preset" and self.knobs.on("migrate")
 
     def largest_overcommit(self, batch: int) -> int:
@@ -126,7 +126,7 @@ class ScheduleConfig(Section):
 
     @property
     def remarks(self) -> list[str]:
-        """Which settings of over-commitment nothing looks at."""
+        """Remarks on settings of over-commitment that have no effect."""
         fields, delta, rule = type(self).model_fields, self.knobs.overcommit, self.overcommit_rule
         changed = [
             name

@@ -23,7 +23,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. auto: bfloat16 where the hardware has it, else float32. Master weights are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the models live. auto: cuda when there is one."""
+    """Device of the models. auto: cuda when there is one."""
     lora_rank: NonNegativeInt = 0
     """Rank of LoRA adapters for actor and critic; 0 trains all weights."""
     lora_alpha: NonNegative = 16.0
@@ -46,7 +46,7 @@ class CriticConfig(Section):
 
 
 class TaskConfig(Section):
-    """Where prompts come from, and what the task's own reward function makes of an answer."""
+    """The task: its prompts, and the verifier of their answers."""
 
     kind: Literal["reasoning-gym", "dataset", "gsm8k"] = "reasoning-gym"
     """reasoning-gym: a procedural dataset with its verifier. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
@@ -57,7 +57,7 @@ class TaskConfig(Section):
     split: str = "train"
     """Split of a hub dataset."""
     held_out: float | str = 0.0
-    """What evaluation asks. A share from 0 to 1: of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
+    """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
     size: NonNegativeInt = 0
     """Rows to use; 0 takes all of a file or the hub (reasoning-gym: 100,000)."""
     prompt_column: str = "prompt"
@@ -71,7 +71,7 @@ class TaskConfig(Section):
     chat: Literal["auto", "on", "off"] = "auto"
     """Apply the tokenizer's chat template. auto: where the tokenizer has one."""
     extract: Literal["full", "last_number", "answer_tag"] = "full"
-    """What of the response the verifier sees: all, its last number, or what stands in <answer>...</answer>."""
+    """Part of the response that the verifier sees. full: all of it. last_number: its last number. answer_tag: the text in <answer>...</answer>."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out, counted and reported."""
 
@@ -99,20 +99,20 @@ class TaskConfig(Section):
 
 
 class RewardConfig(Section):
-    """What a response is worth."""
+    """The score of a response: its sources and their weights."""
 
     sources: tuple[str, ...] = ("task",)
-    """Summed: 'task' (its verifier), 'file.py:name' (a function with TRL's or verl's signature), 'model:NAME' (a reward model)."""
+    """Sources of the score, summed: 'task' (its verifier), 'file.py:name' (a function with TRL's or verl's signature), 'model:NAME' (a reward model)."""
     weights: tuple[float, ...] = ()
-    """One factor a source; empty means 1 each."""
+    """Factor of each source; empty means 1 each."""
     timeout_s: Positive = 30.0
     """Seconds that a function may take for one batch of responses."""
     on_failure: Literal["stop", "drop"] = "stop"
-    """When a function fails on a sample: stop the run, or drop the sample and report it."""
+    """Reaction to a function that fails on a sample. stop: end the run. drop: leave the sample out and report it."""
     missing_eos: Literal["off", "replace", "subtract"] = "replace"
-    """For a response that hit the token limit: keep the score, replace it by the penalty, or subtract the penalty."""
+    """Score of a response that hit the token limit. off: as it is. replace: the penalty in its place. subtract: less the penalty."""
     missing_eos_penalty: float = -1.0
-    """replace: the score it gets. subtract: its absolute value is taken off."""
+    """The penalty. replace: the score itself. subtract: its absolute value is subtracted."""
 
     @property
     def factors(self) -> dict[str, float]:
@@ -135,7 +135,7 @@ class RewardConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the actor generates."""
+    """Generation by the actor."""
 
     batch: PositiveInt = 32
     """Responses per step."""
@@ -156,7 +156,7 @@ class RolloutConfig(Section):
     engines: PositiveInt = 1
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
-    """Prompt tokens worked on between two decode steps, at most."""
+    """Most prompt tokens processed between two decode steps."""
     cuda_graphs: bool = True
     """Replay decode steps as CUDA graphs, on CUDA."""
 
@@ -175,13 +175,13 @@ class RolloutConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What a run shows and keeps."""
+    """Display, metrics and files of a run."""
 
     progress: Literal["auto", "rich", "plain", "off"] = "auto"
     """Live display. auto: rich on a terminal, else plain lines."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where metrics go besides metrics.jsonl."""
+    """Trackers that get the metrics, besides metrics.jsonl."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
     checkpoint_every: NonNegativeInt = 0
-    """Steps between checkpoints to resume from; 0 writes none but the model at the end."""
+    """Steps between checkpoints to resume from; 0 writes only the model, at the end."""

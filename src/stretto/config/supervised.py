@@ -18,7 +18,7 @@ from stretto.config.sections import ModelConfig, ObserveConfig
 from stretto.config.training import OptimizerConfig
 
 _WITHOUT_EFFECT = ("samples", "checkpoint_every")
-"""Settings of observation that supervised training would not look at, and so refuses."""
+"""Settings of observation without effect on supervised training, which refuses them."""
 
 
 class RowsConfig(Section):
@@ -35,7 +35,7 @@ class RowsConfig(Section):
     max_tokens: PositiveInt = 1024
     """Longer sequences, prompt counted, are left out whole, counted and reported."""
     on_error: Literal["stop", "drop"] = "stop"
-    """When a row cannot be used (empty, malformed, two equal sides): stop, or leave it out and report how many."""
+    """Reaction to a row that cannot be used (empty, malformed, two equal sides). stop: end the run. drop: leave it out and report the number."""
     chat: Literal["auto", "on", "off"] = "auto"
     """Apply the tokenizer's chat template to text. auto: where the tokenizer has one, but for pairs without a prompt of their own, whose texts are taken as they are."""
     system: str = ""
@@ -52,43 +52,43 @@ class RowsConfig(Section):
 
 
 class DemonstrationsConfig(RowsConfig):
-    """What supervised fine-tuning learns from."""
+    """Demonstrations that supervised fine-tuning learns from."""
 
     messages_column: str = "messages"
-    """Column with conversations, of which every assistant turn is trained on; where the data has none, or with '', the next two are read."""
+    """Column with conversations, whose assistant turns are all trained on. Without it in the data, or with '', the next two columns are read."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     completion_column: str = "completion"
-    """Column with what is trained on: text, or a list of chat messages."""
+    """Column with the completion, which is trained on: text, or a list of chat messages."""
 
 
 class PairsConfig(RowsConfig):
-    """What a reward model learns from."""
+    """Pairs of responses that a reward model learns from."""
 
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of the pairs, rounded up, that is measured on and not trained on; pairs with one prompt stay together. 0 holds none out."""
     prompt_column: str = "prompt"
-    """Column with the prompt: text or messages. Where the data has none, the sides must share turns or messages, which are it; with '', it is what both texts begin with."""
+    """Column with the prompt: text or messages. Without it in the data, the two sides must share their first turns or messages, which are then the prompt. With '', the prompt is the text that both begin with."""
     chosen_column: str = "chosen"
     """Column with the preferred response: text or messages."""
     rejected_column: str = "rejected"
-    """Column with the other one."""
+    """Column with the other response: text or messages."""
 
 
 class SupervisedTrainingConfig(OptimizerConfig):
-    """How weights are moved: AdamW on fp32 masters."""
+    """Optimizer of supervised training: AdamW on fp32 masters."""
 
     lr: Positive = 1e-5
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up: stay, or fall to zero at the last update."""
+    """Learning rate after the warm-up: constant, or falling to zero at the last update."""
 
 
 class SupervisedConfig(Section):
-    """What both kinds of supervised training have."""
+    """Settings that both kinds of supervised training have."""
 
     seed: Seed = 0
-    """Of data order, of the held-out part and of initialisation."""
+    """Seed of data order, of the held-out part and of initialisation."""
     steps: NonNegativeInt = 0
     """Updates to take, over as many epochs as that needs; 0 takes training.epochs of them."""
     batch: PositiveInt = 32

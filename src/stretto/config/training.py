@@ -15,18 +15,18 @@ from stretto.config.base import (
 
 
 class OptimizerConfig(Section):
-    """How weights are moved: AdamW on fp32 masters."""
+    """Optimizer: AdamW on fp32 masters."""
 
     lr: Positive = 3e-6
     """Peak learning rate (of the actor)."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or fall to zero at the last step."""
+    """Learning rate after the warm-up: constant, or falling to zero at the last step."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the rates rise from zero."""
     weight_decay: NonNegative = 0.0
-    """AdamW's."""
+    """Weight decay of AdamW."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """AdamW's."""
+    """Betas of AdamW."""
     grad_clip: NonNegative = 1.0
     """Largest gradient norm, of each model; 0 is off."""
     epochs: PositiveInt = 1
@@ -36,14 +36,14 @@ class OptimizerConfig(Section):
 
 
 class TrainingConfig(OptimizerConfig):
-    """How the learner takes a step."""
+    """Steps of the learner."""
 
     critic_lr: Positive = 1e-5
     """The critic's peak learning rate."""
     minibatches: PositiveInt = 1
     """Optimizer updates in one pass."""
     ratio_tolerance: NonNegative = 0.0
-    """How far engine and learner may be apart, as the root mean square difference of their log-probs of responses of the very same weights. 0 measures at the start what rounding does, and allows twice that (docs/ppo.md)."""
+    """Largest root mean square difference between the log-probs of engine and learner, on responses of the very same weights. 0 measures the effect of rounding at the start, and allows twice that (docs/ppo.md)."""
 
     @property
     def updates(self) -> int:

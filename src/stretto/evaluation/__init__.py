@@ -1,4 +1,4 @@
-"""What a policy is worth, and what has it cost: right answers, win-rates, drift from the SFT model.
+"""Measures of a policy: right answers, win-rates, drift from the SFT model.
 
 A policy answers held-out prompts once; every measure looks at the same responses.
 """

@@ -108,18 +108,18 @@ def generate(
 
 
 def say(text: str) -> None:
-    """Standard output is for the answers."""
+    """Print to standard error; standard output is for the answers."""
     print(text, file=sys.stderr)
 
 
 class WholeScorer(Protocol):
-    """What scores finished rollouts."""
+    """A scorer of finished rollouts."""
 
     def admit(self, responses: Sequence[Response]) -> None:
-        """Learn of them."""
+        """Take in responses that will be scored."""
 
     def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Score them, in the order asked."""
+        """Return the scores of these rollouts, in the order asked."""
         ...
 
 

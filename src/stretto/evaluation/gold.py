@@ -29,7 +29,7 @@ def open_gold(
     stack: ExitStack,
     ends: frozenset[int] = frozenset(),
 ) -> WholeScorer:
-    """What scores whole responses.
+    """Open a source of rewards, to score whole responses.
 
     Args:
         source: as in ``reward.sources``: 'task', 'file.py:name' or 'model:NAME'.

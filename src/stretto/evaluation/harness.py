@@ -23,8 +23,8 @@ FEWSHOT: Mapping[str, int] = {
     "truthfulqa_mc2": 0,
     "gsm8k": 5,
 }
-"""Examples in the prompt, as in OPPO's table of final accuracies; other benchmarks say themselves
-how many they take."""
+"""Examples in the prompt, as in OPPO's table of final accuracies; other benchmarks define their own
+number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How far a policy has gone from the model that it started from.
+"""Distance of a policy from the model that it started from.
 
 Shapes: N response tokens of a micro-batch; T tokens of one response.
 """

@@ -46,7 +46,7 @@ RESPONSES = "responses"
 
 @dataclass(frozen=True, slots=True)
 class LabelResult:
-    """What became of a preference file.
+    """Result of labelling: the file, and the counts of its rows.
 
     Attributes:
         by: the source of the labels.
@@ -56,8 +56,8 @@ class LabelResult:
         ties: left out, as the source scores both sides the same, or they are the same text.
         empty: left out, as a side has no text (responses sampled here only).
         unended: left out, as fewer than two responses ended before the token limit (likewise).
-        flipped: of the kept rows, those that were labelled the other way round; ``None`` where
-            there were no labels before.
+        flipped: kept rows that were labelled the other way round before; ``None`` if there were
+            no labels before.
     """
 
     by: str
@@ -299,7 +299,7 @@ def _several(index: int, row: Row, data: PairsConfig) -> _Row:
 def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
-    """What turns rows into tokens: a reward model's own, or for functions bytes."""
+    """Tokenizer and layout that turn rows into tokens: a reward model's, or for functions bytes."""
     if not by.startswith(MODEL):
         return byte_tokenizer(), None
     path, trust = resolve(by.removeprefix(MODEL), say), config.model.trust_remote_code
@@ -317,7 +317,7 @@ class _Read:
 
 
 def _reading(row: _Row, layout: PromptLayout | None) -> _Read:
-    """With a layout in a reward model's tokens; without one as bytes, for functions."""
+    """Read a row in a reward model's tokens with a layout, or as bytes for functions."""
     try:
         if layout is None:
             responses = [tuple(utf8(text, "a text")) for text in row.responses]
@@ -371,7 +371,7 @@ def _labelled(row: _Row, scores: Sequence[float], config: RewardModelConfig) -> 
 
 
 def _check_out(out: Path, source: str) -> None:
-    """Before the work rather than after it.
+    """Check the output file before the work rather than after it.
 
     Raises:
         ConfigError: the file cannot be written, or is what is read.

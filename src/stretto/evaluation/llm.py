@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 RETRIES = 4
-"""After a lost connection, a rate limit or a server's error, with growing pauses."""
+"""Retries after a lost connection, a rate limit or a server's error, with growing pauses."""
 
 ANSWER_TOKENS = 512
-"""Of a judge's answer."""
+"""Longest answer of a judge."""
 
 OPTIONS: Mapping[str, Any] = {"temperature": 0, "max_tokens": ANSWER_TOKENS}
-"""Under the names that all servers know."""
+"""Options of a question, under the names that all servers know."""
 
 REASONING_OPTIONS: Mapping[str, Any] = {"max_completion_tokens": 8 * ANSWER_TOKENS}
-"""For models that refuse those: they think at a temperature of their own, and what they think is
-counted as answered."""
+"""Options for models that refuse those: they think at a temperature of their own, and their
+thoughts count as part of the answer."""
 
 Verdict = Literal["A", "B", "tie"]
 
@@ -67,14 +67,14 @@ _SHOWN = """\
 </response_b>"""
 
 _VERDICT = re.compile(r"verdict\W*\b(a|b|tie)\b(.*)", re.IGNORECASE)
-"""With what follows on the line."""
+"""The verdict, with the rest of its line."""
 
 
 @dataclass(frozen=True, slots=True)
 class LlmJudge:
-    """Which judge, and how it is asked.
+    """A judge, and the way to ask it.
 
-    The key is taken from OPENAI_API_KEY. A server of one's own mostly needs none.
+    The key is taken from OPENAI_API_KEY. A server of your own mostly needs none.
 
     Attributes:
         model: the endpoint's name for it.
@@ -98,7 +98,7 @@ class LlmJudge:
 
 @dataclass(frozen=True, slots=True)
 class JudgedPair:
-    """What is compared."""
+    """Two responses to compare, with their prompt."""
 
     prompt: Prompt
     policy: str
@@ -132,10 +132,10 @@ class Judgement:
 
 
 def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
-    """What has pairs judged, each in both orders; nothing is sent yet.
+    """Make a function that has pairs judged, each in both orders; nothing is sent yet.
 
-    What is returned raises ``JudgeError`` where a question got no answer in time or was refused,
-    or no pair has two verdicts.
+    The function raises ``JudgeError`` if a question got no answer in time or was refused, or if no
+    pair has two verdicts.
 
     Raises:
         MissingExtraError: the library is not installed.

@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was measured; ``None`` for what was not asked.
+    """Results of an evaluation; ``None`` for measures that were not asked for.
 
     Attributes:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
         samples: responses of the policy.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
-        temperature: they were sampled at.
+        temperature: at which they were sampled.
         mean_tokens: response tokens.
         ended: share of the responses that ended before the token limit.
         win_rate: by the first source that was asked for.
         win_rates: by each source, in the order asked for.
         distinct: different prompts among those of the responses.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
-        seen: the same in words.
+        seen: the overlap in words.
     """
 
     rows: str

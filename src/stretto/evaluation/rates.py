@@ -1,4 +1,4 @@
-"""How often one side is preferred to the other."""
+"""Rates at which one side is preferred to the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WinRate:
 
 
 def compare(by: str, scores: Sequence[float], references: Sequence[float]) -> WinRate:
-    """Pair by pair; at least one pair."""
+    """Compare scores pair by pair; at least one pair."""
     points = [point(a - b) for a, b in zip(scores, references, strict=True)]
     return WinRate(
         by=by,
@@ -47,10 +47,10 @@ def compare(by: str, scores: Sequence[float], references: Sequence[float]) -> Wi
 
 
 def point(difference: float) -> float:
-    """What a pair counts: 1 for a win, one half for a tie, 0 for a loss."""
+    """Points of a pair: 1 for a win, one half for a tie, 0 for a loss."""
     return 0.5 if difference == 0 else float(difference > 0)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their mean: sqrt(variance / n), the variance with the denominator n."""
+    """Standard error of the mean: sqrt(variance / n), the variance with the denominator n."""
     return math.sqrt(pvariance(values) / len(values))

@@ -1,4 +1,4 @@
-"""What an evaluation asks: prompts that training leaves out, and how many of them it did not.
+"""Prompts of an evaluation, and the share of them that training asks too.
 
 Rows are told apart by what they ask (:mod:`stretto.tasks.content`), never by seed or place.
 """
@@ -28,8 +28,8 @@ SEED = 1000
 what training's rows ask: what holds a prompt out is ``task.held_out``."""
 
 PATIENCE = 2000
-"""After so many rows of a procedural task (over the share held out) without a new prompt, it is
-taken to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5.
+"""Rows of a procedural task (over the share held out) without a new prompt, after which it is taken
+to have no others. One of 200 equally frequent prompts is missed with a probability of 4e-5.
 """
 
 
@@ -44,7 +44,7 @@ class Questions:
         distinct: how many of them are different.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
-        unknown: why it is not; empty where it is.
+        unknown: why the overlap is not known; empty if it is.
     """
 
     rows: str
@@ -56,7 +56,7 @@ class Questions:
 
     @property
     def seen(self) -> str:
-        """How many of the prompts training asks too, in words."""
+        """Number of the prompts that training asks too, in words."""
         if self.overlap is None:
             return f"not known: {self.unknown}"
         asked = round(self.overlap * len(self.prompts))
@@ -81,7 +81,7 @@ def measured_on(config: Config) -> Config:
 
 
 def rows_of(config: Config) -> str:
-    """What an evaluation under these settings reads, for people."""
+    """Describe, for people, the rows that an evaluation under these settings reads."""
     read = measured_on(config)
     task = read.task
     if task.kind == "reasoning-gym":
@@ -152,8 +152,9 @@ def questions(
 def _asked_in_training(
     config: Config, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[set[str] | None, str]:
-    """What training under these settings asks, the prompts that turn out too long included; or
-    ``None``, and why it is not known.
+    """Contents of the prompts that training under these settings asks, too long ones included.
+
+    ``None``, and the reason, if they are not known.
     """
     if not config.task.name:
         return None, "the settings name no rows to train on"

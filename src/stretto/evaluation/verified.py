@@ -28,7 +28,7 @@ class EvalResult:
         distinct: different prompts among theirs.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
-        seen: the same in words.
+        seen: the overlap in words.
         pass_at_1: share of right answers: those with full credit from the verifier.
         pass_at_1_standard_error: sqrt(p (1 - p) / n).
         mean_score: mean of the verifier's scores, partial credit included.

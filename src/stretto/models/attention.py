@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 NAME = "stretto"
-"""What the attention is called in a model's config."""
+"""Name of the attention in a model's config."""
 
 LONGEST = {torch.bfloat16: 256, torch.float32: 64}
 """Tokens up to which plain products win, by type; measured (docs/performance.md)."""
 
 
 def use_short_attention(model: Any) -> None:
-    """Let a transformers model on a CPU use this attention for what it covers.
+    """Let a transformers model on a CPU use this attention for the calls that it covers.
 
-    Everything else goes where it went before, so a model that asked for something other than
+    All other calls go where they went before. So a model that asked for something other than
     torch's fused attention is left alone.
     """
     if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
@@ -35,7 +35,7 @@ def use_short_attention(model: Any) -> None:
 
 
 def register() -> None:
-    """Make it known to transformers, in this process: for a model that came from another."""
+    """Make the attention known to transformers here, for a model that came from another process."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -52,7 +52,7 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
+    """Attend, in the form that transformers calls: [b, heads, L, d] to [b, L, heads, d]."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     length = query.shape[2]

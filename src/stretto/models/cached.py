@@ -78,10 +78,11 @@ def check_cache(
     newest: Callable[[Tensor, Tensor, int], Tensor],
     head: Callable[[Tensor], Tensor],
 ) -> None:
-    """Prefill, continued prefill and a last token over rows of two lengths must be the plain pass.
+    """Check that passes over the cache give what a plain pass gives.
 
-    All layers take part, and so every kind of layer. Beyond sliding windows is looked with windows
-    of a few tokens. What else begins late in a sequence is not seen.
+    Prefill, continued prefill and a last token are checked, over rows of two lengths, through all
+    layers. Sliding windows are narrowed to a few tokens, to look beyond them. Other effects that
+    begin late in a sequence are not seen.
 
     Args:
         own: over a cache of its own, with 2 slots and :data:`CHECKED` positions.
@@ -89,7 +90,7 @@ def check_cache(
         head: the same of the hidden states [2, H] of a plain pass.
 
     Raises:
-        EngineError: they are not: the model keeps state besides keys and values, or takes no masks.
+        EngineError: they differ: the model keeps state besides keys and values, or takes no masks.
     """
     model: Any = own.backbone
     with _explained(model):
@@ -115,11 +116,11 @@ CHECKED = 24
 """Tokens of the longest sequence that a model is checked on."""
 
 _NARROW = 4
-"""Tokens that layers with a window see while that is checked."""
+"""Tokens that layers with a window see during the check."""
 
 
 def _check_windows(own: CachedPass, vocabulary: int) -> None:
-    """Hidden states beyond narrowed windows must be the plain pass's.
+    """Check that hidden states beyond narrowed windows are the plain pass's.
 
     A model that was never trained with such windows may answer to them with hidden states in which
     rounding is large at some positions. So what counts is the median position, and how much of the
@@ -185,7 +186,7 @@ def _plain(own: CachedPass, row: Sequence[int]) -> Tensor:
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Turns what a model raises that cannot be driven over slots into an error with a remedy."""
+    """Turn errors of a model that cannot run over slots into one with a remedy."""
     try:
         yield
     except EngineError:
@@ -199,10 +200,11 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
-    """How many slots of a model's cache fit into so much memory; 0 when not even one does.
+    """Count the slots of a model's cache that fit into so much memory; 0 if not even one does.
 
-    What a token takes is measured, on one token: layers may differ in it, share it, or keep it in a
-    latent form. A slot takes what :meth:`SlotCache.reserve` allocates for ``positions``.
+    The bytes of a token are measured, on one token: layers may differ in them, share them, or keep
+    them in a latent form. A slot takes the bytes that :meth:`SlotCache.reserve` allocates for
+    ``positions``.
 
     Args:
         model: a causal model.

@@ -13,7 +13,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def with_own_structure(model: M) -> M:
-    """Another tree of modules over the very same parameters and buffers.
+    """Make another tree of modules over the very same parameters and buffers.
 
     What is changed on a module (its mode, a forward pass put in place of its own, whether adapters
     are on) is then seen by one of the two only, so that each can be used in a thread of its own.

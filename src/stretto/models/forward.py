@@ -36,7 +36,7 @@ def backbone(model: nn.Module) -> nn.Module:
     """The text decoder without the head: token ids -> last hidden state (final norm applied).
 
     Raises:
-        ModelError: the model does not say which of its parts that is.
+        ModelError: the model does not say which of its parts is the decoder.
     """
     lm = unwrapped(model)
     if lm.base_model is lm:

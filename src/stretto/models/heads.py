@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HEAD_NAMES = ("score", "classifier")
-"""What transformers calls the linear layer of a sequence classifier."""
+"""Names that transformers gives the linear layer of a sequence classifier."""
 
 
 def scalar_head(model: nn.Module) -> nn.Module:
@@ -59,7 +59,7 @@ def apply_scalar_head(model: nn.Module, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def zero_scalar_head(model: nn.Module) -> None:
-    """Make every output 0: the best constant guess, and where an untrained critic starts."""
+    """Make every output 0: the best constant guess, and the start of an untrained critic."""
     for parameter in scalar_head(model).parameters():
         parameter.zero_()
 
@@ -84,7 +84,7 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
     Args:
         lm: gives its backbone away; not to be used any more.
-        seed: of the head.
+        seed: seed of the head.
 
     Raises:
         ModelError: transformers has no sequence classifier for this architecture.
@@ -134,7 +134,7 @@ def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iter
         ends: tokens that end a response.
 
     Returns:
-        Whether there is such a token. Without one the config has none, and transformers refuses
+        Whether a padding token was found. Without one the config has none, and transformers refuses
         batches of several rows rather than read them wrongly.
     """
     taken = {*ends, tokenizer.eos_token_id}

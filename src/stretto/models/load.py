@@ -41,7 +41,7 @@ def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
-    """The type to compute in; ``auto`` is what :func:`fastest_dtype` finds."""
+    """The type to compute in; for ``auto`` the one that :func:`fastest_dtype` finds."""
     if name == "auto":
         return fastest_dtype(device)[0]
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
@@ -201,7 +201,7 @@ def _zero_dropout(config: PreTrainedConfig) -> None:
 
 @torch.no_grad()
 def _check_decoder(model: PreTrainedModel, path: Path | str) -> None:
-    """Runs two sequences that differ in their last token: the logits before it must not differ."""
+    """Run two sequences that differ in their last token: the logits before it must not differ."""
     fault = _fault(model)
     if fault:
         raise ModelError(
@@ -212,7 +212,7 @@ def _check_decoder(model: PreTrainedModel, path: Path | str) -> None:
 
 
 def _fault(model: PreTrainedModel) -> str:
-    """What keeps a model from being trained; empty without a fault."""
+    """Find the fault that keeps a model from being trained; empty without one."""
     ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=model.device)
     try:
         outputs = model(input_ids=ids, use_cache=True)
@@ -231,7 +231,7 @@ def _fault(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _explained(path: Path | str, what: str) -> Iterator[None]:
-    """Turns what transformers raises on a bad checkpoint into a ModelError with a remedy."""
+    """Turn errors of transformers on a bad checkpoint into a ModelError with a remedy."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:
@@ -252,7 +252,7 @@ def _explained(path: Path | str, what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings of transformers; what they were set to comes back after."""
+    """Switch off progress bars and warnings of transformers; restore their settings afterwards."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -267,7 +267,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def set_checkpointing(model: torch.nn.Module, config: ModelConfig) -> None:
-    """Recompute activations in the backward pass, where the settings ask for it."""
+    """Recompute activations in the backward pass, if the settings ask for it."""
     if config.gradient_checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the new name is not in all of 5.x

@@ -26,7 +26,7 @@ MIN_SLICE = 1024
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What turns the last hidden state into logits.
+    """The layer that turns the last hidden state into logits.
 
     Attributes:
         weight: [V, H].
@@ -46,7 +46,7 @@ class OutputHead:
         return self.finish(F.linear(hidden, self.weight[start:stop], bias))
 
     def finish(self, raw: Tensor) -> Tensor:
-        """From the linear layer's output to logits: at least float32, scaled, capped."""
+        """Turn the linear layer's output into logits: at least float32, scaled, capped."""
         logits = raw if raw.dtype == torch.float64 else raw.float()
         if self.scale != 1.0:
             logits = logits * self.scale

@@ -71,8 +71,8 @@ def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
     """Make the model inside whole again: adapters merged into its weights, its own modules back.
 
     Args:
-        wrapped: what :func:`add_lora` made of the model.
-        trained: what :func:`trained_names` said of the model before that.
+        wrapped: the model that :func:`add_lora` returned.
+        trained: the names that :func:`trained_names` gave for the model before that.
     """
     adapted: Any = wrapped
     model: nn.Module = adapted.merge_and_unload()
@@ -81,7 +81,7 @@ def merge_lora(wrapped: nn.Module, trained: frozenset[str]) -> None:
 
 
 def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
-    """Every target is there, takes an adapter, and holds its weight alone."""
+    """Check that every target is there, takes an adapter, and shares its weight with no other."""
     modules = dict(model.named_modules())
     chosen: dict[str, nn.Module] = {}
     for target in targets:
@@ -109,7 +109,7 @@ def _takes_adapter(module: nn.Module) -> bool:
 
 
 def _check_tied(modules: Mapping[str, nn.Module], chosen: Mapping[str, nn.Module]) -> None:
-    """An adapter is of one layer; merged into a weight of two, it would change both."""
+    """Refuse an adapter of a weight that two layers share: merged, it would change both."""
     weights = {id(module.weight): name for name, module in chosen.items()}
     for name, module in modules.items():
         of = weights.get(id(getattr(module, "weight", None)))

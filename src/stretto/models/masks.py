@@ -17,15 +17,15 @@ Masks = Tensor | Mapping[str, Tensor]
 
 
 WINDOW = "sliding_window"
-"""What configs call the number of last tokens that a layer with a window sees."""
+"""Setting of a model's config: the number of last tokens that a layer with a window sees."""
 
 
 class LayerMasks:
     """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer.
 
     Args:
-        config: of the text decoder. Its window is read anew for each mask, as transformers does.
-        dtype: that the model computes in.
+        config: the text decoder's. Its window is read anew for each mask, as transformers does.
+        dtype: type that the model computes in.
 
     Raises:
         EngineError: a layer keeps other state than keys and values, or windows differ in size.
@@ -53,7 +53,7 @@ class LayerMasks:
 
     @property
     def window(self) -> int:
-        """How many tokens a layer with a window sees; 0 where no layer has one."""
+        """Number of tokens that a layer with a window sees; 0 if no layer has one."""
         return int(getattr(self._config, WINDOW, None) or 0) if self._windowed else 0
 
     def __call__(self, positions: Tensor, read: int) -> Masks:
@@ -68,7 +68,7 @@ class LayerMasks:
         return {"full_attention": full, "sliding_attention": near} if self._mixed else near
 
     def _form(self, mask: Tensor) -> Tensor:
-        """Eager attention adds its mask to the scores."""
+        """Bring a mask into the form of the attention; eager attention adds it to the scores."""
         if not self._additive:
             return mask
         low = torch.finfo(self._dtype).min

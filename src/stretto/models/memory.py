@@ -1,4 +1,4 @@
-"""How much memory the four models of PPO take, in the two ways people count it.
+"""Memory of the four models of PPO, in the two ways people count it.
 
 Both count weights, gradients and optimizer states only; activations, the KV cache and buffers come
 on top. ``P`` stands for the parameters of one model; all four are taken to be of one size.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Role = Literal["actor", "critic", "reference", "reward", "model"]
-"""``model`` is the only one of supervised training."""
+"""Models of a run; ``model`` is the only one in supervised training."""
 ROLES: tuple[Role, ...] = ("actor", "critic", "reference", "reward")
 TRAINED_ROLES: frozenset[Role] = frozenset({"actor", "critic", "model"})
 
@@ -30,7 +30,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """What one model takes, in bytes.
+    """Memory of one model, in bytes.
 
     Attributes:
         weights_bytes: parameters, with adapters where there are any.
@@ -45,7 +45,7 @@ class RoleMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Bytes of the model."""
         return self.weights_bytes + self.gradients_bytes + self.adam_bytes
 
 
@@ -57,11 +57,11 @@ class Counting:
 
     @property
     def total_bytes(self) -> int:
-        """Of all models."""
+        """Bytes of all models."""
         return sum(role.total_bytes for role in self.roles)
 
     def gpus(self, gpu_bytes: int = GPU_BYTES) -> int:
-        """The fewest GPUs whose memory together holds it."""
+        """Fewest GPUs whose memory together holds all models."""
         return math.ceil(self.total_bytes / gpu_bytes)
 
 
@@ -132,7 +132,7 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
 
     Raises:
         ModelError: the model's architecture cannot be read, or is none of a causal language model.
-        ConfigError: it takes no such adapters.
+        ConfigError: the model takes no such adapters.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -230,7 +230,7 @@ def plan_for_one(config: ModelConfig) -> MemoryPlan:
 
 
 def parse_parameters(text: str) -> int | None:
-    """'7B', '135M', '1.5b' or '7_000_000_000' as a count; ``None`` when it is not a number."""
+    """Read '7B', '135M', '1.5b' or '7_000_000_000' as a count; ``None`` if it is no number."""
     match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
     if match is None:
         return None

@@ -1,4 +1,4 @@
-"""How long a sequence a model can read."""
+"""Longest sequence that a model can read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How fast a CPU multiplies matrices of a type, measured: what ``model.dtype = auto`` goes by.
+"""Measured speed of a CPU's matrix products by type, by which ``model.dtype = auto`` chooses.
 
-Instruction sets do not tell. One CPU has bfloat16 products (AVX512-BF16) at half the speed of its
-float32 ones, and another, with the same flag, at twice their speed.
+Instruction sets do not tell it. One CPU has bfloat16 products (AVX512-BF16) at half the speed of
+its float32 ones, and another, with the same flag, at twice their speed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import lru_cache
 import torch
 
 ROWS, INNER, OUTER = 256, 768, 3072
-"""Of the product: a micro-batch's tokens, hidden size and 4 hidden sizes of a small model."""
+"""Sizes of the product: a micro-batch's tokens, a small model's hidden size and 4 times that."""
 REPEATS = 6
-"""Of each type, in turn; the fastest counts, as the others were disturbed."""
+"""Products of each type, in turn; the fastest counts, as the others were disturbed."""
 GAIN = 1.2
-"""How much faster bfloat16 must be: float32 is the more exact, and a near tie would fall either way
-from run to run.
+"""Least speed-up for which bfloat16 is chosen: float32 is more exact, and a near tie would fall
+either way from run to run.
 """
 
 Timer = Callable[[torch.dtype], float]
@@ -48,7 +48,7 @@ def cpu_rates(threads: int) -> Rates:
     """Measure both types, once in a process: some 50 ms.
 
     Args:
-        threads: of torch; only what has the same number is comparable.
+        threads: of torch; only rates with the same number are comparable.
     """
     before = torch.get_num_threads()
     if threads == before:
@@ -89,7 +89,7 @@ class _Product:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 itself; elsewhere it is emulated, and far slower.
+    """Return whether the CPU multiplies bfloat16 itself; elsewhere it is emulated, and far slower.
 
     On x86, oneDNN already says yes to AVX512 alone, so the instruction sets are asked for by name.
     On ARM it reads the very instruction.

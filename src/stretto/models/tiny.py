@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TINY_FORMAT = 1
-"""Raised whenever :func:`make_tiny` writes something else than before."""
+"""Version of the files; to be raised whenever :func:`make_tiny` writes something else."""
 
 _PAD, _BOS, _EOS = 256, 257, 258
 

@@ -1,6 +1,4 @@
-"""Weights as things to look at and to hand over: whether a model can be run and trained at all,
-fingerprints, and loading what was handed over.
-"""
+"""Checks, fingerprints and loading of weights."""
 
 from __future__ import annotations
 
@@ -19,12 +17,12 @@ SAMPLES = 256
 
 
 TRAINED_TYPES = (torch.float32, torch.bfloat16)
-"""In which models are trained; the masters of weights are float32."""
+"""Types in which models are trained; the masters of weights are float32."""
 
 
 @torch.no_grad()
 def require_finite(model: nn.Module, what: str) -> None:
-    """Refuse weights that are no numbers, out of which nothing but such can come.
+    """Refuse weights that are NaN or infinite.
 
     Args:
         model: any.

@@ -1,4 +1,4 @@
-"""What a run shows and keeps: run directory, metrics, trace, progress, trackers, spans, report."""
+"""Display and records of runs: run directory, metrics, trace, progress, trackers, spans, report."""
 
 from stretto.observe.progress import Progress, make_progress
 from stretto.observe.recorder import Recorder

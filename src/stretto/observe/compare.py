@@ -26,10 +26,10 @@ SMOOTHED_STEPS = 10
 """Steps that a smoothed reward is the mean of; half the steps of a run shorter than twice that."""
 
 TARGET_SHARE = 0.95
-"""How much of the baseline's own rise in reward has to be reached, where no target is given."""
+"""Share of the baseline's own rise in reward that is the target, if none is given."""
 
 ALL_DEVICES = "all devices"
-"""Stands among the roles for the mean over the devices, where a simulated run knows them."""
+"""Name, among the roles, of the mean over all devices, which simulated runs know."""
 
 Figures = Mapping[str, float | None]
 """A run's figures by key; ``None`` for one that it does not have, or a target not reached."""
@@ -37,7 +37,7 @@ Figures = Mapping[str, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is compared of one run that took all its steps.
+    """Figures to compare of one run that took all its steps.
 
     Attributes:
         times_s: seconds since the run's start at the end of each step.
@@ -58,7 +58,7 @@ class Outcome:
 
     @classmethod
     def of(cls, variant: str, seed: int, run: Run) -> Self:
-        """From a run's records."""
+        """Make the outcome from a run's records."""
         trained = Counter(r.step for r in run.rollouts if r.state == "trained")
         times_s = run.times_s()
         total_s = max(times_s.values(), default=0.0)
@@ -80,18 +80,18 @@ def smoothed(rewards: Sequence[float], window: int) -> list[float]:
 
 
 def three_digits(value: float) -> str:
-    """With three significant digits, or as a whole number where it has more."""
+    """Write a number with three significant digits, or as a whole number if it has more."""
     decimals = 2 - math.floor(math.log10(abs(value))) if value else 2
     return f"{value:.{max(decimals, 0)}f}"
 
 
 def counted(value: float) -> str:
-    """A mean of whole numbers: '12', '12.5'."""
+    """Write a mean of whole numbers: '12', '12.5'."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def percent(share: float) -> str:
-    """'12.3 %'."""
+    """Write a share as '12.3 %'."""
     return f"{100 * share:.1f} %"
 
 
@@ -163,7 +163,7 @@ class Comparison:
         return "\n".join(_aligned(lines))
 
     def notes(self) -> list[str]:
-        """What has to be known to read the table, a sentence or two each."""
+        """Notes without which the table cannot be read, a sentence or two each."""
         means = f"mean of {self.window} steps" if self.window > 1 else "reward of one step"
         notes = [
             self._target_note,
@@ -234,7 +234,7 @@ class Comparison:
         }
 
     def _add_speedups(self) -> None:
-        """Of each run, relative to the baseline's run with the same seed."""
+        """Add each run's speed-up over the baseline's run with the same seed."""
         baseline = self.figures.get(BASELINE, {})
         for by_seed in self.figures.values():
             for seed, figures in by_seed.items():
@@ -261,7 +261,7 @@ class Comparison:
 
 
 def _by_kind(utilisation: Mapping[str, float]) -> dict[str, float]:
-    """The same with several generators taken together, as the mean of their shares."""
+    """Join the shares of several generators into their mean."""
     several = [share for role, share in utilisation.items() if is_generator(role)]
     rest = {role: share for role, share in utilisation.items() if not is_generator(role)}
     return {"generator": fmean(several), **rest} if several else rest

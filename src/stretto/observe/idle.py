@@ -1,7 +1,7 @@
-"""Where time went: how long each role worked, and what it waited for in between.
+"""Time of each role: how long it worked, and what it waited for in between.
 
-A schedule records a wait where it waits. Most idle time is nobody's explicit wait: a scorer just
-has nothing to do. Its cause follows from what the others do at that moment:
+A schedule records a wait where it waits. Most idle time is no such wait: a scorer just has nothing
+to do. Its cause follows from what the others do at that moment:
 
 1. the role itself waits: its own cause;
 2. another role waits: that one's cause;
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from stretto.observe.spans import Span, Window
 
 CAUSES = ("data", "stragglers", "scores", "weights", "other")
-"""What idle time is put down to, in the order in which it is shown."""
+"""Causes of idle time, in the order in which they are shown."""
 
 Intervals = list[tuple[float, float]]
 """Disjoint stretches of time [s], in order."""
 
 
 def role_order(role: str) -> tuple[int, int, str]:
-    """Sorts roles as they are shown: generators by number, scorers by name, the learner."""
+    """Sort key of roles as they are shown: generators by number, scorers by name, the learner."""
     if is_generator(role):
         number = role.removeprefix("generator").strip()
         return 0, int(number or 0), role
@@ -35,7 +35,7 @@ def role_order(role: str) -> tuple[int, int, str]:
 
 
 def is_generator(role: str) -> bool:
-    """Whether a role is the generator, or one of several."""
+    """Return whether a role is the generator, or one of several."""
     name, _, number = role.partition(" ")
     return name == "generator" and (not number or number.isdecimal())
 
@@ -45,8 +45,8 @@ class RoleTime:
     """One role's share of a window.
 
     Attributes:
-        busy: when it worked.
-        idle: when it did not, by cause; together with ``busy`` it fills the window.
+        busy: stretches in which it worked.
+        idle: stretches in which it did not, by cause; with ``busy`` they fill the window.
     """
 
     busy: Intervals
@@ -56,7 +56,7 @@ class RoleTime:
 def time_of_roles(
     spans: Iterable[Span], start_s: float, end_s: float, roles: Iterable[str] = ()
 ) -> dict[str, RoleTime]:
-    """What each role did between two moments, by the rules on top of this file.
+    """Work and idle time of each role between two moments, by the rules on top of this file.
 
     Args:
         spans: those that touch the window; parts outside of it are cut off.
@@ -84,7 +84,7 @@ def time_of_roles(
 
 
 def _yields(span: Span) -> str:
-    """What others get from a stretch of work, and may be idle for."""
+    """Product of a stretch of work, which others may be idle for."""
     if span.role == "learner" or span.name == "load":
         return "weights"
     return "data" if is_generator(span.role) else "scores"
@@ -96,7 +96,7 @@ def _idle(
     worked: Mapping[tuple[str, str], Intervals],
     waited: Mapping[tuple[str, str], Intervals],
 ) -> dict[str, Intervals]:
-    """Puts what is left of the window without a role's own work down to causes."""
+    """Put the window's time without a role's own work down to causes."""
     reasons = [(cause, parts) for (who, cause), parts in waited.items() if who == role]
     reasons += sorted(
         ((cause, parts) for (who, cause), parts in waited.items() if who != role),
@@ -118,7 +118,7 @@ def _idle(
 
 
 class TimeSheet:
-    """Adds up windows to where the time of a run went."""
+    """Sum of windows: the work and waiting of a run by role."""
 
     def __init__(self) -> None:
         self.total_s = 0.0
@@ -178,7 +178,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def seconds(parts: Intervals) -> float:
-    """Their length in all."""
+    """Length of all intervals together, in seconds."""
     return sum(end - start for start, end in parts)
 
 
@@ -194,7 +194,7 @@ def union(parts: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The time that is in both."""
+    """The time that lies in both."""
     common: Intervals = []
     i = j = 0
     while i < len(a) and j < len(b):

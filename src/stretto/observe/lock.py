@@ -18,10 +18,10 @@ from stretto import files
 from stretto.errors import StorageError
 
 NAME = "run.lock"
-"""Of the file that is locked, which says who holds the lock; it goes with it."""
+"""Name of the locked file, which says who holds the lock and is deleted with it."""
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What file systems say that have none."""
+"""Errors of file systems that have no locks."""
 
 _held: set[int] = set()
 """Descriptors of this process's locks. A child that is forked shares them, and would hold the locks
@@ -38,13 +38,13 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @contextmanager
 def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes from writing into a folder that is there.
+    """Keep other processes from writing into a folder.
 
     The system lets go of the lock when this process ends, however it does. Between machines it
     holds where the file system does flock(2) for all of them, as NFS does.
 
     Args:
-        folder: that is there.
+        folder: an existing folder.
         note: told where the file system has no locks; the work goes on without.
 
     Raises:

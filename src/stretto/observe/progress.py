@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a live display on a terminal, else one plain line a step."""
+"""Progress of a run: a live display on a terminal, else one plain line a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUPERVISED = (
     ("held-out loss", "held_out/loss", ".4f"),
     ("held-out accuracy", "held_out/accuracy", ".3f"),
 )
-"""Label, metric and format of what supervised training shows, as far as it is there."""
+"""Label, metric and format of the figures that supervised training shows, as far as they exist."""
 
 FIGURES = (
     ("reward", REWARD, ".3f"),
@@ -34,14 +34,14 @@ FIGURES = (
     ("tokens/s", THROUGHPUT, ".0f"),
     ("step_s", STEP_TIME, ".2f"),
 )
-"""The same for a plain line."""
+"""Label, metric and format of the figures in a plain line."""
 
 WINDOW = 10
 """Steps over which the trend and the time left are taken."""
 
 
 class Progress(Protocol):
-    """Where a run reports to."""
+    """Receiver of a run's reports."""
 
     def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
         """Show what will run, and the memory it plans for."""
@@ -63,21 +63,21 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Shows nothing."""
+    """A display that shows nothing."""
 
     def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def note(self, text: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class PlainProgress:
@@ -108,7 +108,7 @@ class PlainProgress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is nothing to undo."""
 
 
 class History:
@@ -141,7 +141,7 @@ class History:
 
 
 def headline(config: Config | SupervisedConfig) -> str:
-    """What will run, with the numbers that follow from the settings, and remarks on these."""
+    """Describe what will run: the numbers that follow from the settings, and remarks on these."""
     if isinstance(config, SupervisedConfig):
         return _supervised(config)
     rollout, schedule, training = config.rollout, config.schedule, config.training
@@ -165,7 +165,7 @@ def _supervised(config: SupervisedConfig) -> str:
 
 
 def duration(seconds: float) -> str:
-    """'42s', '3m05s' or '1h02m'."""
+    """Write a duration as '42s', '3m05s' or '1h02m'."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -19,7 +19,7 @@ from stretto.types import Stats
 
 
 class Recorder:
-    """Writes a run's records, hands them to the trackers, and shows them.
+    """Writer of a run's records, which also hands them to the trackers and shows them.
 
     A context manager; leaving it, by Ctrl-C too, closes trackers and display.
 

@@ -13,7 +13,7 @@ AGAIN = 10
 
 
 class Remarks:
-    """Says what the mean reward of a step hides. To be told of every step."""
+    """Remarks on what the mean reward of a step hides. They must be told of every step."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -22,14 +22,14 @@ class Remarks:
         self._pause = dict.fromkeys(self._next, AGAIN)
 
     def of(self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]) -> list[str]:
-        """What is to be said after a step.
+        """Remarks to show after a step.
 
         Responses that were cut are counted at the first step, and later when they are at least half
         of the batch.
 
         Args:
             step: its number.
-            batch: what was trained on.
+            batch: the rollouts trained on.
             rewards: by rollout id, after the rule for missing ends.
         """
         cut = [r for r in batch if r.finish is FinishReason.LENGTH]
@@ -45,7 +45,7 @@ class Remarks:
         return []
 
     def _due(self, what: str, step: int) -> bool:
-        """Whether a remark is made, which puts off the next one."""
+        """Return whether a remark is made, which puts off the next one."""
         if step < self._next[what]:
             return False
         self._next[what] = step + self._pause[what]

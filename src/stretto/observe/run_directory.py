@@ -88,7 +88,7 @@ class RolloutRecord:
 
     @classmethod
     def of(cls, step: int, rollout: Rollout, reward: float | None) -> Self:
-        """What is kept of a rollout that ended with ``step``."""
+        """Make the record of a rollout that ended with ``step``."""
         return cls(
             step=step,
             id=rollout.id,

@@ -1,4 +1,4 @@
-"""Who did what, and when: the raw material of timing figures, traces and timelines."""
+"""Spans: who did what, and when. Timing figures, traces and timelines are made of them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class Span:
 
     @property
     def waits(self) -> bool:
-        """Whether this is waiting, not work."""
+        """Return whether this is waiting, not work."""
         return self.name == WAIT
 
     @property
     def cause(self) -> str:
-        """What a wait is for; 'other' where that was not recorded."""
+        """Cause of a wait; 'other' if none was recorded."""
         return str(self.attributes.get("cause", "other"))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was recorded between two moments.
+    """Spans between two moments.
 
     Attributes:
         start_s, end_s: the moments, by the recorder's clock.
@@ -62,7 +62,7 @@ class Window:
 
 
 class Spans:
-    """Records spans, also from several threads and coroutines at once."""
+    """A recorder of spans, also from several threads and coroutines at once."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -137,9 +137,9 @@ class Spans:
         return dict(totals)
 
     def take(self) -> Window:
-        """What was recorded since the last call (or :meth:`reset`); it is then forgotten here.
+        """Take out what was recorded since the last call or :meth:`reset`.
 
-        A span that is still open is reported cut, now; and whole, once it has ended.
+        A span that is still open is reported up to now, and again as a whole once it has ended.
         """
         with self._lock:
             now_s = self._clock.now()

@@ -25,7 +25,7 @@ from stretto.observe.idle import is_generator
 from stretto.observe.spans import WAIT, Span, Window
 
 LIMIT_BYTES = 200_000_000
-"""A longer file is not written on: viewers no longer open it."""
+"""Size at which a trace is no longer written on, as viewers no longer open it."""
 
 LIST_ITEMS = 8
 """A longer list in an event's arguments is cut to its first items, and its length is given."""
@@ -39,7 +39,7 @@ _END = b"\n]\n"
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """When a step was, in seconds since the run's start."""
+    """Start and end of a step, in seconds since the run's start."""
 
     step: int
     start_s: float
@@ -60,7 +60,7 @@ class Trace:
 
 
 class TraceFile:
-    """Appends to a trace, a step at a time."""
+    """A trace on disk that grows a step at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,7 +122,7 @@ class TraceFile:
         files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
 
     def read(self) -> Trace:
-        """All of it; steps whose end was not written, because of a kill, are left out.
+        """Read the whole trace, but for steps whose end was not written, because of a kill.
 
         Raises:
             StateError: an event is not JSON.

@@ -18,7 +18,7 @@ from stretto.observe.run_directory import RunDirectory
 
 
 class Tracker(Protocol):
-    """Takes a run's figures elsewhere."""
+    """A receiver of a run's figures besides its folder."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         """Hand over a step's figures."""

@@ -37,7 +37,7 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
         edges: filled with the first and the last ones of each block.
 
     Returns:
-        How many there are of both.
+        Numbers of pairs and of edges.
     """
     queue_of, offset, device, word_at = g.queue_of, g.offset, g.device, g.word_at
     before, delay, duration = g.before, g.delay, g.duration
@@ -79,7 +79,7 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
 
 @njit(cache=True, nogil=True)
 def may_swap(g: Graph, s: State, k: int) -> bool:
-    """Whether places ``k`` and ``k + 1`` are of one device and have no order of their own."""
+    """Return whether places ``k`` and ``k + 1`` are of one device and may stand in either order."""
     first, second = s.word[k], s.word[k + 1]
     p, q = g.queue_of[first], g.queue_of[second]
     if p == q or g.device[p] != g.device[q]:
@@ -91,7 +91,7 @@ def may_swap(g: Graph, s: State, k: int) -> bool:
 
 @njit(cache=True, nogil=True)
 def excess_of(s: State, capacity: int, unit: int) -> int:
-    """By how much memory is over the capacity, in units begun, summed over all places."""
+    """Memory over the capacity, in units rounded up, summed over all places."""
     excess = 0
     for k in range(s.held.size):
         if s.held[k] > capacity:
@@ -101,11 +101,11 @@ def excess_of(s: State, capacity: int, unit: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
-    """Somewhere over the capacity, by chance: the first place of an exchange that may help.
+    """Draw an exchange that may help where memory is over the capacity; return its first place.
 
-    Of a forward before that place with what comes after it, or of a backward after that place with
-    what comes before it. Mostly the nearest ones, but further ones too, as the nearest may belong
-    together. Returns -1 where none is met with.
+    It moves a forward before that place to later, or a backward after that place to earlier. Mostly
+    the nearest are drawn, but further ones too, as the nearest may belong together. -1 if none is
+    met with.
     """
     word, held, queue_of, kind = s.word, s.held, g.queue_of, g.kind
     for _ in range(20):
@@ -126,15 +126,15 @@ def _overfull_pair(g: Graph, s: State, capacity: int) -> int:
 
 
 class Cooling(NamedTuple):
-    """How temperature and price go, both geometrically, while moves are tried.
+    """Course of temperature and price, both geometric, while moves are tried.
 
     Attributes:
-        moves: to try.
+        moves: number of moves to try.
         hot: temperature of the first move, in ticks.
-        cold: of the last one.
+        cold: temperature of the last move, in ticks.
         soft: price of a unit of memory over the capacity at the first move, in ticks.
-        firm: at the last one.
-        unit: of memory.
+        firm: price at the last move, in ticks.
+        unit: unit of memory.
         repairs: share of moves that are tried where memory is over the capacity.
         edges: share of the others that are tried at the edges of blocks of the critical path.
     """

@@ -1,4 +1,4 @@
-"""What fused schedules are compared with: 1F1B and its variants, and the greedy schedule."""
+"""Baselines for fused schedules: 1F1B and its variants, and the greedy schedule."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ _HOT, _WARM, _MILD = (1.0, 2.0), (0.2, 0.3, 0.6), (0.15, 0.2)
 """First temperatures, in mean durations of a task: for a new schedule, for one that has to change
 much, and for one that is nearly right."""
 _NEARLY, _FAR = 1.03, 1.15
-"""Times the bound, below which a schedule within the capacity is nearly right; and above which the
-capacity may be so tight that the bound is out of reach."""
+"""Multiples of the bound. Below the first, a schedule within the capacity is nearly right. Above
+the second, the capacity may be so tight that the bound is out of reach."""
 _DROP = 0.07
 """Share by which a cap is first put below the peak."""
 _MOVES_A_TASK, _MOST_MOVES_A_TASK, _TRIES_A_LENGTH = 500, 2000, 2
-"""Exchanges a task of the first tries and of the longest, and failures until they are doubled."""
+"""Exchanges per task in the first tries and in the longest, and failures until they double."""
 _STUCK = 4
 """Failures after which more than one way is tried."""
 _HOTTER = (1.0, 3.0, 8.0)
@@ -49,16 +49,16 @@ Try = Callable[[], Ints]
 
 @dataclass
 class _Walk:
-    """From one schedule within the capacity to others that are no longer, by mild annealing.
+    """A walk from one schedule within the capacity to others that are no longer, by mild annealing.
 
-    Not every schedule has better ones near it. So a walk goes on from any that is as short, and if
-    that does not help, it starts anew somewhere else, and after that from the best again.
+    Not every schedule has better ones near it. So a walk goes on from any that is as short. If that
+    does not help, it starts anew somewhere else, and after that from the best schedule again.
 
     Attributes:
-        word: [T] where it is.
-        latency: of that.
-        failed: tries since it became shorter.
-        apart: whether it is on a way of its own, not that of the best schedule.
+        word: [T] schedule at which the walk is.
+        latency: of that schedule, in ticks.
+        failed: tries since the latency fell.
+        apart: the walk did not start from the best schedule.
     """
 
     word: Ints
@@ -68,7 +68,7 @@ class _Walk:
 
 
 class Descent:
-    """Searches until nothing can get better or time is over.
+    """A search that goes on until nothing can get better or time is over.
 
     Tries have random numbers of their own, by the seed and the try's number, and ``threads`` of
     them run at the same time. First, list schedules are built from random rules; without a capacity
@@ -157,7 +157,7 @@ class Descent:
         return self._seen_from(view, walk.word), chance.choice(_MILD)
 
     def _kind(self) -> str:
-        """Of the tries that come next."""
+        """Kind of the next round's tries: ``lower`` or ``shorten``."""
         record, bound = self._record, self._record.bound
         if record.latency <= bound:
             return "lower"

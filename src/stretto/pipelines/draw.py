@@ -19,7 +19,7 @@ from stretto.pipelines.problem import Problem
 from stretto.pipelines.sizes import Units
 
 _ACTOR, _CRITIC = ("#4477aa", "#8fb4d9"), ("#cc6677", "#e8b0b8")
-"""Of forwards and backwards; in tints of Paul Tol's schemes (2021)."""
+"""Colours of forwards and backwards, in tints of Paul Tol's schemes (2021)."""
 _LEGEND = (
     (_ACTOR[0], "actor forward"),
     (_ACTOR[1], "actor backward"),
@@ -38,11 +38,11 @@ class Bar:
     """One task.
 
     Attributes:
-        device: it runs on.
+        device: number of the device that it runs on.
         start: ticks.
         end: ticks.
         critic: whether it is the critic's.
-        backward: whether it is one.
+        backward: whether it is a backward.
         label: number of its micro-batch, among all of its model.
     """
 
@@ -107,7 +107,7 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
 
 
 def _bars(drawn: list[Bar], top: int, scale: float) -> list[str]:
-    """Each bar as a rectangle; narrow ones as dashes of a thick line, one of a colour a device."""
+    """Draw bars as rectangles; narrow ones as dashes of one thick line per colour and device."""
     parts, narrow = [], defaultdict(list)
     for bar in drawn:
         if (bar.end - bar.start) * scale >= _NARROW:
@@ -262,7 +262,7 @@ def require_png() -> None:
 def save_png(
     problem: Problem, evaluation: Evaluation, title: str, units: Units, file: Path
 ) -> None:
-    """The same picture as a PNG.
+    """Save the picture as a PNG.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

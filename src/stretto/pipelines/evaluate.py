@@ -1,4 +1,4 @@
-"""How good a schedule is: latency, memory, and why its devices idle."""
+"""Evaluation of a schedule: latency, memory, and why its devices idle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUBBLES = ("warm-up", "dependency", "communication", "memory", "order", "drain")
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a schedule does when each task runs as early as it can.
+    """Figures of a schedule in which each task runs as early as it can.
 
     Attributes:
         latency: ticks from the start of the first task to the end of the last.
@@ -65,7 +65,7 @@ def evaluate(problem: Problem, schedule: PipelineSchedule) -> Evaluation:
 
 
 def evaluate_tasks(problem: Problem, graph: Graph, word: Ints) -> Evaluation:
-    """The same of a valid word of task numbers [T]."""
+    """Evaluate a valid word of task numbers [T]."""
     starts, order = np.empty(word.size, np.int64), np.empty(word.size, np.int64)
     earliest_starts(graph, word, starts, order)
     peaks = np.zeros(problem.devices, np.int64)
@@ -120,7 +120,7 @@ _NEVER = 2**60
 
 
 def _arrival(graph: Graph, starts: Ints, q: int, i: int) -> tuple[int, int]:
-    """When the input of task ``i`` of a queue is made, and when it is there."""
+    """Ticks at which the input of task ``i`` of a queue is made, and at which it is there."""
     if i >= graph.length[q]:
         return _NEVER, _NEVER
     b = int(graph.before[q])

@@ -25,7 +25,7 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
         order: [T] filled: tasks in an order in which each comes after all it waits for.
 
     Returns:
-        How many tasks could run: all, unless devices wait for each other in a circle.
+        Number of tasks that could run: all, unless devices wait for each other in a circle.
     """
     word_at, queue_of, offset, device = g.word_at, g.queue_of, g.offset, g.device
     before, after, delay, duration = g.before, g.after, g.delay, g.duration
@@ -128,7 +128,7 @@ class State(NamedTuple):
 
 @njit(cache=True, nogil=True)
 def make_state(g: Graph, word: Ints) -> State:
-    """Of a word that does not deadlock."""
+    """Make the state of a word, which must not deadlock."""
     size = word.size
     start = np.empty(size, np.int64)
     order = np.empty(size, np.int64)

@@ -16,7 +16,7 @@ UNLIMITED = np.iinfo(np.int64).max // 4
 
 
 class Rules(NamedTuple):
-    """What a device goes by; the parameters of the decoder.
+    """Rules by which a device chooses its next task; the parameters of the decoder.
 
     Attributes:
         bias: [Q] added to the keys of a queue's tasks, in ticks.
@@ -33,7 +33,7 @@ class Rules(NamedTuple):
 
 
 def plain_rules(g: Graph) -> Rules:
-    """No bias, no limits, both models polite, no waiting."""
+    """Make rules without bias, limits or waiting, by which both models are polite."""
     queues = g.length.size
     return Rules(
         np.zeros(queues),
@@ -44,7 +44,7 @@ def plain_rules(g: Graph) -> Rules:
 
 
 def urgency(g: Graph) -> Floats:
-    """[T] ticks that are left from each task's start at the least: what it is listed by.
+    """Least ticks [T] that are left from each task's start, by which tasks are listed.
 
     The task's own chain to its end, and the later tasks of its queue one after the other.
     """
@@ -67,7 +67,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
     Args:
         g: the problem.
         key: [T] of each task.
-        rules: what else devices go by.
+        rules: parameters of the devices' choices.
         capacity: memory of each device, in the graph's units.
         word: [T] filled: tasks, device after device.
         start: [T] filled: start of each task.
@@ -130,7 +130,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
 
 @njit(cache=True, nogil=True)
 def _first(when: Ints) -> int:
-    """The device of the earliest decision."""
+    """Find the device of the earliest decision."""
     first = 0
     for d in range(1, when.size):
         if when[d] < when[first]:
@@ -149,7 +149,7 @@ def _highest(
     d: int,
     until: float,
 ) -> int:
-    """Of a device's queues whose next task may start by then, the one of the highest key."""
+    """Find the queue of the highest key whose next task may start by ``until``; -1 if none may."""
     chosen, highest = -1, -np.inf
     for j in range(4 * d, 4 * d + 4):
         q = queues[j]
@@ -160,7 +160,7 @@ def _highest(
 
 @njit(cache=True, nogil=True)
 def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int) -> np.int64:
-    """When the first task that may start arrives at a device."""
+    """Arrival at a device of the first task that may start, in ticks."""
     soonest = _NEVER
     for j in range(4 * d, 4 * d + 4):
         if fits[queues[j]]:
@@ -237,7 +237,7 @@ def anneal_rules(
         target: latency at which to stop.
         rounds: schedules to build.
         hot: temperature of the first, in ticks.
-        cold: of the last.
+        cold: temperature of the last.
         spread: standard deviation of a change of bias, in ticks.
         seed: of the random numbers.
         best_word: [T] filled with the shortest schedule.

@@ -1,4 +1,4 @@
-"""What is scheduled: two models, their pipelines in opposite directions over the same devices.
+"""The problem: two models, their pipelines in opposite directions over the same devices.
 
 The problem is that of RLHFuse, section 5, in a more general form. ``N`` devices stand in a row. The
 actor has ``K1`` pipelines of ``N1`` stages with ``K1 N1 = N``, the critic ``K2`` of ``N2`` with
@@ -24,7 +24,7 @@ from typing import Any
 from stretto.errors import ConfigError, nearest
 
 _MOST_MEMORY_UNITS = 2**40
-"""Of one activation, in units in which all are whole; sums of thousands stay exact."""
+"""Largest activation, in units in which all are whole; sums of thousands stay exact."""
 MOST_TASKS = 2_000_000
 _MOST_TICKS = 2**31
 PerStage = int | float | Sequence[int] | Sequence[float]
@@ -106,11 +106,11 @@ class Side:
 
     @property
     def devices(self) -> int:
-        """That its pipelines stand on."""
+        """Number of devices on which its pipelines stand."""
         return self.stages * self.pipelines
 
     def merged(self, by: int) -> Side:
-        """The same model with each ``by`` consecutive stages made into one, on their devices.
+        """Merge each ``by`` consecutive stages of the model into one, on their devices.
 
         Where the other model has ``by`` times the tensor parallelism, this is how the two get
         stages of one size. The devices of a merged stage share its work evenly: its latency is the
@@ -193,7 +193,7 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """How many there are."""
+        """Number of devices."""
         return self.actor.devices
 
     @property
@@ -217,7 +217,7 @@ class Problem:
         return replace(self, actor=a, critic=b)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; numbers that are the same for all stages are written once."""
+        """Return plain data; numbers that are the same for all stages are written once."""
         return {
             "actor": _side_to_json(self.actor),
             "critic": _side_to_json(self.critic),
@@ -226,7 +226,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, data: object) -> Problem:
-        """From plain data, as :meth:`to_json` writes it.
+        """Make a problem from plain data, as :meth:`to_json` returns it.
 
         Raises:
             ConfigError: a key is unknown or missing, or a value is out of range.
@@ -243,7 +243,7 @@ class Problem:
 
     @classmethod
     def read(cls, file: str | Path) -> Problem:
-        """From a JSON file: of a problem, or of a schedule that was written with its problem.
+        """Read a JSON file, of a problem or of a schedule that was written with its problem.
 
         Raises:
             ConfigError: the file cannot be read, is no JSON, or describes no problem.

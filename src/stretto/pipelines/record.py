@@ -1,4 +1,4 @@
-"""What a search has found so far."""
+"""Best schedule that a search has found so far."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ class Record:
 
     @property
     def done(self) -> bool:
-        """Whether latency and memory are as good as can be, or as was asked for."""
+        """Return whether latency and memory are as good as can be, or as was asked for."""
         return self.latency <= self.bound and self.peak <= self.enough

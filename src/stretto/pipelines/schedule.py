@@ -32,12 +32,12 @@ class PipelineSchedule:
     words: tuple[tuple[str, ...], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data: a string of letters a device."""
+        """Return plain data: a string of tasks a device, such as ``0F 1F 1B 0B``."""
         return {"devices": [" ".join(word) for word in self.words]}
 
     @classmethod
     def from_json(cls, data: object) -> PipelineSchedule:
-        """From plain data, as :meth:`to_json` writes it; :func:`check` says whether it is valid.
+        """Make a schedule from :meth:`to_json`'s plain data; :func:`check` says if it is valid.
 
         Raises:
             ConfigError: it has another form.
@@ -52,7 +52,7 @@ class PipelineSchedule:
 
     @classmethod
     def of_tasks(cls, graph: Graph, word: Ints) -> PipelineSchedule:
-        """From task numbers [T], device after device."""
+        """Make a schedule from task numbers [T], device after device."""
         queue = graph.queue_of[word]
         letters = [
             f"{p}{_LETTERS[k]}"
@@ -99,7 +99,7 @@ class PipelineSchedule:
 
 
 def check(problem: Problem, schedule: PipelineSchedule) -> str:
-    """Why the schedule cannot run, or an empty string if it can.
+    """Say why the schedule cannot run; an empty string if it can.
 
     Memory is not looked at: compare :class:`~stretto.pipelines.evaluate.Evaluation`'s peak with the
     capacity.

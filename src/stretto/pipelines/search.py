@@ -15,7 +15,7 @@ from stretto.pipelines.listing import UNLIMITED, Rules, anneal_rules, urgency
 from stretto.pipelines.problem import Problem
 
 _DECODED_TASKS, _MOST_ROUNDS = 3_000_000, 5_000
-"""Of one search for rules; a tenth of a second."""
+"""Most tasks decoded, and most rounds, in one search for rules; a tenth of a second."""
 _SEGMENT_WORK = 300_000_000
 """Exchanges between two looks at the clock, times tasks: tenths of a second."""
 _COLD, _SOFT = 0.05, 0.3
@@ -33,8 +33,8 @@ class View:
     other way round; so both are tried.
 
     Attributes:
-        graph: the problem's, or that of time running backwards.
-        backwards: whether it is the latter.
+        graph: the problem's, or that of the problem with time running backwards.
+        backwards: whether time runs backwards.
         left: [T] of :func:`~stretto.pipelines.listing.urgency`.
         stages: [Q] of each queue's pipeline.
         actor: [Q] whether the queue is the actor's.
@@ -52,7 +52,7 @@ class View:
 
 
 def make_views(problem: Problem) -> tuple[View, View]:
-    """From the front, and from the back."""
+    """Make the views of the problem from the front and from the back."""
     return _view(problem, backwards=False), _view(problem.reversed(), backwards=True)
 
 
@@ -133,7 +133,7 @@ def squeeze(
     chance: np.random.Generator,
     over: Callable[[], bool],
 ) -> Ints:
-    """Anneal a schedule towards a latency within a capacity, of which it may break both.
+    """Anneal a schedule towards a latency within a capacity; it may miss either.
 
     Args:
         view: of the problem.
@@ -144,7 +144,7 @@ def squeeze(
         hot: first temperature, as a multiple of a task's mean duration.
         firm: last price of memory, likewise.
         chance: random numbers.
-        over: whether time is.
+        over: says whether time is over.
 
     Returns:
         The shortest schedule within the capacity that was met; ``word`` if there was none.

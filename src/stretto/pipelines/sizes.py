@@ -11,21 +11,21 @@ from stretto.pipelines.problem import Problem, Side
 
 _SIZES = {"7B": (32, 4096), "13B": (40, 5120), "33B": (60, 6656), "65B": (80, 8192)}
 _LAYER_PARAMETERS = 12
-"""Of a transformer layer, times its width squared."""
+"""Parameters of a transformer layer, in units of its width squared."""
 _LAYER_ACTIVATION_BYTES = 34
-"""That a layer keeps for its backward, a token and unit of width, at 16 bits and with attention
-recomputed (Korthikanti et al. 2022, section 4)."""
+"""Bytes that a layer keeps for its backward, per token and unit of width, at 16 bits and with
+attention recomputed (Korthikanti et al. 2022, section 4)."""
 _MOST = 2**31
-"""Of any whole number, and of the microseconds of a layer."""
+"""Limit of any whole number, and of the microseconds of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What the numbers of a problem are in.
+    """Units of a problem's numbers.
 
     Attributes:
-        time: what a tick is called, in the plural.
-        memory: unit of memory, or nothing where it is not known.
+        time: name of a tick, in the plural.
+        memory: unit of memory; empty if it is not known.
     """
 
     time: str = "ticks"
@@ -38,16 +38,16 @@ class Units:
 
 
 UNITS = Units("µs", "MiB")
-"""Of the problems that are made here."""
+"""Units of the problems that are made here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What counts of a model.
+    """Shape of a transformer, as far as its costs depend on it.
 
     Attributes:
-        layers: how many.
-        width: of the hidden state.
+        layers: number of layers.
+        width: size of the hidden state.
     """
 
     layers: int
@@ -73,7 +73,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Parallel:
-    """How one model is spread.
+    """Devices of one model: its stages, and the devices of each.
 
     Attributes:
         shape: of the model.
@@ -97,7 +97,7 @@ def make_problem(
     communication_us: int = 0,
     capacity_gib: float | None = None,
 ) -> Problem:
-    """Latencies in microseconds and memory in MiB, both by formula.
+    """Make a problem with latencies in microseconds and memory in MiB, both by formula.
 
     A forward costs two operations a parameter and token, at ``teraflops`` on each device. Each
     model has as many pipelines as fill the devices of the least common multiple of both numbers of

@@ -31,13 +31,13 @@ class Solution:
     """The best schedule of a search.
 
     Attributes:
-        schedule: it.
-        evaluation: what it does.
-        bound: no schedule is shorter.
+        schedule: the schedule.
+        evaluation: its latency, memory and bubbles.
+        bound: latency below which there is no schedule, in ticks.
         status: of its latency: ``at the bound``, which proves it the shortest; ``proved optimal``
             by CP-SAT, above the bound of the formula; or ``best found``.
-        memory_bound: no schedule of this latency needs less.
-        seconds: that the search took.
+        memory_bound: memory below which there is no schedule of this latency.
+        seconds: duration of the search.
         trace: its improvements.
         interrupted: whether the search was ended by an interrupt.
     """
@@ -53,17 +53,17 @@ class Solution:
 
     @property
     def makespan(self) -> int:
-        """Its latency."""
+        """Latency of the schedule, in ticks."""
         return self.evaluation.latency
 
     @property
     def peak(self) -> float:
-        """Its highest memory on any device."""
+        """Highest memory of the schedule on any device."""
         return self.evaluation.peak
 
     @property
     def memory_proved(self) -> bool:
-        """Whether it is proved that no schedule of this latency needs less memory."""
+        """Return whether it is proved that no schedule of this latency needs less memory."""
         return self.memory_bound >= self.peak
 
 
@@ -81,13 +81,13 @@ def solve(
 
     Args:
         problem: with its capacity, which every schedule keeps.
-        seconds: to look; fewer if latency and memory cannot get any better.
+        seconds: longest search; it is shorter if latency and memory cannot get any better.
         seed: of the random numbers. The same seed tries the same things in the same order; how far
             it gets depends on the machine.
         method: ``stretto``; ``cp-sat``, which improves and proves what ``stretto`` has found in a
             quarter of the time; or ``annealing``, the search as published, for comparison, which
             knows no capacity.
-        threads: that search at the same time.
+        threads: number of threads that search at the same time.
         memory: a peak that is low enough to stop at, once the latency is at the bound.
         keep_interrupted: return what has been found when Ctrl-C strikes, instead of raising.
 

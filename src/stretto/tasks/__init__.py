@@ -13,7 +13,7 @@ _WITHOUT_EFFECT = {
     "dataset": ("settings",),
     "gsm8k": ("settings", "prompt_column", "answer_column"),
 }
-"""Settings that a kind of task would not look at, and so refuses."""
+"""Settings without effect on a kind of task, which refuses them."""
 
 
 def load(config: TaskConfig, seed: int) -> Task:
@@ -21,7 +21,7 @@ def load(config: TaskConfig, seed: int) -> Task:
 
     Args:
         config: the task's settings.
-        seed: of procedural tasks; rows that are read from somewhere do not depend on it.
+        seed: seed of procedural tasks; rows of files and of the hub do not depend on it.
 
     Raises:
         TaskError: the task or one of its settings is unknown, the data cannot be read or lacks a

@@ -1,5 +1,4 @@
-"""What a task is: rows, each with a prompt, and a reward function of the answers where it has
-one."""
+"""A task: rows, each with a prompt, and for some tasks a verifier of the answers."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from stretto.errors import TaskError
 from stretto.types import Message
 
 INDEX_KEY = "_index"
-"""Where ``Prompt.data`` keeps the row's index, beside the row's own columns. Reserved."""
+"""Key of the row's index in ``Prompt.data``, beside the row's own columns. Reserved."""
 
 RIGHT = 1.0
 """A verifier's score of a right answer, and the least one: 1 of 0 and 1, or full credit of partial
@@ -47,7 +46,7 @@ class Task(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
 
     @abstractmethod
     def row(self, index: int) -> TaskRow:
@@ -56,7 +55,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def has_verifier(self) -> bool:
-        """Whether the task can score answers by itself."""
+        """Return whether the task can score answers by itself."""
 
     def require_verifier(self) -> None:
         """Make sure that the task has a reward function.
@@ -72,11 +71,10 @@ class Task(ABC):
 
     @abstractmethod
     def verify(self, index: int, response: str) -> float:
-        """The reward function's score of a response to a row; 1 is a right answer.
+        """Return the reward function's score of a response to a row; 1 is a right answer.
 
-        Whatever the reward function itself raises is passed on: an answer that could not be scored
-            has no
-        score.
+        Errors of the reward function itself are passed on: an answer that could not be scored has
+        no score.
 
         Raises:
             TaskError: the task has no reward function.

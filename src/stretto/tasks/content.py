@@ -1,6 +1,6 @@
-"""What a prompt asks, and which prompts are held out from training because of it.
+"""Content of prompts, by which they are held out from training.
 
-The seed and the place of a row say nothing of what it asks: the rows of procedural tasks repeat,
+The seed and the place of a row do not tell what it asks: the rows of procedural tasks repeat,
 and files share rows. So a prompt is held out by its content alone. All rows that ask the same are
 on one side, in every file, under every seed and in every order.
 """
@@ -14,9 +14,9 @@ from stretto.tasks.base import TaskRow
 
 
 def content(row: TaskRow) -> str:
-    """What a row asks: equal for rows that ask the same.
+    """Content of a row as text, equal for rows that ask the same.
 
-    White space is not told apart, and a text is the same as a conversation of this one turn.
+    Kinds of white space count as equal, and so do a text and a conversation of this one turn.
     """
     turns = row.prompt
     said = (
@@ -26,12 +26,12 @@ def content(row: TaskRow) -> str:
 
 
 def is_held_out(row: TaskRow, share: float) -> bool:
-    """Whether a row is for evaluation alone.
+    """Return whether a row is for evaluation alone.
 
     Args:
         row: of any task.
-        share: of all different prompts to hold out, from 0 (none) to 1. What a smaller share holds
-            out, a larger one does too.
+        share: share of all different prompts to hold out, from 0 (none) to 1. Prompts that a
+            smaller share holds out, a larger one does too.
     """
     if not share:
         return False

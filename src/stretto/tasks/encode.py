@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 *_FIRST, MARK = (chr(plane << 16 | low) for plane in range(17) for low in (0xFFFE, 0xFFFF))
 """Noncharacters of Unicode. The last is never in an escaped text, and so can mark a place in it."""
 _NEXT = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""The others. A stand-in is one of the first, and then as many of these as it takes."""
+"""The other noncharacters. A stand-in is one of the first, then as many of these as it takes."""
 _NONCHARACTER = re.compile(f"[{''.join([*_FIRST, MARK, *_NEXT])}]")
 
 Pieces = tuple[list[int], list[tuple[int, int]]]
@@ -39,7 +39,7 @@ Pieces = tuple[list[int], list[tuple[int, int]]]
 
 
 class Encoder:
-    """A tokenizer to which text is text.
+    """A tokenizer to which spellings of control tokens are text.
 
     Control tokens are the tokenizer's special tokens, and those of its other added tokens that it
     names as ``chat_control_tokens`` or else that its chat template writes with every turn. An added
@@ -65,7 +65,7 @@ class Encoder:
         self.found: set[str] = set()
 
     def escape(self, text: str) -> str:
-        """What somebody wrote, with stand-ins for what spells control tokens; of the same length.
+        """Put stand-ins of the same length for what spells control tokens in somebody's text.
 
         A noncharacter becomes the replacement character: it could be taken for a stand-in.
 
@@ -151,7 +151,7 @@ class Encoder:
         return list(self._twin.encode(self._exchanged(escaped), add_special_tokens=special).ids)
 
     def pieces(self, escaped: str, *, special: bool = False) -> Pieces:
-        """The same with the place of each token in the text; of fast tokenizers only."""
+        """Tokens of an escaped text with the place of each in it; for fast tokenizers only."""
         if not _is_escaped(escaped):
             encoded = self.tokenizer(
                 escaped, add_special_tokens=special, return_offsets_mapping=True
@@ -163,8 +163,9 @@ class Encoder:
         return list(made.ids), list(made.offsets)
 
     def _are_written(self, ids: Iterable[int], escaped: str, special: bool) -> bool:
-        """Whether the control tokens among ids are no more than a template wrote. They are where a
-        text spells one only once it is normalised ('＜/s＞').
+        """Return whether the ids hold no more control tokens than the template wrote.
+
+        They hold more if a text spells one only once it is normalised ('＜/s＞').
         """
         found = sum(map(self._ids.__contains__, ids)) - (self._around if special else 0)
         return found <= 0 or found <= len(self._spelling.findall(escaped))
@@ -180,15 +181,16 @@ class Encoder:
         return _renamed(backend.backend_tokenizer, self._names)
 
     def _exchanged(self, escaped: str) -> str:
-        """As the twin reads it: spellings are text, and stand-ins are control tokens."""
+        """Exchange spellings and stand-ins, as the twin reads them: spellings are text."""
         return self._either.sub(lambda m: self._other[m[0]], escaped)
 
     def _spelled(self, found: str) -> str:
         return found if found in self._names else self._other[found]
 
     def _by_parts(self, escaped: str, special: bool) -> list[int]:
-        """Without a twin, as of tokenizers in Python: what lies between control tokens, each part
-        for itself. Words at the edges may come out in another way than in one text.
+        """Encode the parts between control tokens one by one, for tokenizers without a twin.
+
+        These are the ones in Python. Words at the edges may become other tokens than in one text.
         """
         tokenizer: Any = self.tokenizer
         ids: list[int] = []
@@ -213,7 +215,7 @@ def utf8(text: str, where: str) -> bytes:
 
     Args:
         text: any.
-        where: it stands, for the message.
+        where: where the text stands, for the message.
 
     Raises:
         TaskError: it has half of a surrogate pair, which JSON can hold and no tokenizer takes.
@@ -240,7 +242,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _turn_marks(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Sequence[str]:
-    """Those of the tokens that the chat template writes with every turn."""
+    """The tokens, among those given, that the chat template writes with every turn."""
     tokens = list(tokens)
     if not (tokens and tokenizer.chat_template):
         return ()
@@ -255,7 +257,7 @@ def _turn_marks(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[str]) -> Se
 
 
 def _stand_ins(control: Iterable[str]) -> dict[str, str]:
-    """For each control token's spelling a name of the same length, of noncharacters."""
+    """Make a name of the same length, of noncharacters, for each control token's spelling."""
     names: dict[str, str] = {}
     by_length: dict[int, Any] = {}
     for text in control:
@@ -271,7 +273,7 @@ def _stand_ins(control: Iterable[str]) -> dict[str, str]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Matches any of the texts, the longest of those that begin at one place."""
+    """Make a pattern for any of the texts; it matches the longest that begins at a place."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -1,4 +1,4 @@
-"""What of a response is the answer."""
+"""Extract the answer from a response."""
 
 from __future__ import annotations
 

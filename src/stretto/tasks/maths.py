@@ -1,4 +1,4 @@
-"""Whether two mathematical answers are the same, asked of math-verify."""
+"""Comparison of mathematical answers, by math-verify."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 from stretto.errors import TaskError
 
 TIME_LIMIT_S = 5
-"""For reading an expression and for comparing two, each."""
+"""Time limit for reading an expression, and for comparing two."""
 
 
 def same_answer(reference: str, response: str, *, bare: bool) -> bool:
-    """Whether ``response`` gives the answer ``reference``.
+    """Return whether ``response`` gives the answer ``reference``.
 
-    The same text is the same answer, and the only one where the reference holds no mathematics.
-    What math-verify cannot read or compare is not the same answer.
+    Equal texts are the same answer. If the reference holds no mathematics, no other text is. A
+    response that math-verify cannot read or compare is not the same answer.
 
     Args:
         reference: the right answer and nothing else: a number, an expression, LaTeX or a word.
-        response: what is scored.
+        response: the text that is scored.
         bare: the response is an answer and nothing else, so that all of it is one expression;
             otherwise the expression is searched in the text.
 

@@ -16,7 +16,7 @@ from stretto.tasks.tables import as_messages, as_prompt
 from stretto.types import Message
 
 TURN = "\n\nAssistant:"
-"""What comes before each response in transcripts such as those of Bai et al. (2022)."""
+"""Mark before each response in transcripts such as those of Bai et al. (2022)."""
 
 Side = str | tuple[Message, ...]
 
@@ -116,7 +116,7 @@ def _pair(
     *,
     turns: bool,
 ) -> Pair:
-    """Of a row; ``turns``: texts without a prompt have to share a turn, not only words."""
+    """Make a row's pair; ``turns``: texts without a prompt must share a turn, not only words."""
     a, b = _side(chosen, "chosen", where), _side(rejected, "rejected", where)
     if a == b:
         raise TaskError(f"{where}: chosen and rejected are equal, which prefers neither")
@@ -147,8 +147,9 @@ def _side(value: Any, name: str, where: str) -> Side:
 
 
 def _common_text(chosen: str, rejected: str, row: Row, where: str, *, turns: bool) -> int:
-    """Where the prompt ends that two texts begin with: behind the last turn mark that they share,
-    or without one, if that is enough, before the last white space.
+    """End of the prompt that two texts begin with: behind the last turn mark that they share.
+
+    Without a mark, unless ``turns`` asks for one: before the last white space that they share.
     """
     same = takewhile(lambda both: both[0] == both[1], zip(chosen, rejected, strict=False))
     common = "".join(character for character, _ in same)

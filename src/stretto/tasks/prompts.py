@@ -149,7 +149,7 @@ class PromptSource:
         return self._task.row(int(self._order(epoch)[place]))
 
     def is_held_out(self, prompt_id: int) -> bool:
-        """Whether the prompt with this id is for evaluation alone."""
+        """Return whether the prompt with this id is for evaluation alone."""
         share = self._config.held_out_share
         return share > 0 and is_held_out(self.row_by_id(prompt_id), share)
 
@@ -170,7 +170,7 @@ class PromptSource:
             raise self._all_held_out()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, with what the order depends on."""
+        """Place of the stream, with the number of rows and the seed of its order, as plain data."""
         return {
             "place": self._place,
             "skipped": self.skipped,

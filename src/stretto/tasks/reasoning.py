@@ -32,7 +32,7 @@ class ReasoningTask(Task):
         self._entry = lru_cache(maxsize=4096)(self._dataset.__getitem__)
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._dataset)
 
     def row(self, index: int) -> TaskRow:
@@ -48,7 +48,7 @@ class ReasoningTask(Task):
 
     @property
     def has_verifier(self) -> bool:
-        """Every dataset of reasoning-gym has one."""
+        """Return true: every dataset of reasoning-gym has a verifier."""
         return True
 
     def verify(self, index: int, response: str) -> float:

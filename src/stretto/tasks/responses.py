@@ -26,7 +26,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-"""The block by which a chat template says what the assistant has said."""
+"""Block by which a chat template marks the assistant's words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Example:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """What comes before the first token that is learned."""
+        """Tokens before the first one that is learned."""
         return self.tokens[: self.trained.index(True)]
 
 
@@ -103,15 +103,16 @@ def continued(
 
 
 def turn_of(ids: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Up to the last end token; templates put a line break behind it that nobody samples. Empty
-    where no token ends the turn.
+    """Cut a turn behind its last end token; empty if no token ends the turn.
+
+    Templates put a line break behind the end token, which nobody samples.
     """
     ended = [i for i, token in enumerate(ids) if token in ends]
     return list(ids[: ended[-1] + 1]) if ended else []
 
 
 class PromptLayout:
-    """Turns prompts and given responses into a model's tokens.
+    """The layout of prompts and given responses in a model's tokens.
 
     Args:
         tokenizer: the model's.
@@ -199,14 +200,14 @@ class PromptLayout:
         return self._spanned(prompt, turns)
 
     def _marked(self, prompt: Prompt, turns: Sequence[Message]) -> Example:
-        """By the marks of the template; what it marks in the prompt is not learned."""
+        """Make an example by the template's marks; what it marks in the prompt is not learned."""
         with self._refusals():
             tokens, marks = self._encoder.marked(turns)
         start = len(prompt.tokens)
         return _example(tokens, [False] * start + marks[start:])
 
     def _spanned(self, prompt: Prompt, turns: Sequence[Message]) -> Example:
-        """By what the template adds for each turn of the assistant."""
+        """Make an example by the text that the template adds for each turn of the assistant."""
         assert prompt.messages is not None
         text, tokens = "", list[int]()
         trained = list[bool]()
@@ -229,7 +230,7 @@ class PromptLayout:
         return _example(tokens, trained)
 
     def _grown(self, text: str, turns: Sequence[Message], *, answer: bool = False) -> str:
-        """What the rendered turns add to ``text``, which is their beginning."""
+        """Text that the rendered turns add to ``text``, which is their beginning."""
         whole = self._template(turns, add_generation_prompt=answer)
         if not whole.startswith(text):
             at = next(i for i, c in enumerate(text) if whole[i : i + 1] != c)
@@ -265,7 +266,7 @@ def _example(tokens: Sequence[int], trained: Sequence[bool]) -> Example:
     """Cut behind the last token that is learned.
 
     Raises:
-        TaskError: none is.
+        TaskError: no token is learned.
     """
     learned = [i for i, t in enumerate(trained) if t]
     if not learned:

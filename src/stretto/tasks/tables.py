@@ -40,7 +40,7 @@ class TableTask(Task):
         return self._config.prompt_column, self._config.answer_column
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._rows)
 
     def row(self, index: int) -> TaskRow:
@@ -55,11 +55,11 @@ class TableTask(Task):
 
     @property
     def has_verifier(self) -> bool:
-        """Whether there is a column of right answers."""
+        """Return whether there is a column of right answers."""
         return bool(self._answer_column)
 
     def verify(self, index: int, response: str) -> float:
-        """1 for a response whose answer is the row's, as text or as mathematics; else 0.
+        """Score a response: 1 if its answer is the row's, as text or as mathematics; else 0.
 
         Raises:
             TaskError: there is no answer column, or this is not the process's main thread.

@@ -1,4 +1,4 @@
-"""What becomes of each argument of TRL's PPO trainer: a setting, a remark, or a refusal."""
+"""Arguments of TRL's PPO trainer, each turned into a setting, a remark, or a refusal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.trl.tables import ADAMW, ONE_PROCESS, REFUSALS, REMARKS
 
 REWARD_MODEL = "model:reward_model"
 MISSING_EOS = "missing_eos"
-"""What the reward sources are called in the settings."""
+"""Names of the reward sources in the settings."""
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant"} | {
     "constant_with_warmup": "constant"
@@ -123,7 +123,7 @@ def write_sizes(args: PPOConfig, run: Sizes) -> None:
 
 
 def remarks(args: PPOConfig) -> list[str]:
-    """What is set and has nothing to act on here, a line for each reason."""
+    """Remarks on arguments that are set and have no effect here, a line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for name, why in REMARKS.items():
         if _is_set(args, name):
@@ -331,7 +331,7 @@ def _require(holds: bool, args: PPOConfig, name: str, rule: str) -> None:
 
 
 def _is_set(args: PPOConfig, name: str) -> bool:
-    """Whether an argument has another value than its default; empty counts as left out."""
+    """Return whether an argument has another value than its default; empty counts as left out."""
     value = getattr(args, name)
     return value not in (_DEFAULTS[name], None, "", [], {})
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StopTrainingError(StrettoError):
-    """A callback has asked for the end of training."""
+    """Error that ends training, as a callback has asked for it."""
 
 
 class CallbackProgress:

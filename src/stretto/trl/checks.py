@@ -1,4 +1,4 @@
-"""What ``PPOTrainer`` is given, looked at before anything starts."""
+"""Checks of the arguments of ``PPOTrainer``, before anything starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OLD_NAMES = {
     "ref_policy": "ref_model",
     "tokenizer": "processing_class",
 }
-"""What arguments were called in TRL 0.12 and before."""
+"""Names of arguments in TRL 0.12 and before, with their present names."""
 
 
 def by_present_names(given: Mapping[str, Any], old_names: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def by_present_names(given: Mapping[str, Any], old_names: Mapping[str, Any]) -> 
 
 
 def arguments_of(value: Any) -> PPOConfig:
-    """``args`` as what it must be."""
+    """Return ``args``, or refuse them unless they are a ``PPOConfig``."""
     if not isinstance(value, PPOConfig):
         raise ConfigError(
             f"args must be a PPOConfig of stretto; got a {type(value).__module__}."

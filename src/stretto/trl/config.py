@@ -14,10 +14,10 @@ from stretto.errors import ConfigError, nearest
 
 @dataclass
 class PPOConfig:
-    """What a script written for TRL's ``PPOConfig`` gives, and ``schedule``.
+    """Arguments of a script written for TRL's ``PPOConfig``, and ``schedule``.
 
-    Every argument is heeded, or has nothing to act on here (said when training starts), or is
-    refused with the reason. The attributes can be read and set as those of TRL's can, and
+    Each argument takes effect, or has no effect here (training says so when it starts), or is
+    refused with the reason. The attributes can be read and set as in TRL, and
     ``transformers.HfArgumentParser`` makes one from a command line.
 
     Attributes:

@@ -60,7 +60,7 @@ class TokenTask(Task):
             self.longest = max(self.longest, len(tokens))
 
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return len(self._rows)
 
     def row(self, index: int) -> TaskRow:
@@ -70,11 +70,11 @@ class TokenTask(Task):
 
     @property
     def has_verifier(self) -> bool:
-        """There is none."""
+        """Return false: there is no verifier."""
         return False
 
     def verify(self, index: int, response: str) -> float:
-        """Raises TaskError."""
+        """Raise TaskError, as there is no verifier."""
         self.require_verifier()
         raise AssertionError
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PPOTrainer:
-    """Trains a policy against a reward model with PPO.
+    """Trainer of a policy against a reward model, by PPO.
 
     The arguments are TRL's, in its order. Models are trained in place. Every run has a folder of
     its own in ``args.output_dir``, with its settings, figures, samples and the trained model.
@@ -190,7 +190,7 @@ class PPOTrainer:
         return rows
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused.
+        """Refuse to upload.
 
         Raises:
             ConfigError: always.
@@ -247,8 +247,9 @@ class PPOTrainer:
         return frozenset({int(end)} if self.args.stop_token else ())
 
     def _missing_eos(self) -> Callable[..., list[float]]:
-        """Without a stop token responses do not end, and TRL looks for one that has the end token
-        anywhere in it.
+        """Make TRL's penalty for responses without the end token anywhere in them.
+
+        The rule for missing ends does not fit: without a stop token no response ends.
         """
         end, penalty = self.processing_class.eos_token_id, self.args.missing_eos_penalty or 0.0
 
@@ -269,7 +270,7 @@ class PPOTrainer:
         )
 
     def _notes(self) -> list[str]:
-        """The derived sizes, and what is set without having anything to act on."""
+        """Notes on the derived sizes, and on arguments without effect."""
         a, run = self.args, self._sizes
         factors = f"{a.per_device_train_batch_size} x {a.gradient_accumulation_steps}"
         split = ""

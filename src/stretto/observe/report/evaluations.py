@@ -1,4 +1,4 @@
-"""What ``stretto eval`` found of a run: one record an evaluation, kept in the run's folder."""
+"""Results of ``stretto eval``: one record an evaluation, kept in the run's folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs have come to: win-rate against KL, and both against how off-policy they were."""
+"""Outcomes of runs: win-rate against KL, and both against how off-policy they were."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OFF_POLICY = "schedule.weight_sync_interval"
 """The setting N: batches generated, and then trained on, with one version of the weights."""
 
 UNKNOWN = "unknown"
-"""Stands for the algorithm of a run that does not say."""
+"""Name for the algorithm of a run whose settings do not say."""
 
 LAST_SHARE = 10
 """The reward of a run is the mean over the last tenth of its steps."""
@@ -25,17 +25,17 @@ Value = Callable[[Run], float | None]
 
 
 def algorithms(runs: Sequence[Run]) -> list[str]:
-    """Those of the runs, in the order in which they come."""
+    """Algorithms of the runs, without repeats, in the order in which they come."""
     return list(dict.fromkeys(algorithm(run) for run in runs))
 
 
 def algorithm(run: Run) -> str:
-    """What a run learned by."""
+    """Algorithm of a run."""
     return str(run.settings.get("algorithm.name", UNKNOWN))
 
 
 def groups(runs: Sequence[Run]) -> list[int]:
-    """For each run, the place of its algorithm among :func:`algorithms`."""
+    """Place of each run's algorithm among :func:`algorithms`."""
     names = algorithms(runs)
     return [names.index(algorithm(run)) for run in runs]
 
@@ -71,7 +71,7 @@ def pareto(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def win_rates(figures: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Who judged, the rate and its standard error, for each that an evaluation has."""
+    """Win-rates that an evaluation has: who judged, the rate and its standard error."""
     found = []
     for key, name, said in (("win_rate", "by", "{}"), ("judge", "judge", "LLM judge {}")):
         if key in figures:
@@ -133,7 +133,7 @@ def _line(name: str, runs: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
 
 
 def _figures(runs: Sequence[Run]) -> list[tuple[str, bool, Value]]:
-    """What is shown by N: a title, whether it is a share, and what gives a run's figure."""
+    """Figures shown by N: a title, whether it is a share, and the function that gives a run's."""
     judges = dict.fromkeys(
         by for run in runs for record in run.evaluations for by, *_ in win_rates(record["figures"])
     )

@@ -19,7 +19,7 @@ from stretto.observe.report.runs import Run, StepSpans, differing_settings, shar
 from stretto.observe.report.steps import Bar, bars, waits
 
 MAX_RUNS = len(style.RUNS)
-"""As many as there are colours that can be told apart; of more, only outcomes are shown."""
+"""Number of colours that can be told apart. Of more runs than that, only outcomes are shown."""
 
 CURVES = {
     "reward": REWARD,
@@ -31,10 +31,10 @@ CURVES = {
 }
 
 TIMELINE_CHARS = 3_000_000
-"""Of the timelines of all runs; of longer ones, every n-th step is shown."""
+"""Most characters in the timelines of all runs; of longer ones, every n-th step is shown."""
 
 _POINTS = 1000
-"""Of a curve; a longer one is averaged over stretches of equal length."""
+"""Most points of a curve; a longer one is averaged over stretches of equal length."""
 
 _RESOLUTION = 20_000
 """Moments that a timeline tells apart in a step."""
@@ -84,7 +84,7 @@ def html_page(runs: Sequence[Run], step: int | None = None) -> str:
 
 
 def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
-    """What the page shows, as plain data."""
+    """Content of the page, as plain data."""
     edges = length_edges(max((r.tokens for run in runs for r in run.rollouts), default=0))
     kinds = list(style.KINDS)
     told_apart = len(runs) <= MAX_RUNS
@@ -155,7 +155,7 @@ def _lengths(run: Run, edges: Sequence[int]) -> dict[str, Any] | None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """By linear interpolation between the two values around it."""
+    """Quantile of sorted values, by linear interpolation between the two around it."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -224,7 +224,7 @@ def _timeline(run: Run, step: StepSpans, kinds: list[str]) -> list[Any]:
 
 
 def _details(bar: Bar) -> list[Any]:
-    """What is shown of a bar besides its place; what is empty at the end is left out."""
+    """Details of a bar besides its place; empty ones at the end are left out."""
     details = [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
     details.append(bar.spans if bar.spans > 1 else None)
     while details and details[-1] is None:

@@ -23,7 +23,7 @@ TIME = "time_s"
 
 @dataclass(frozen=True, slots=True)
 class StepSpans:
-    """What the trace has of one step.
+    """Spans of one step in the trace.
 
     Attributes:
         step: its number and times, in seconds since the run's start.
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What a role did over a run, in seconds.
+    """Busy and idle time of a role over a run, in seconds.
 
     Attributes:
         idle_s: by cause.

@@ -15,7 +15,7 @@ MAX_BARS = 300
 
 _JOINED_GAP = 1 / 1000
 _SMALLEST_WAIT = 1 / 2000
-"""As shares of the step."""
+"""Shortest wait that is shown, as a share of its step."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def bars(step: StepSpans) -> list[Bar]:
 
 
 def waits(step: StepSpans, roles: Iterable[str]) -> list[Wait]:
-    """When the roles were idle and why, but for moments too short to see and unknown causes."""
+    """Waits of the roles with their causes, without those too short to see or of unknown cause."""
     start_s, end_s = step.step.start_s, step.step.end_s
     smallest_s = _SMALLEST_WAIT * (end_s - start_s)
     return [

@@ -32,7 +32,7 @@ GROUPS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 GROUPS_DARK = ("#6fa8e0", "#ff8593", "#4fc465", "#d465ae", "#dccd5c", "#8adcf5")
 OTHER_KIND = "#8a8f98"
 PALE_KINDS = ("prefill", "load", "migrate")
-"""Those on which text is dark."""
+"""Kinds of work with pale colours, on which text is dark."""
 
 HATCHES: Mapping[str, str] = {
     "data": '<path d="M3.5 0V7"/>',
@@ -113,5 +113,5 @@ def hatch_patterns() -> str:
 
 
 def kind_colour(kind: str) -> str:
-    """Of a kind of work, as CSS."""
+    """Colour of a kind of work, as CSS."""
     return f"var(--kind-{kind if kind in KINDS else 'other'})"

@@ -145,9 +145,9 @@ class PipelineExecutor:
         return math.sqrt(square.item())
 
     def saved_bytes(self, name: Name, work: Work) -> int:
-        """What this rank's stage keeps of a micro-batch from its forward to its backward.
+        """Bytes that this rank's stage keeps of a micro-batch from its forward to its backward.
 
-        What the loss keeps on the last stage is not counted.
+        Bytes that the loss keeps on the last stage are not counted.
         """
         return saved_bytes(self._stages[name], work.tokens)
 

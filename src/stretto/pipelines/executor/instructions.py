@@ -1,4 +1,4 @@
-"""From a schedule to what each rank does: tasks, and the transfers between them.
+"""Instructions of each rank for a schedule: tasks, and the transfers between them.
 
 Transfers cannot deadlock, however slow ranks and links are, and even if a send lasts until its
 receiver has asked for it:
@@ -66,12 +66,12 @@ Instruction = Task | Receive | Send
 def instructions(
     problem: Problem, schedule: PipelineSchedule
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """What each rank does, in order; rank r is device r.
+    """List the instructions of each rank, in order; rank r is device r.
 
     Args:
-        problem: whose latencies say in which order tensors are made. The instructions are right
-            for any, and fastest for true ones.
-        schedule: of it.
+        problem: its latencies give the order in which tensors are made. The instructions are
+            right for any latencies, and fastest for true ones.
+        schedule: of the problem.
 
     Raises:
         ConfigError: the schedule cannot run.
@@ -113,7 +113,7 @@ def _task(graph: Graph, task: int) -> Task:
 
 
 def _sent(graph: Graph, task: int) -> Send | None:
-    """What another device needs of a task's result."""
+    """Send of a task's result to the next stage; ``None`` if no other device needs it."""
     q = int(graph.queue_of[task])
     after = int(graph.after[q])
     if after < 0 or graph.device[after] == graph.device[q]:

@@ -1,4 +1,4 @@
-"""How two models stand on the ranks."""
+"""Layout of two models on the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES: tuple[Name, Name] = ("actor", "critic")
 
 @dataclass(frozen=True, slots=True)
 class StageLayout:
-    """How the two models stand on the ranks; rank r is device r of the problem.
+    """Layout of the two models on the ranks; rank r is device r of the problem.
 
     Raises:
         ConfigError: the two do not cover the same ranks.
@@ -30,7 +30,7 @@ class StageLayout:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self.actor_stages * self.actor_pipelines
 
     def of(self, name: Name) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""How much a stage keeps of a micro-batch for its backward pass."""
+"""Memory that a stage keeps of a micro-batch for its backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.pipelines.executor.stages import Stage
 def saved_bytes(stage: Stage, tokens: Tensor) -> int:
     """Bytes that autograd saves in a forward pass, in the mode that the stage is in.
 
-    Of a checkpointed layer that is its input.
+    A checkpointed layer saves its input alone.
 
     Memory that several tensors share counts once, parameters and buffers not at all.
 

@@ -1,4 +1,4 @@
-"""From a measured run to the problem that describes it."""
+"""Make the problem that describes a measured run."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
 
 _TOLERANCE = 1e-3
-"""Of the cut model's hidden states, relative to the largest; the same operations give the same."""
+"""Largest error of the cut model's hidden states, relative to the largest state."""
 
 
 class Stage(nn.Module):
@@ -39,10 +39,10 @@ class Stage(nn.Module):
     It can be pickled, and so sent to the process that runs it.
 
     Attributes:
-        index: of this stage, from 0.
-        stages: that the model was cut into.
+        index: number of this stage, from 0.
+        stages: number of stages that the model was cut into.
         hidden_size: H.
-        dtype: of hidden states.
+        dtype: type of hidden states.
         names: own parameter names to those in the whole model (``named_parameters()`` of what was
             cut; a tied weight has the one name under which the model lists it).
         tied: names, in the whole model, of weights that the first and the last stage both hold.
@@ -61,12 +61,12 @@ class Stage(nn.Module):
 
     @property
     def first(self) -> bool:
-        """Whether it takes token ids."""
+        """Return whether this is the first stage, which takes token ids."""
         return self.index == 0
 
     @property
     def last(self) -> bool:
-        """Whether its hidden states are the model's."""
+        """Return whether this is the last stage, whose hidden states are the model's."""
         return self.index == self.stages - 1
 
     @property
@@ -229,7 +229,7 @@ def check_cut(model: nn.Module, stages: int) -> None:
 
 
 def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
-    """Every trained parameter is on one stage, except for tied ones, which are on two."""
+    """Check that every trained parameter is on one stage, or on two if it is tied."""
     holders = Counter(name for stage in parts for name in stage.names.values())
     tied = parts[0].tied
     for name, parameter in model.named_parameters():

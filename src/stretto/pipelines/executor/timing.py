@@ -1,4 +1,4 @@
-"""When a rank did what."""
+"""Times of a rank's tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.pipelines.executor.instructions import Task
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """When a rank did what, in seconds from a start that all ranks share.
+    """Times of a rank's tasks, in seconds from a start that all ranks share.
 
     Attributes:
         word: its tasks in order.
@@ -30,7 +30,7 @@ class Timings:
 
 
 class Stopwatch:
-    """Marks moments of this rank; made on all ranks at once, which is their common start.
+    """A recorder of this rank's moments; made on all ranks at once, which is their common start.
 
     Ranks share the machine's clock. On a GPU the moments are those of its stream, so that nothing
     has to wait for them.
@@ -50,7 +50,7 @@ class Stopwatch:
             self._begin_s = time.monotonic() - self._zero
 
     def mark(self) -> None:
-        """Now."""
+        """Mark this moment."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -59,7 +59,7 @@ class Stopwatch:
             self._moments.append(time.monotonic() - self._zero)
 
     def timings(self, word: Sequence[Task]) -> Timings:
-        """From three marks a task: free for it, input there, done."""
+        """Make the timings from three marks a task: free for it, input there, done."""
         if self._cuda:
             begin = self._events[0]
             self._events[-1].synchronize()

@@ -1,4 +1,4 @@
-"""What a rank exchanges with others: tensors sent, gradients summed."""
+"""Exchange between ranks: tensors sent, gradients summed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outbox:
 
 
 def _wait(work: dist.Work, tensor: Tensor) -> None:
-    """``tensor`` is only held."""
+    """Wait until a tensor is sent; ``tensor`` is held so long, and not used."""
     work.wait()
 
 
