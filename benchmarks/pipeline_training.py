@@ -36,7 +36,7 @@ from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.training import pipelined
 from stretto.training.partition import PaddedBatch
-from stretto.training.planner import Plan, Planner
+from stretto.training.planner import PipelinePlan, Planner
 from stretto.training.trained import Course
 
 PROFILED = 4
@@ -128,7 +128,7 @@ class Bench:
         staged = pipelined.start(*make_models(args), self.config, courses, threads=args.ranks)
         self.ranks = staged.ranks
 
-    def run(self, plan: Plan, batches: Sequence[PaddedBatch]) -> list[Timings]:
+    def run(self, plan: PipelinePlan, batches: Sequence[PaddedBatch]) -> list[Timings]:
         said = self.ranks.call("run", plan.schedule, plan.problem, batches, 0.05, True)
         return [timings for timings, _ in said]
 

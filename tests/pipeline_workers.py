@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, Timings, Work
+from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, TaskWork, Timings
 from stretto.pipelines.executor.layout import NAMES
 from stretto.pipelines.executor.stages import Stage
 from stretto.pipelines.executor.transfers import Outbox
@@ -69,8 +69,8 @@ class Trainer:
     ) -> Timings:
         return self.executor.run(
             schedule,
-            [Work(b.tokens, self._loss("actor", b)) for b in actor],
-            [Work(b.tokens, self._loss("critic", b)) for b in critic],
+            [TaskWork(b.tokens, self._loss("actor", b)) for b in actor],
+            [TaskWork(b.tokens, self._loss("critic", b)) for b in critic],
             problem,
         )
 
@@ -110,7 +110,7 @@ class Trainer:
         return {name: watched.look() for name, watched in self.stages.items()}
 
     def saved(self, tokens: Tensor) -> tuple[int, ...]:
-        work = Work(tokens, Tensor.sum)
+        work = TaskWork(tokens, Tensor.sum)
         return tuple(self.executor.saved_bytes(name, work) for name in NAMES)
 
     def post(self) -> tuple[bool, bool]:

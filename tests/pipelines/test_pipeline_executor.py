@@ -21,7 +21,7 @@ from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
 from stretto.pipelines.baselines import greedy, one_f_one_b
 from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, Timings, Work
+from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, TaskWork, Timings
 from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.pipelines.executor.stages import cut
@@ -310,7 +310,7 @@ def test_what_does_not_fit_is_refused(alone: None) -> None:
     ):
         PipelineExecutor(cut(actor, 1, 0), cut(critic, 2, 1), layout, cpu)
     executor = PipelineExecutor(cut(actor, 1, 0), cut(critic, 1, 0), layout, cpu)
-    work = [Work(torch.ones(1, 3, dtype=torch.long), Tensor.sum)]
+    work = [TaskWork(torch.ones(1, 3, dtype=torch.long), Tensor.sum)]
     schedule = greedy(layout.problem(2, 1))
     with pytest.raises(
         ConfigError, match="'0F' stands 2 times; it must once for each of the 1 mic"
@@ -332,8 +332,8 @@ def test_one_rank_runs_both_models_whole(alone: None) -> None:
     executor = PipelineExecutor(cut(actor, 1, 0), stage, layout, torch.device("cpu"))
     executor.run(
         greedy(layout.problem(1, 4)),
-        [Work(batches[0].tokens, Tensor.sum)],
-        [Work(b.tokens, partial(value_loss, stage, batch=b)) for b in batches],
+        [TaskWork(batches[0].tokens, Tensor.sum)],
+        [TaskWork(b.tokens, partial(value_loss, stage, batch=b)) for b in batches],
     )
     for name, parameter in critic.named_parameters():
         require_close(parameter.grad, expected[name])

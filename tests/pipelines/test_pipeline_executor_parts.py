@@ -18,9 +18,9 @@ from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.executor.executor import StageLayout
 from stretto.pipelines.executor.instructions import (
     Instruction,
+    PipelineTask,
     Receive,
     Send,
-    Task,
     instructions,
 )
 from stretto.pipelines.executor.layout import Name
@@ -40,7 +40,7 @@ def transfers(programs: Sequence[Sequence[Instruction]]) -> dict[tuple[int, int]
     pairs: dict[tuple[int, int], list[Any]] = {}
     for rank, program in enumerate(programs):
         for step in program:
-            if not isinstance(step, Task):
+            if not isinstance(step, PipelineTask):
                 to = step.peer if isinstance(step, Send) else rank
                 pairs.setdefault((rank, step.peer), []).append((to, step.task))
     return pairs
@@ -62,7 +62,7 @@ def simulate(programs: Sequence[Sequence[Instruction]], strict: bool) -> bool:
         if isinstance(step, Receive):
             asked.add((rank, step.task))
             return True
-        if isinstance(step, Task):
+        if isinstance(step, PipelineTask):
             return (rank, step) not in arriving or (rank, step) in came
         sent = (step.peer, step.task)
         pair = pairs[rank, step.peer]
@@ -131,7 +131,7 @@ def test_every_rank_ends_whatever_the_schedule(data: st.DataObject) -> None:
     assert check(problem, schedule) == ""
     programs = instructions(problem, schedule)
     for word, program in zip(schedule.words, programs, strict=True):
-        tasks = [step for step in program if isinstance(step, Task)]
+        tasks = [step for step in program if isinstance(step, PipelineTask)]
         assert [f"{t.pipeline}{t.kind}" for t in tasks] == list(word)
         assert len(set(tasks)) == len(tasks)
     started = transfers(programs)
@@ -142,7 +142,7 @@ def test_every_rank_ends_whatever_the_schedule(data: st.DataObject) -> None:
 
 
 def test_the_simulator_sees_a_deadlock() -> None:
-    f, g = Task("F", 0, 0), Task("F", 1, 0)
+    f, g = PipelineTask("F", 0, 0), PipelineTask("F", 1, 0)
     late = ((f, Send(f, 1), Receive(g, 1), g), (g, Send(g, 0), Receive(f, 0), f))
     assert not simulate(late, strict=False)
     early = ((Receive(g, 1), f, Send(f, 1), g), (Receive(f, 0), g, Send(g, 0), f))
@@ -171,7 +171,12 @@ def test_instructions_of_two_ranks_by_hand() -> None:
     # rank 0  0F  1F  1B  1B  0B  0B
     # rank 1  1F  0F  0B  0B  1B  1B
     # Of what is made at one time (4), that of the first pipeline goes first.
-    f, g, b, c = Task("F", 0, 0), Task("F", 1, 0), Task("B", 0, 0), Task("B", 1, 0)
+    f, g, b, c = (
+        PipelineTask("F", 0, 0),
+        PipelineTask("F", 1, 0),
+        PipelineTask("B", 0, 0),
+        PipelineTask("B", 1, 0),
+    )
     assert instructions(Problem(side, side), schedule) == (
         (f, Send(f, 1), Receive(g, 1), g, Receive(b, 1), c, Send(c, 1), b),
         (Receive(f, 0), g, Send(g, 0), f, b, Send(b, 0), Receive(c, 0), c),
@@ -188,8 +193,8 @@ def test_what_is_made_while_a_rank_works_is_asked_for_before() -> None:
         )
     )
     program = instructions(Problem(quick, slow), schedule)[1]
-    first, second = Task("F", 0, 0), Task("F", 0, 1)
-    g = Task("F", 1, 0)
+    first, second = PipelineTask("F", 0, 0), PipelineTask("F", 0, 1)
+    g = PipelineTask("F", 1, 0)
     # Rank 1 is at work on its long 1F from 0 to 9, when both forwards of 0 are made, at 1 and 2.
     assert program[:4] == (Receive(first, 0), Receive(second, 0), g, Send(g, 0))
 
@@ -264,7 +269,12 @@ def test_checkpointed_layers_keep_their_inputs_alone() -> None:
 
 def test_a_profile_says_what_was_timed() -> None:
     layout = StageLayout(2, 1, 2, 1)
-    f, g, b, c = Task("F", 0, 0), Task("F", 1, 0), Task("B", 0, 0), Task("B", 1, 0)
+    f, g, b, c = (
+        PipelineTask("F", 0, 0),
+        PipelineTask("F", 1, 0),
+        PipelineTask("B", 0, 0),
+        PipelineTask("B", 1, 0),
+    )
     # asked, start, end; each transfer that is waited for takes 1 ms.
     zero = {f: (0, 0, 2), g: (2, 5, 6), c: (6, 6, 10), b: (10, 12, 15)}
     one = {g: (0, 0, 4), f: (4, 4, 5), b: (5, 5, 11), c: (11, 11, 13)}
@@ -301,7 +311,9 @@ def test_latencies_are_medians_over_micro_batches_and_pipelines() -> None:
     layout = StageLayout(1, 2, 1, 2)
     timings = []
     for rank in range(2):
-        tasks = [Task(k, p, i) for p in (rank, 2 + rank) for i in range(3) for k in ("F", "B")]
+        tasks = [
+            PipelineTask(k, p, i) for p in (rank, 2 + rank) for i in range(3) for k in ("F", "B")
+        ]
         starts = [float(i) for i in range(len(tasks))]
         ms = [1, 2, 3, 4, 90, 6] if rank == 0 else [5, 8, 7, 8, 9, 8]
         ends = [s + d / 1000 for s, d in zip(starts, ms * 2, strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.assembly.controls import Filtering, Migrating, Sizes, controls, controls_of
+from stretto.assembly.controls import Filtering, Migrating, RunSizes, controls, controls_of
 from stretto.config import Config, ScheduleConfig
 from stretto.errors import ConfigError, StateError
 from stretto.schedules.buffer import Buffer
@@ -339,7 +339,7 @@ def test_a_schedule_is_told_what_the_run_has_settled() -> None:
 
 
 def test_stragglers_move_as_the_knob_says() -> None:
-    sizes = Sizes(batch=8, samples_per_prompt=1, max_new_tokens=30, steps=1, engines=2)
+    sizes = RunSizes(batch=8, samples_per_prompt=1, max_new_tokens=30, steps=1, engines=2)
     where = Migrating(MigrationLimits(2, 8, 1000, 40, 1e3, 1e5), 0.0, 5)
 
     def policy(migrating: Migrating | None, **schedule: Any) -> MigrationPolicy | None:

@@ -22,7 +22,7 @@ from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
 from stretto.errors import LearnerError, ModelError, RankError
 from stretto.models.load import load_causal_lm, load_tokenizer
-from stretto.pipelines.executor.instructions import Task
+from stretto.pipelines.executor.instructions import PipelineTask
 from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem
@@ -41,12 +41,17 @@ COURSES: Any = {"actor": Course(1e-3, 10, 0), "critic": Course(1e-3, 10, 0)}
 # -- figures and measures ------------------------------------------------------------------------
 
 
-def timings(rows: dict[Task, tuple[float, float]]) -> Timings:
+def timings(rows: dict[PipelineTask, tuple[float, float]]) -> Timings:
     starts, ends = zip(*rows.values(), strict=True)
     return Timings(tuple(rows), starts, starts, ends)
 
 
-F, G, B, C = Task("F", 0, 0), Task("F", 1, 0), Task("B", 0, 0), Task("B", 1, 0)
+F, G, B, C = (
+    PipelineTask("F", 0, 0),
+    PipelineTask("F", 1, 0),
+    PipelineTask("B", 0, 0),
+    PipelineTask("B", 1, 0),
+)
 RAN = [
     timings({F: (1.0, 2.0), G: (3.0, 3.5), C: (4.0, 5.0), B: (7.5, 8.0)}),  # 3.0 s of work
     timings({G: (1.5, 2.5), F: (2.5, 3.0), B: (3.0, 7.5), C: (7.5, 8.0)}),  # 6.5 s

@@ -15,7 +15,7 @@ from stretto.schedules.throughput import ThroughputOvercommit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class RunSizes:
     """The amounts of work of a schedule.
 
     Attributes:
@@ -69,7 +69,7 @@ def controls_of(config: Config, migrating: Migrating | None) -> Controls:
     r = config.rollout
     return controls(
         config.schedule,
-        Sizes(
+        RunSizes(
             batch=r.batch,
             samples_per_prompt=r.samples_per_prompt,
             max_new_tokens=r.max_new_tokens,
@@ -88,7 +88,7 @@ def controls_of(config: Config, migrating: Migrating | None) -> Controls:
 
 def controls(
     schedule: ScheduleConfig,
-    sizes: Sizes,
+    sizes: RunSizes,
     filtering: Filtering,
     *,
     seed: int,
@@ -135,7 +135,7 @@ def most_in_flight(config: Config) -> int:
     return config.schedule.most_in_flight(r.batch, r.samples_per_prompt)
 
 
-def _overcommit(s: ScheduleConfig, sizes: Sizes, seed: int) -> Overcommit:
+def _overcommit(s: ScheduleConfig, sizes: RunSizes, seed: int) -> Overcommit:
     high = s.largest_overcommit(sizes.batch)
     if s.knobs.overcommit != "auto":
         return FixedOvercommit(high)
@@ -158,7 +158,9 @@ def _overcommit(s: ScheduleConfig, sizes: Sizes, seed: int) -> Overcommit:
             )
 
 
-def _migration(s: ScheduleConfig, sizes: Sizes, seed: int, on: Migrating) -> MigrationPolicy | None:
+def _migration(
+    s: ScheduleConfig, sizes: RunSizes, seed: int, on: Migrating
+) -> MigrationPolicy | None:
     share, batch = s.knobs.migrate, sizes.batch * s.weight_sync_interval
     if share == "off":
         return None

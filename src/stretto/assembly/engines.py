@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import psutil
 import torch
@@ -25,6 +25,10 @@ MEMORY_SHARE = 0.15
 """Share of the free memory that the keys and values of one scorer may take."""
 
 
+ENGINES: Mapping[str, type[TorchEngine]] = {"torch": TorchEngine}
+"""Engines by the name of ``rollout.engine``; each says by ``capabilities`` what it can do."""
+
+
 def make_engine(
     config: Config,
     actor: nn.Module,
@@ -43,10 +47,11 @@ def make_engine(
         end_tokens: that end a response; without them the model's and the tokenizer's do.
         channel: where new weights come from, if any do.
     """
-    check_engine(config, TorchEngine.capabilities)
+    engine = ENGINES[config.rollout.engine]
+    check_engine(config, engine.capabilities)
     ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
     stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
-    return TorchEngine(
+    return engine(
         actor,
         config.rollout,
         end_tokens=ends,

@@ -137,6 +137,8 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Generation by the actor."""
 
+    engine: Literal["torch"] = "torch"
+    """What generates; torch: Stretto's own engine."""
     batch: PositiveInt = 32
     """Responses per step."""
     samples_per_prompt: PositiveInt = 1

@@ -34,7 +34,7 @@ _NARROW = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class TaskBar:
     """One task.
 
     Attributes:
@@ -54,7 +54,7 @@ class Bar:
     label: str
 
 
-def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[Bar]:
+def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[TaskBar]:
     """All tasks, device after device."""
     found = []
     for task in evaluation.tasks.tolist():
@@ -64,7 +64,7 @@ def bars(problem: Problem, graph: Graph, evaluation: Evaluation) -> list[Bar]:
         copy = pipeline - problem.actor.pipelines * critic
         number = copy * int(graph.length[q]) + task - int(graph.offset[q])
         found.append(
-            Bar(
+            TaskBar(
                 int(graph.device[q]), start, start + int(graph.duration[q]), critic,
                 bool(graph.kind[q] == BACKWARD), str(number),
             )
@@ -106,7 +106,7 @@ def timeline_svg(problem: Problem, evaluation: Evaluation, title: str, units: Un
     )
 
 
-def _bars(drawn: list[Bar], top: int, scale: float) -> list[str]:
+def _bars(drawn: list[TaskBar], top: int, scale: float) -> list[str]:
     """Draw bars as rectangles; narrow ones as dashes of one thick line per colour and device."""
     parts, narrow = [], defaultdict(list)
     for bar in drawn:
@@ -125,7 +125,7 @@ def _bars(drawn: list[Bar], top: int, scale: float) -> list[str]:
     return parts
 
 
-def _bar(bar: Bar, top: int, scale: float) -> str:
+def _bar(bar: TaskBar, top: int, scale: float) -> str:
     x, y = _LEFT + bar.start * scale, top + _LANE * bar.device
     width = (bar.end - bar.start) * scale
     drawn = (
@@ -138,11 +138,11 @@ def _bar(bar: Bar, top: int, scale: float) -> str:
     return drawn
 
 
-def _colour(bar: Bar) -> str:
+def _colour(bar: TaskBar) -> str:
     return (_CRITIC if bar.critic else _ACTOR)[bar.backward]
 
 
-def _gapless(bar: Bar, scale: float) -> float:
+def _gapless(bar: TaskBar, scale: float) -> float:
     """Pixels of a bar, less a gap to the next one that leaves most of a narrow bar."""
     width = (bar.end - bar.start) * scale
     return width - min(0.6, 0.15 * width)

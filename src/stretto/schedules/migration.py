@@ -84,7 +84,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MigrationPlan:
     """The moves, and the generators that have nothing left to decode afterwards."""
 
     moves: Sequence[Move]
@@ -105,7 +105,7 @@ def destinations(remaining: Sequence[int], limits: MigrationLimits) -> Sequence[
     return sorted(by_load[:m])
 
 
-def plan(remaining: Remaining, limits: MigrationLimits) -> Plan:
+def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
     """Gather what remains on as few generators as the limits allow.
 
     The longest move first, each to the destination with the fewest rollouts then. A destination
@@ -113,7 +113,7 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> Plan:
     """
     targets = destinations([len(r) for r in remaining], limits)
     if len(targets) == len(remaining):
-        return Plan((), ())
+        return MigrationPlan((), ())
     leaving = []
     for i, rollouts in enumerate(remaining):
         longest = sorted(rollouts, key=lambda r: (-r[1], r[0]))
@@ -124,7 +124,7 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> Plan:
         destination = min(targets, key=lambda i: (load[i], i))
         load[destination] += 1
         moves.append(Move(id_, source, destination, limits.with_cache))
-    return Plan(moves, [i for i in range(len(remaining)) if i not in targets])
+    return MigrationPlan(moves, [i for i in range(len(remaining)) if i not in targets])
 
 
 class MigrationPolicy(Protocol):
@@ -134,7 +134,7 @@ class MigrationPolicy(Protocol):
         """R_t: stragglers move once the round waits for no more than so many; 0 is never."""
         ...
 
-    def plan(self, remaining: Remaining) -> Plan:
+    def plan(self, remaining: Remaining) -> MigrationPlan:
         """Return the moves to make when that number is reached."""
         ...
 
@@ -172,7 +172,7 @@ class FixedMigration:
         """R_t in rollouts."""
         return self._threshold
 
-    def plan(self, remaining: Remaining) -> Plan:
+    def plan(self, remaining: Remaining) -> MigrationPlan:
         """Return the plan of :func:`plan` within the limits."""
         return plan(remaining, self._limits)
 

@@ -12,7 +12,7 @@ from stretto.errors import ConfigError
 from stretto.schedules.feedback import Feedback
 from stretto.schedules.latency import LatencyModel, drain_times
 from stretto.schedules.lengths import LengthModel, under_way
-from stretto.schedules.migration import MigrationLimits, Plan, Remaining, plan
+from stretto.schedules.migration import MigrationLimits, MigrationPlan, Remaining, plan
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -77,7 +77,7 @@ class AutoMigration:
         """R_t in rollouts."""
         return self._threshold
 
-    def plan(self, remaining: Remaining) -> Plan:
+    def plan(self, remaining: Remaining) -> MigrationPlan:
         """Return the plan of :func:`~stretto.schedules.migration.plan` within the limits."""
         return plan(remaining, self._limits)
 

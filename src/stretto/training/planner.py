@@ -18,7 +18,7 @@ GUESSED_TICKS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PipelinePlan:
     """The plan by which a mini-batch runs.
 
     Attributes:
@@ -47,7 +47,7 @@ class Planner:
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:
         self._config, self._seed = config, seed % SEEDS
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, PipelinePlan] = {}
         self._measured = False
         largest = max(parameters[m] / config.stages(m) for m in ("actor", "critic"))
         self._problem = Problem(
@@ -65,13 +65,13 @@ class Planner:
         self._problem, self._measured = problem, True
         self._plans.clear()
 
-    def plan(self, micro_batches: int) -> Plan:
+    def plan(self, micro_batches: int) -> PipelinePlan:
         """Plan so many micro-batches of each model, over all its pipelines."""
         if micro_batches not in self._plans:
             self._plans[micro_batches] = self._make(micro_batches)
         return self._plans[micro_batches]
 
-    def _make(self, micro_batches: int) -> Plan:
+    def _make(self, micro_batches: int) -> PipelinePlan:
         actor, critic = (
             replace(side, micro_batches=micro_batches // side.pipelines)
             for side in self._problem.sides
@@ -82,7 +82,7 @@ class Planner:
         else:
             schedule = solve(problem, seconds=self._config.seconds, seed=self._seed).schedule
         latency = evaluate(problem, schedule).latency
-        return Plan(problem, schedule, latency if self._measured else None)
+        return PipelinePlan(problem, schedule, latency if self._measured else None)
 
     def _guess(self, model: Name, parameters: float) -> Side:
         """Guess a model's side of the problem; ``parameters`` relative to the larger stages'."""

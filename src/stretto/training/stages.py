@@ -12,7 +12,13 @@ from torch import Tensor
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
-from stretto.pipelines.executor.executor import Name, PipelineExecutor, StageLayout, Timings, Work
+from stretto.pipelines.executor.executor import (
+    Name,
+    PipelineExecutor,
+    StageLayout,
+    TaskWork,
+    Timings,
+)
 from stretto.pipelines.executor.stages import Stage
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
@@ -84,13 +90,13 @@ class StageTrainer:
         """
         by_model: dict[Name, Metrics] = {"actor": Metrics(), "critic": Metrics()}
 
-        def work(name: Name, batch: PaddedBatch) -> Work:
+        def work(name: Name, batch: PaddedBatch) -> TaskWork:
             def loss(hidden: Tensor) -> Tensor:
                 term = self._loss(name, batch, hidden, kl_coef)
                 by_model[name] += term.metrics
                 return term.loss
 
-            return Work(batch.tokens.to(self._device), loss)
+            return TaskWork(batch.tokens.to(self._device), loss)
 
         with self._trained["actor"].training(), self._trained["critic"].training():
             timings = self._executor.run(
@@ -116,7 +122,7 @@ class StageTrainer:
 
     def saved_bytes(self, batch: PaddedBatch) -> tuple[int, int]:
         """Return the bytes that the actor's and the critic's stages keep until a backward pass."""
-        work = Work(batch.tokens.to(self._device), Tensor.sum)
+        work = TaskWork(batch.tokens.to(self._device), Tensor.sum)
         with self._trained["actor"].training(), self._trained["critic"].training():
             kept = [self._executor.saved_bytes(name, work) for name in self._stages]
         return kept[0], kept[1]

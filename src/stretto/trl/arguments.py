@@ -28,7 +28,7 @@ _TRACKERS = ("tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class BatchSizes:
     """The sizes of a run, as TRL's trainer derived them from its arguments.
 
     Attributes:
@@ -44,7 +44,7 @@ class Sizes:
     episodes: int
 
 
-def sizes(args: PPOConfig, rows: int) -> Sizes:
+def sizes(args: PPOConfig, rows: int) -> BatchSizes:
     """The sizes of a run on ``rows`` prompts.
 
     As of TRL 0.17 a batch is ``per_device_train_batch_size * gradient_accumulation_steps``, and
@@ -93,10 +93,10 @@ def sizes(args: PPOConfig, rows: int) -> Sizes:
         raise ConfigError(
             f"{episodes} responses are asked for in all; raise total_episodes or num_train_epochs"
         )
-    return Sizes(batch, batch // args.num_mini_batches, math.ceil(episodes / batch), episodes)
+    return BatchSizes(batch, batch // args.num_mini_batches, math.ceil(episodes / batch), episodes)
 
 
-def write_sizes(args: PPOConfig, run: Sizes) -> None:
+def write_sizes(args: PPOConfig, run: BatchSizes) -> None:
     """Write the derived sizes into the arguments, where scripts read them.
 
     Raises:
@@ -181,7 +181,7 @@ def check(args: PPOConfig) -> None:
 
 
 def settings(
-    args: PPOConfig, run: Sizes, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
+    args: PPOConfig, run: BatchSizes, rows: int, longest: int, dtype: Literal["float32", "bfloat16"]
 ) -> dict[str, Any]:
     """The settings of a run, as a recipe has them; those of the models' names are left out.
 
@@ -245,7 +245,7 @@ def settings(
     }
 
 
-def _training(args: PPOConfig, run: Sizes, longest: int) -> dict[str, Any]:
+def _training(args: PPOConfig, run: BatchSizes, longest: int) -> dict[str, Any]:
     return {
         "lr": args.learning_rate,
         "critic_lr": args.learning_rate,
@@ -286,7 +286,7 @@ def _warmup(args: PPOConfig, steps: int) -> int:
     return _count(args.warmup_steps or args.warmup_ratio, steps)
 
 
-def _checkpoint_every(args: PPOConfig, run: Sizes, rows: int) -> int:
+def _checkpoint_every(args: PPOConfig, run: BatchSizes, rows: int) -> int:
     periods = {
         "no": 0,
         "steps": _count(args.save_steps, run.steps),

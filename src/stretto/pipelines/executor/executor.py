@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from stretto.errors import ConfigError
-from stretto.pipelines.executor.instructions import Receive, Send, Task, instructions
+from stretto.pipelines.executor.instructions import PipelineTask, Receive, Send, instructions
 from stretto.pipelines.executor.layout import Name, StageLayout
 from stretto.pipelines.executor.memory import saved_bytes
 from stretto.pipelines.executor.stages import Stage
@@ -27,11 +27,11 @@ from stretto.pipelines.executor.transfers import Groups, Outbox, connect
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
 
-__all__ = ["Name", "PipelineExecutor", "StageLayout", "Timings", "Work"]
+__all__ = ["Name", "PipelineExecutor", "StageLayout", "TaskWork", "Timings"]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TaskWork:
     """One micro-batch of one model.
 
     Attributes:
@@ -81,8 +81,8 @@ class PipelineExecutor:
     def run(
         self,
         schedule: PipelineSchedule,
-        actor: Sequence[Work],
-        critic: Sequence[Work],
+        actor: Sequence[TaskWork],
+        critic: Sequence[TaskWork],
         problem: Problem | None = None,
     ) -> Timings:
         """All micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
@@ -106,7 +106,7 @@ class PipelineExecutor:
         word, result = [], None
         watch = Stopwatch(self._device)
         for step in program:
-            task = step if isinstance(step, Task) else step.task
+            task = step if isinstance(step, PipelineTask) else step.task
             of = passes[task.pipeline >= self._layout.actor_pipelines]
             if isinstance(step, Receive):
                 of.ask(task, step.peer)
@@ -144,14 +144,14 @@ class PipelineExecutor:
         dist.all_reduce(square)
         return math.sqrt(square.item())
 
-    def saved_bytes(self, name: Name, work: Work) -> int:
+    def saved_bytes(self, name: Name, work: TaskWork) -> int:
         """Bytes that this rank's stage keeps of a micro-batch from its forward to its backward.
 
         Bytes that the loss keeps on the last stage are not counted.
         """
         return saved_bytes(self._stages[name], work.tokens)
 
-    def _pass(self, name: Name, works: Sequence[Work]) -> _Pass:
+    def _pass(self, name: Name, works: Sequence[TaskWork]) -> _Pass:
         pipeline, _ = self._layout.place(name, self._rank)
         each = len(works) // self._layout.of(name)[1]
         mine = works[pipeline * each : (pipeline + 1) * each]
@@ -170,13 +170,13 @@ class _Pass:
     """
 
     stage: Stage
-    works: Sequence[Work]
+    works: Sequence[TaskWork]
     device: torch.device
-    arriving: dict[Task, tuple[Tensor, dist.Work]] = field(default_factory=dict)
+    arriving: dict[PipelineTask, tuple[Tensor, dist.Work]] = field(default_factory=dict)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     roots: dict[int, Tensor | GradientEdge | None] = field(default_factory=dict)
 
-    def ask(self, task: Task, peer: int) -> None:
+    def ask(self, task: PipelineTask, peer: int) -> None:
         """Begin to receive the input of a task."""
         shape = (*self.works[task.micro_batch].tokens.shape, self.stage.hidden_size)
         buffer = torch.empty(shape, dtype=self.stage.dtype, device=self.device)
@@ -184,7 +184,7 @@ class _Pass:
         assert work is not None
         self.arriving[task] = buffer, work
 
-    def run(self, task: Task, watch: Stopwatch) -> Tensor | None:
+    def run(self, task: PipelineTask, watch: Stopwatch) -> Tensor | None:
         """Run a task as soon as its input is there; what the next stage on its way needs."""
         watch.mark()
         given = None

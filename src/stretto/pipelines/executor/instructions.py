@@ -29,7 +29,7 @@ Kind = Literal["F", "B"]
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PipelineTask:
     """Forward or backward of a micro-batch on this rank's stage of a pipeline.
 
     Attributes:
@@ -47,7 +47,7 @@ class Task:
 class Receive:
     """Ask a rank for the input of a task, without waiting for it."""
 
-    task: Task
+    task: PipelineTask
     peer: int
 
 
@@ -55,11 +55,11 @@ class Receive:
 class Send:
     """Give a rank the input of one of its tasks, without waiting until it is there."""
 
-    task: Task
+    task: PipelineTask
     peer: int
 
 
-Instruction = Task | Receive | Send
+Instruction = PipelineTask | Receive | Send
 
 
 @lru_cache(maxsize=16)
@@ -106,10 +106,10 @@ def instructions(
     return tuple(programs)
 
 
-def _task(graph: Graph, task: int) -> Task:
+def _task(graph: Graph, task: int) -> PipelineTask:
     q = int(graph.queue_of[task])
     kind: Kind = "F" if graph.kind[q] == FORWARD else "B"
-    return Task(kind, int(graph.pipeline[q]), task - int(graph.offset[q]))
+    return PipelineTask(kind, int(graph.pipeline[q]), task - int(graph.offset[q]))
 
 
 def _sent(graph: Graph, task: int) -> Send | None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from stretto.pipelines.executor.instructions import Task
+from stretto.pipelines.executor.instructions import PipelineTask
 from stretto.pipelines.executor.layout import Name, StageLayout
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem, Side
@@ -51,7 +51,7 @@ def _side(
     first = 0 if name == "actor" else layout.actor_pipelines
     own = range(first, first + pipelines)
     seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    ends: dict[tuple[Task, int], float] = {}
+    ends: dict[tuple[PipelineTask, int], float] = {}
     for rank, of in enumerate(timings):
         _, stage = layout.place(name, rank)
         for task, start, end in zip(of.word, of.start, of.end, strict=True):

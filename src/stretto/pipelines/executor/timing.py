@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from stretto.pipelines.executor.instructions import Task
+from stretto.pipelines.executor.instructions import PipelineTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Timings:
         end: when it was done.
     """
 
-    word: tuple[Task, ...]
+    word: tuple[PipelineTask, ...]
     asked: tuple[float, ...]
     start: tuple[float, ...]
     end: tuple[float, ...]
@@ -58,7 +58,7 @@ class Stopwatch:
         else:
             self._moments.append(time.monotonic() - self._zero)
 
-    def timings(self, word: Sequence[Task]) -> Timings:
+    def timings(self, word: Sequence[PipelineTask]) -> Timings:
         """Make the timings from three marks a task: free for it, input there, done."""
         if self._cuda:
             begin = self._events[0]

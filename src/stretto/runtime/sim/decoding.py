@@ -46,7 +46,7 @@ class SimRow:
 
 
 @dataclass(slots=True)
-class Work:
+class DecodeWork:
     """The work of a call.
 
     Attributes:
@@ -82,7 +82,7 @@ class Replica:
         self.left = 0  # steps of the call
         self.event_s = inf  # when the next event is; infinite when there is no more to do
         self._event_steps = 0
-        self.work = Work()
+        self.work = DecodeWork()
 
     @property
     def load(self) -> int:
@@ -91,7 +91,7 @@ class Replica:
 
     def begin(self, max_steps: int) -> None:
         """Start a call."""
-        self.time_s, self.left, self.work = 0.0, max_steps, Work()
+        self.time_s, self.left, self.work = 0.0, max_steps, DecodeWork()
         self.fill()
 
     def advance(self) -> list[SimRow]:
@@ -204,7 +204,7 @@ class Replica:
 
 def decode(
     replicas: Sequence[Replica], max_steps: int, stop_after: int
-) -> tuple[list[SimRow], Work]:
+) -> tuple[list[SimRow], DecodeWork]:
     """Make a decode call on all replicas at once.
 
     Args:
@@ -237,7 +237,7 @@ def decode(
             break
         first.fill()
     ended.sort(key=lambda e: e[:3])
-    work = Work(
+    work = DecodeWork(
         seconds=max(r.time_s for r in replicas),
         steps=max(r.work.steps for r in replicas),
         tokens=sum(r.work.tokens for r in replicas),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from stretto.assembly.controls import Filtering, Sizes, controls
+from stretto.assembly.controls import Filtering, RunSizes, controls
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import Generator, Learner, Tracer
@@ -109,7 +109,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     migrates = cluster.schedule.knobs.migrates(engines)
     turned = controls(
         cluster.schedule,
-        Sizes(
+        RunSizes(
             batch=w.batch,
             samples_per_prompt=w.samples_per_prompt,
             max_new_tokens=w.max_new_tokens,
