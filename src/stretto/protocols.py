@@ -131,7 +131,7 @@ class Learner(Protocol):
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step on scored responses.
 
-        Among the figures must be ``objective/scores``, the mean reward, which controllers follow.
+        Among the metrics must be ``objective/scores``, the mean reward, which controllers follow.
         """
         ...
 

@@ -175,7 +175,7 @@ class WeightsRef:
 
 
 Stats = Mapping[str, float]
-"""Figures of one step, by metric name."""
+"""Metrics of one step, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class TrainOutput:
     """The outcome of a step of training.
 
     Attributes:
-        stats: its figures.
+        stats: its metrics.
         rewards: [B], as trained on: the weighted sums, after the rule for missing ends.
     """
 

@@ -62,7 +62,7 @@ def train(
         changes: see :mod:`stretto.api`.
 
     Returns:
-        the number of steps, the last one's figures, and the folder of the trained model, which is
+        the number of steps, the last one's metrics, and the folder of the trained model, which is
         in the run's folder.
 
     Raises:

@@ -129,24 +129,24 @@ class TimeSheet:
         """Take in a window.
 
         Returns:
-            Its figures as metrics: ``utilisation/<role>``, the share of the window in which the
+            Its metrics: ``utilisation/<role>``, the share of the window in which the
             role worked, and ``idle_s/<role>/<cause>``, seconds.
         """
         length_s = window.end_s - window.start_s
         spans = (*window.ended, *window.open)
-        figures: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         times = time_of_roles(spans, window.start_s, window.end_s, self._busy_s)
         for role, time in times.items():
             busy_s = seconds(time.busy)
             if role not in self._busy_s:
                 self._idle_s[role, "other"] += self.total_s  # before it was first seen
             self._busy_s[role] += busy_s
-            figures[f"utilisation/{role}"] = busy_s / length_s if length_s else 0.0
+            metrics[f"utilisation/{role}"] = busy_s / length_s if length_s else 0.0
             for cause, parts in time.idle.items():
-                figures[f"idle_s/{role}/{cause}"] = seconds(parts)
+                metrics[f"idle_s/{role}/{cause}"] = seconds(parts)
                 self._idle_s[role, cause] += seconds(parts)
         self.total_s += length_s
-        return figures
+        return metrics
 
     def table(self) -> str:
         """Shares of the time added up, a line a role; empty when nothing was."""

@@ -77,19 +77,19 @@ class RichProgress:
             ProgressBar(total=total, completed=step, width=30),
             "" if eta_s is None else f"{duration(eta_s)} left",
         )
-        figures = Table.grid(padding=(0, 3))
+        metrics = Table.grid(padding=(0, 3))
         speed = f"{_figure(stats, THROUGHPUT, '.0f')} tokens/s"
         if LOSS in stats:
             shown = [f"{label} {stats[n]:{form}}" for label, n, form in SUPERVISED if n in stats]
-            figures.add_row(f"{shown[0]} {self._trend(good=-1)}", *shown[1:], speed)
+            metrics.add_row(f"{shown[0]} {self._trend(good=-1)}", *shown[1:], speed)
         else:
-            figures.add_row(
+            metrics.add_row(
                 f"reward [bold]{_figure(stats, REWARD, '.3f')}[/] {self._trend(good=1)}",
                 f"KL {_figure(stats, KL, '.4f')}",
                 f"length {_figure(stats, LENGTH, '.1f')}",
                 speed,
             )
-        parts: list[RenderableType] = [head, figures, Text(sparkline(list(self._history.curve)))]
+        parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]
         if samples:
             first = samples[0]
             parts.append(

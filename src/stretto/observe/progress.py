@@ -24,7 +24,7 @@ SUPERVISED = (
     ("held-out loss", "held_out/loss", ".4f"),
     ("held-out accuracy", "held_out/accuracy", ".3f"),
 )
-"""Label, metric and format of the figures that supervised training shows, as far as they exist."""
+"""Label, metric and format of the metrics that supervised training shows, as far as they exist."""
 
 FIGURES = (
     ("reward", REWARD, ".3f"),
@@ -34,7 +34,7 @@ FIGURES = (
     ("tokens/s", THROUGHPUT, ".0f"),
     ("step_s", STEP_TIME, ".2f"),
 )
-"""Label, metric and format of the figures in a plain line."""
+"""Label, metric and format of the metrics in a plain line."""
 
 WINDOW = 10
 """Steps over which the trend and the time left are taken."""
@@ -50,7 +50,7 @@ class Progress(Protocol):
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
-        """Show the figures of a step that is done; ``step`` counts from 1 to ``total``."""
+        """Show the metrics of a step that is done; ``step`` counts from 1 to ``total``."""
         ...
 
     def note(self, text: str) -> None:
@@ -95,7 +95,7 @@ class PlainProgress:
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
-        """Print one line; figures that are not there are left out."""
+        """Print one line; metrics that are not there are left out."""
         self._history.add(stats)
         shown = [f"{label} {stats[name]:{form}}" for label, name, form in FIGURES if name in stats]
         if (eta_s := self._history.eta_s(step, total)) is not None:
@@ -112,7 +112,7 @@ class PlainProgress:
 
 
 class History:
-    """The last figures, as far as trends and the time left need them."""
+    """The last metrics, as far as trends and the time left need them."""
 
     def __init__(self) -> None:
         self.curve: deque[float] = deque(maxlen=40)  # of the reward, or else of the loss

@@ -72,9 +72,9 @@ class Recorder:
 
         Args:
             step: counts from 1 to the run's steps.
-            stats: figures by metric name.
+            stats: values by metric name.
             samples: responses of the step; the first ``observe.samples`` of them are kept.
-            window: who did what since the step before. It adds to the figures: ``time_s``, seconds
+            window: who did what since the step before. It adds to the metrics: ``time_s``, seconds
                 since the run's start, and the share of work and waiting of each role.
             rollouts: those that ended with the step, trained and rejected ones.
             rewards: of the trained ones, by rollout id.
@@ -98,7 +98,7 @@ class Recorder:
         return self._time_sheet.table()
 
     def _take_in(self, step: int, window: Window) -> dict[str, float]:
-        """Write the trace; the figures that follow from the spans."""
+        """Write the trace; the metrics that follow from the spans."""
         if self._tracing and not self._run.trace.append(step, window, self._time_s):
             self._tracing = False
             self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")

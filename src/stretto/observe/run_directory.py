@@ -173,11 +173,11 @@ class RunDirectory:
         files.write_whole(self.config_file, tomli_w.dumps(config.model_dump()).encode())
 
     def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
-        """Add a step's figures. JSON has no NaN or infinity; those are written as ``null``."""
-        figures = {
+        """Add a step's metrics. JSON has no NaN or infinity; those are written as ``null``."""
+        metrics = {
             name: float(value) if math.isfinite(value) else None for name, value in stats.items()
         }
-        records.append(self.metrics_file, [{"step": step, **figures}])
+        records.append(self.metrics_file, [{"step": step, **metrics}])
 
     def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Add a step's responses."""
@@ -197,7 +197,7 @@ class RunDirectory:
         records.append(self.rollouts_file, [asdict(record) for record in ended])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The figures of each step, under ``step`` its number; ``None`` for what was not finite.
+        """The metrics of each step, under ``step`` its number; ``None`` for what was not finite.
 
         Raises:
             StateError: the file is damaged.

@@ -18,10 +18,10 @@ from stretto.observe.run_directory import RunDirectory
 
 
 class Tracker(Protocol):
-    """A receiver of a run's figures besides its folder."""
+    """A receiver of a run's metrics besides its folder."""
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        """Hand over a step's figures."""
+        """Hand over a step's metrics."""
         ...
 
     def close(self) -> None:
@@ -46,7 +46,7 @@ class TensorBoard:
         )
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        """Write the figures, and flush."""
+        """Write the metrics, and flush."""
         for name, value in stats.items():
             self._writer.add_scalar(name, value, global_step=step)
         self._writer.flush()
@@ -82,7 +82,7 @@ class WandB:
         id_file.write_text(self._run.id)
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
-        """Hand over the figures."""
+        """Hand over the metrics."""
         self._run.log(dict(stats), step=step)
 
     def close(self) -> None:

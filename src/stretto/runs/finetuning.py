@@ -69,7 +69,7 @@ class RewardModelResult:
         model: folder of the reward model, a sequence classifier with one label.
         steps: updates taken.
         loss: of the last update's batch, before that update; nats a pair.
-        held_out: figures of the pairs held out, at the end; ``None`` without any.
+        held_out: metrics of the pairs held out, at the end; ``None`` without any.
         reward_mean, reward_std: of its rewards: of the pairs held out, or without any of the last
             update's batch.
     """
@@ -190,9 +190,9 @@ class _Run:
     """The updates of a run, recorded.
 
     Attributes:
-        measure: figures of the held-out part, where there is one.
+        measure: metrics of the held-out part, where there is one.
         done: updates taken.
-        last: figures of the last one.
+        last: metrics of the last one.
     """
 
     config: SupervisedConfig
@@ -213,14 +213,14 @@ class _Run:
                 recorder.step(0, self.measure())
             since_s = time.perf_counter()
 
-            def after(step: int, figures: Stats) -> None:
+            def after(step: int, metrics: Stats) -> None:
                 nonlocal since_s
                 took_s = time.perf_counter() - since_s
                 self.done = step
                 self.last = {
-                    **figures,
+                    **metrics,
                     "timing_s/step": took_s,
-                    "perf/throughput": figures["data/tokens"] / took_s,
+                    "perf/throughput": metrics["data/tokens"] / took_s,
                     **(self.measure() if self.measure and self._due(step, total) else {}),
                 }
                 recorder.step(step, self.last)

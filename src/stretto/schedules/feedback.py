@@ -1,4 +1,4 @@
-"""Figures of a round that controllers learn from, without the round itself."""
+"""Metrics of a round that controllers learn from, without the round itself."""
 
 from __future__ import annotations
 

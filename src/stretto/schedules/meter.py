@@ -1,4 +1,4 @@
-"""Figures of a step for people, and of a round for controllers."""
+"""Metrics of a step for people, and of a round for controllers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.types import Stats
 
 REWARD = "objective/scores"
-"""The learner's figure that controllers follow: the mean reward of the batch."""
+"""The learner's metric that controllers follow: the mean reward of the batch."""
 
 
 class Meter:
@@ -55,7 +55,7 @@ class Meter:
         self._rewards.append(stats[REWARD])
 
     def feedback(self, decode: Sequence[DecodeSample]) -> Feedback:
-        """Return the figures since the last call, and start anew."""
+        """Return the metrics since the last call, and start anew."""
         now_s = self._clock.now()
         generated_s, self._generated_s = self._generated_s, 0.0
         if self._generating_since_s is not None:
@@ -68,8 +68,8 @@ class Meter:
         self._rewards, self._lengths = [], []
         return feedback
 
-    def figures(self, batch: Sequence[Rollout]) -> dict[str, float]:
-        """Return the figures of the step that ends now, for people."""
+    def metrics(self, batch: Sequence[Rollout]) -> dict[str, float]:
+        """Return the metrics of the step that ends now, for people."""
         now_s = self._clock.now()
         step_s, self._step_start_s = now_s - self._step_start_s, now_s
         tokens = sum(r.total_tokens for r in batch)

@@ -75,8 +75,8 @@ class Schedule:
         self._next_id, self._steps = 0, 0
         self._rounds, self._round_open = 0, False
         self._version, self._loaded = 0, 0  # published; in the generators
-        self._filled: dict[str, float] = {}  # figures of the round that is being generated
-        self._figures: deque[dict[str, float]] = deque()  # of each batch that was generated
+        self._filled: dict[str, float] = {}  # metrics of the round that is being generated
+        self._metrics: deque[dict[str, float]] = deque()  # of each batch that was generated
         self.weights_lock = asyncio.Lock()
         self.abandoned: Sequence[Rollout] = ()
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
@@ -92,8 +92,8 @@ class Schedule:
         stats, rewards = await self._train(kept)
         await self._publish()
         rejections = {"rejected": float(self.ledger.rejected.total())}
-        figures = {**self._figures.popleft(), **rejections, **self._meter.figures(batch)}
-        return Step(kept, rejected, {**stats, **figures}, rewards)
+        metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
+        return Step(kept, rejected, {**stats, **metrics}, rewards)
 
     async def _generate(self) -> None:
         """Make rounds of responses.
@@ -213,8 +213,8 @@ class Schedule:
         batch, carried = self._buffer.take()
         for rollout in carried:
             self.ledger.move(rollout, RolloutState.CARRIED)
-        figures = {**self._filled, "schedule/carried": float(len(carried))}
-        self._figures.extend([figures] * self._settings.weight_sync_interval)
+        metrics = {**self._filled, "schedule/carried": float(len(carried))}
+        self._metrics.extend([metrics] * self._settings.weight_sync_interval)
         self._scoring.gathered(batch)
         self._generated.append(batch)
         self._round_open = False
@@ -353,7 +353,7 @@ class Schedule:
             "ready": [[r.state_dict() for r in batch] for batch in self._ready],
             "counts": [self._next_id, self._steps, self._rounds, self._version, self._loaded],
             "round_open": self._round_open,
-            "figures": [dict(self._filled), *map(dict, self._figures)],
+            "metrics": [dict(self._filled), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
             "weights": {
                 name: asdict(ref)
@@ -383,8 +383,8 @@ class Schedule:
         self._rollouts = {r.id: r for r in (*self._buffer, *waiting)}
         self._next_id, self._steps, self._rounds, self._version, self._loaded = state["counts"]
         self._round_open = state["round_open"]
-        self._filled, *figures = map(dict, state["figures"])
-        self._figures = deque(figures)
+        self._filled, *metrics = map(dict, state["metrics"])
+        self._metrics = deque(metrics)
         self._meter.load_state_dict(state["meter"])
         self._weights = {name: WeightsRef(**w) for name, w in state["weights"].items()}
         self._chunk.load_state_dict(state["chunk"])

@@ -72,7 +72,7 @@ class Step:
     Attributes:
         batch: the rollouts that were trained on, with their scores.
         rejected: the rollouts that were left out, each with its reason.
-        stats: the learner's figures, and the schedule's own.
+        stats: the learner's metrics, and the schedule's own.
         rewards: of the rollouts that were trained on, by id, as trained on.
     """
 

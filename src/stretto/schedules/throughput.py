@@ -100,7 +100,7 @@ class ThroughputOvercommit:
         return self._delta
 
     def observe(self, feedback: Feedback) -> None:
-        """Take in the step's figures, and decide anew if it is time."""
+        """Take in the step's metrics, and decide anew if it is time."""
         self._lengths.observe(feedback.lengths)
         self._latency.observe(feedback.decode)
         self._overheads = [*self._overheads, feedback.overhead_s][-OVERHEADS:]

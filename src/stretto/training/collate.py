@@ -1,4 +1,4 @@
-"""A batch as tensors, and as figures.
+"""A batch as tensors, and as metrics.
 
 Shapes: B responses, T tokens of the longest. Responses are left-aligned: entry [b, t] is response
 token t, its log-probability, and the value of the state before it.
@@ -62,7 +62,7 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
 
 
 def describe(batch: TrainBatch) -> dict[str, float]:
-    """Return figures of a batch that need no model: lengths, endings, and each reward source.
+    """Return metrics of a batch that need no model: lengths, endings, and each reward source.
 
     A source's mean is over the responses that it applies to; a source that applies to none has no
     figure.

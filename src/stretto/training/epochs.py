@@ -18,14 +18,14 @@ T = TypeVar("T")
 T_contra = TypeVar("T_contra", contravariant=True)
 
 After = Callable[[int, Stats], None]
-"""Called after each update with its number, from 1, and its figures."""
+"""Called after each update with its number, from 1, and its metrics."""
 
 
 class Objective(Protocol[T_contra]):
     """A loss that is a mean over a batch, however the batch is split into passes."""
 
     def learn(self, batch: Sequence[T_contra]) -> Stats:
-        """Add the gradient of the batch's loss to the model's; returns figures."""
+        """Add the gradient of the batch's loss to the model's; returns metrics."""
         ...
 
 
@@ -38,7 +38,7 @@ def fit(
         trained: the model that ``objective`` is a loss of.
         batches: of whatever the objective learns from.
         objective: the loss.
-        after: called after each update, with the objective's figures, the gradient norm and the
+        after: called after each update, with the objective's metrics, the gradient norm and the
             learning rate.
 
     Raises:
@@ -46,11 +46,11 @@ def fit(
     """
     for step, batch in enumerate(batches, start=1):
         with trained.training():
-            figures = objective.learn(batch)
+            metrics = objective.learn(batch)
         lr = trained.lr
         with signals.held():  # the weights of half an update would be worth nothing
             norm = trained.update()
-        after(step, {**figures, "optimizer/lr": lr, "optimizer/grad_norm": norm})
+        after(step, {**metrics, "optimizer/lr": lr, "optimizer/grad_norm": norm})
 
 
 def updates(config: SupervisedConfig, rows: int) -> int:

@@ -107,7 +107,7 @@ class PolicyLearner:
             metrics += self._train_minibatch(responses, units, experience, fresh, norms)
         for _ in range(t.updates - len(parts)):
             self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
-        figures = self._passes.finish()
+        of_passes = self._passes.finish()
         self._steps += 1
         thawed = self._steps > self._config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
@@ -118,7 +118,7 @@ class PolicyLearner:
             **age,
             **experience.stats,
             **_averages(metrics, len(parts)),
-            **figures,
+            **of_passes,
             **{f"{names[m]}/grad_norm": norm / max(len(parts), 1) for m, norm in norms.items()},
             **lr,
         }
@@ -281,7 +281,7 @@ class PolicyLearner:
 
 
 def _averages(metrics: Metrics, parts: int) -> dict[str, float]:
-    """Return figures of the whole step.
+    """Return metrics of the whole step.
 
     Sums are means within a mini-batch, so they are averaged over mini-batches. Those of the
     disagreement are not: only one mini-batch has them.

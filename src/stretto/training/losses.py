@@ -1,4 +1,4 @@
-"""The losses of a micro-batch and their figures, from a model's last hidden states.
+"""The losses of a micro-batch and their metrics, from a model's last hidden states.
 
 They are the same wherever the passes are made: in one process, or on the last stage of a pipeline.
 
@@ -70,7 +70,7 @@ class Losses:
             kl_coef: the present beta.
 
         Returns:
-            the loss; among its figures, how far the policy is from the old one, and the engine from
+            the loss; among its metrics, how far the policy is from the old one, and the engine from
             the learner.
         """
         a = self.algorithm

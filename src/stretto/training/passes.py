@@ -119,7 +119,7 @@ class Passes(Protocol):
             trains_actor: whether the actor gets gradients, too.
 
         Returns:
-            Figures by the name of the model.
+            Metrics by the name of the model.
         """
         ...
 
@@ -127,7 +127,7 @@ class Passes(Protocol):
         """Bring the new weights into the whole models, after the step's last update.
 
         Returns:
-            Figures of the step's passes.
+            Metrics of the step's passes.
         """
         ...
 
@@ -163,7 +163,7 @@ class LocalPasses:
         return by_model
 
     def finish(self) -> Stats:
-        """Do nothing: the models are the ones that were updated. There are no figures."""
+        """Do nothing: the models are the ones that were updated. There are no metrics."""
         return {}
 
     def _actor_pass(self, parts: Sequence[MicroBatch], kl_coef: float) -> Metrics:

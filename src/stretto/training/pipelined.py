@@ -1,7 +1,7 @@
 """Training through fused pipelines, as the learner sees it: models in stages on other processes.
 
 This process keeps both models whole: it generates, scores and saves with them. The ranks hold the
-stages that are trained, with their masters and AdamW. A mini-batch goes to them as tensors, figures
+stages that are trained, with their masters and AdamW. A mini-batch goes to them as tensors, metrics
 and norms come back, and at the end of a step the new weights do.
 """
 

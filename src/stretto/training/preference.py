@@ -23,7 +23,7 @@ from stretto.types import Stats
 
 @dataclass(frozen=True, slots=True)
 class Preferences:
-    """Figures of a reward model on pairs.
+    """Metrics of a reward model on pairs.
 
     Attributes:
         loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
@@ -42,7 +42,7 @@ class Preferences:
 
     @classmethod
     def of(cls, chosen: Tensor, rejected: Tensor) -> Preferences:
-        """Compute the figures from the rewards [pairs] of both sides."""
+        """Compute the metrics from the rewards [pairs] of both sides."""
         chosen, rejected = chosen.detach().double(), rejected.detach().double()
         margin = chosen - rejected
         both = torch.cat([chosen, rejected])
@@ -56,7 +56,7 @@ class Preferences:
         )
 
     def stats(self, prefix: str) -> dict[str, float]:
-        """Return the figures as metrics."""
+        """Return them as metrics."""
         return {
             f"{prefix}/loss": self.loss,
             f"{prefix}/accuracy": self.accuracy,
@@ -114,7 +114,7 @@ class BradleyTerry:
         self._model, self._budget, self._center_coef = model, token_budget, center_coef
 
     def learn(self, batch: Sequence[PairTokens]) -> Stats:
-        """Add the gradient of the batch's loss; return figures from before the update."""
+        """Add the gradient of the batch's loss; return metrics from before the update."""
         seen = []
         for part in self._passes(batch):
             chosen, rejected = self._rewards(part)
@@ -128,7 +128,7 @@ class BradleyTerry:
 
     @torch.no_grad()
     def measure(self, pairs: Sequence[PairTokens]) -> Preferences:
-        """Return the model's figures on all of the pairs."""
+        """Return the model's metrics on all of the pairs."""
         seen = [torch.stack(self._rewards(part)).cpu() for part in self._passes(pairs)]
         return Preferences.of(*torch.cat(seen, 1))
 

@@ -86,7 +86,7 @@ class StageTrainer:
         fused schedules are of both models, and steps of a frozen actor are few.
 
         Returns:
-            When this rank did what, and figures of the micro-batches whose last stage it holds.
+            When this rank did what, and metrics of the micro-batches whose last stage it holds.
         """
         by_model: dict[Name, Metrics] = {"actor": Metrics(), "critic": Metrics()}
 

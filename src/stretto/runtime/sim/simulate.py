@@ -39,7 +39,7 @@ class SimResult:
     """The outcome of a simulated run.
 
     Attributes:
-        steps: figures of each step, the learner's and the schedule's.
+        steps: metrics of each step, the learner's and the schedule's.
         spans: all work and all recorded waiting, in virtual seconds.
         makespan_s: from the start to the last step's end.
         samples_per_s: responses of all steps over the makespan.
@@ -84,8 +84,8 @@ async def _simulate(cluster: Cluster) -> SimResult:
         for _ in range(cluster.workload.steps):
             steps.append((await schedule.step()).stats)
         makespan_s = clock.now()
-    figures = TimeSheet().add(Window(0.0, makespan_s, spans.records))
-    idle = (key.split("/")[1:] for key in figures if key.startswith("idle_s/"))
+    metrics = TimeSheet().add(Window(0.0, makespan_s, spans.records))
+    idle = (key.split("/")[1:] for key in metrics if key.startswith("idle_s/"))
     samples = cluster.workload.batch * len(steps)
     return SimResult(
         steps=steps,
@@ -94,10 +94,10 @@ async def _simulate(cluster: Cluster) -> SimResult:
         samples_per_s=samples / makespan_s if makespan_s else 0.0,
         utilisation={
             key.removeprefix("utilisation/"): share
-            for key, share in figures.items()
+            for key, share in metrics.items()
             if key.startswith("utilisation/")
         },
-        idle_s={(role, cause): figures[f"idle_s/{role}/{cause}"] for role, cause in idle},
+        idle_s={(role, cause): metrics[f"idle_s/{role}/{cause}"] for role, cause in idle},
         device_utilisation=[d.busy_s / makespan_s if makespan_s else 0.0 for d in roles.devices],
         ledger=schedule.ledger.state_dict(),
     )
