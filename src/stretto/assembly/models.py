@@ -44,7 +44,7 @@ class Given:
         tokenizer: the actor's.
         reference: the model that the KL is measured to; without it a copy of the starting actor.
         critic: a model with a scalar head; it is trained in place.
-        task: prompts, and their judge where it has one.
+        task: prompts, and their verifier where it has one.
         functions: reward functions by the name they have in ``reward.sources``.
         reward_models: model and tokenizer by the name they have in ``reward.sources``.
         end_tokens: that end a response; without them the tokenizer's and those of the generation

@@ -82,6 +82,14 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 @torch.no_grad()
+def copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the module's parameters of the same names."""
+    parameters = dict(module.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].copy_(tensor)
+
+
+@torch.no_grad()
 def load_weights(
     module: nn.Module, ref: WeightsRef, tensors: Mapping[str, Tensor], who: str
 ) -> None:
@@ -103,8 +111,7 @@ def load_weights(
             f"version {ref.version} brings '{min(unknown)}', which the model of {who} does not "
             f"have; learner and {who} must hold the same model"
         )
-    for name, tensor in tensors.items():
-        parameters[name].copy_(tensor)
+    copy_into(module, tensors)
     found = fingerprint(parameters.items())
     if found != ref.fingerprint:
         raise EngineError(

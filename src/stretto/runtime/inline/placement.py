@@ -21,6 +21,7 @@ from stretto.assembly.controls import Migrating, most_in_flight
 from stretto.assembly.engines import make_engine, prefill_tokens_per_s
 from stretto.config import Config
 from stretto.models.clone import with_own_structure, with_own_weights
+from stretto.models.weights import copy_into
 from stretto.protocols import Tracer
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
 from stretto.schedules.migration import MigrationLimits
@@ -179,15 +180,12 @@ class ThreadPlacement:
         trained = self._trained[name.split()[0]]
         return {n: p for n, p in model.named_parameters() if n in trained}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         for engine, saved in zip(self.engines, state["engines"], strict=True):
             engine.load_state_dict(saved)
         for name, model in self._copies().items():
-            parameters = dict(model.named_parameters())
-            for n, saved in state["copies"][name].items():
-                parameters[n].copy_(saved)
+            copy_into(model, state["copies"][name])
 
     def close(self) -> None:
         """End all workers, and break off their calls; wait at most :data:`PATIENCE_S` for that."""

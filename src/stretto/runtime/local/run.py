@@ -28,6 +28,7 @@ from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
+from stretto.types import Prompt
 from stretto.weights.disk import DiskChannel
 from stretto.workers.executor import ThreadExecutor
 from stretto.workers.process import ProcessExecutor
@@ -113,34 +114,21 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     ready: services.Ready = learner.ask("ready")
     for line in ready.said:
         say(line)
-    wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(
-        generator_names(config.rollout.engines), (services.generator, config, channel, ready)
-    )
-    wanted |= {
-        source: (services.reward_model, config, source, first)
-        for source in config.reward.sources
-        if source.startswith(MODEL)
-    }
-    if config.algorithm.has_reference:
-        wanted["reference"] = (services.reference, config, channel, ready)
-    if config.algorithm.definition.critic:
-        wanted["critic"] = (services.critic, config, channel, ready)
+    names = generator_names(config.rollout.engines)
+    scorers = _scorers(config, channel, ready, first)
+    wanted = dict.fromkeys(names, (services.generator, config, channel, ready)) | scorers
     with ThreadPoolExecutor(len(wanted)) as pool:
         made = {name: pool.submit(opened, name, *how) for name, how in wanted.items()}
     executors = {name: future.result() for name, future in made.items()}
 
     spans = Spans(RealClock())
-    generators = [
-        GeneratorClient(name, executors[name], spans)
-        for name in generator_names(config.rollout.engines)
-    ]
+    generators = [GeneratorClient(name, executors[name], spans) for name in names]
     replicas = [ScorerReplica(_function(f, stack, spans)) for f in functions]
-    for name, executor in executors.items():
-        if wanted[name][0] is not services.generator:
-            info, said = executor.ask("ready")
-            for line in said:
-                say(line)
-            replicas.append(ScorerReplica(ScorerClient(info, executor, spans)))
+    for name in scorers:
+        info, said = executors[name].ask("ready")
+        for line in said:
+            say(line)
+        replicas.append(ScorerReplica(ScorerClient(info, executors[name], spans)))
     schedule = Schedule(
         prompts.next,
         generators,
@@ -150,7 +138,7 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         RealClock(),
         spans,
     )
-    following = {*generator_names(config.rollout.engines), "critic"}
+    following = {*names, "critic"}
     return LocalRun(
         tokenizer,
         prompts,
@@ -187,6 +175,29 @@ def check(config: Config, given: Given) -> None:
             "runtime = 'local' has one process for the learner, and pipeline.ranks = "
             f"{config.pipeline.ranks} asks for several; set one of them back"
         )
+
+
+def _scorers(
+    config: Config, channel: Path, ready: services.Ready, first: Sequence[Prompt]
+) -> dict[str, tuple[Any, ...]]:
+    """Return, by name, how each model scorer is made in its process.
+
+    Args:
+        config: of the run.
+        channel: folder of the weights.
+        ready: said by the learner's process.
+        first: prompts of the run, to check that reward models can read them.
+    """
+    wanted: dict[str, tuple[Any, ...]] = {
+        source: (services.reward_model, config, source, first)
+        for source in config.reward.sources
+        if source.startswith(MODEL)
+    }
+    if config.algorithm.has_reference:
+        wanted["reference"] = (services.reference, config, channel, ready)
+    if config.algorithm.definition.critic:
+        wanted["critic"] = (services.critic, config, channel, ready)
+    return wanted
 
 
 def _function(function: FunctionScorer, stack: ExitStack, spans: Spans) -> ScorerClient:

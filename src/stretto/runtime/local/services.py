@@ -14,30 +14,29 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.checks import check_rewards
 from stretto.assembly.controls import most_in_flight
-from stretto.assembly.engines import make_engine, prefill_tokens_per_s, scorer_slots
+from stretto.assembly.engines import make_engine, scorer_slots
 from stretto.assembly.learner import make_learner
 from stretto.assembly.models import (
     NOTHING,
     Given,
     load_actor,
+    load_reward_model,
     make_critic,
     prepare_torch,
     with_adapters,
 )
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
-from stretto.assembly.scorers import model_scorers, reward_scorer
+from stretto.assembly.scorers import MODEL, model_scorers, reward_scorer
 from stretto.config import Config
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
-from stretto.models.weights import load_weights
+from stretto.models.weights import copy_into, load_weights
 from stretto.rollout.engine import TorchEngine
 from stretto.scoring.base import ModelScorer
 from stretto.training.learner import PolicyLearner
 from stretto.types import Prompt, Reply, ScorerInfo, WeightsRef
 from stretto.weights.disk import DiskChannel
 from stretto.workers.services import GeneratorService, LearnerService, ScorerService
-
-Refs = Mapping[str, WeightsRef]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Ready:
         said: lines for people.
     """
 
-    refs: Refs
+    refs: Mapping[str, WeightsRef]
     end_tokens: frozenset[int]
     said: Sequence[str]
 
@@ -66,10 +65,10 @@ class LocalLearner(LearnerService):
         stack: ExitStack,
     ) -> None:
         super().__init__(learner)
-        self._learner, self._tokenizer, self._begun, self._stack = learner, tokenizer, ready, stack
+        self._learner, self._tokenizer, self._ready, self._stack = learner, tokenizer, ready, stack
 
     def ready(self) -> Ready:
-        return self._begun
+        return self._ready
 
     def state_dict(self) -> Reply[dict[str, Any]]:
         return Reply(self._learner.state_dict())
@@ -122,14 +121,11 @@ class LocalGenerator(GeneratorService):
         super().__init__(engine)
         self._engine, self._model = engine, model
 
-    def prefill_tokens_per_s(self) -> float:
-        return prefill_tokens_per_s(self._model)
-
     def state_dict(self) -> Reply[dict[str, Any]]:
         return Reply({**self._engine.state_dict(), "weights": _trained(self._model)})
 
     def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
-        _restore(self._model, state["weights"])
+        copy_into(self._model, state["weights"])
         self._engine.load_state_dict(state)
         return Reply(None)
 
@@ -139,7 +135,7 @@ def generator(config: Config, folder: Path, ready: Ready) -> LocalGenerator:
     prepare_torch(config)
     channel = DiskChannel(folder)
     model = _actor(config, ready, channel)
-    tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
+    tokenizer = _tokenizer(config)
     rows = most_in_flight(config)
     engine = make_engine(config, model, tokenizer, rows, ready.end_tokens, channel)
     return LocalGenerator(engine, model)
@@ -159,7 +155,7 @@ class LocalScorer(ScorerService):
         return Reply({"weights": _trained(self._scorer.model)})
 
     def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
-        _restore(self._scorer.model, state["weights"])
+        copy_into(self._scorer.model, state["weights"])
         return Reply(None)
 
 
@@ -176,7 +172,7 @@ def critic(config: Config, folder: Path, ready: Ready) -> LocalScorer:
     """Make the service of the critic as a scorer, in its process."""
     prepare_torch(config)
     said, channel = list[str](), DiskChannel(folder)
-    tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
+    tokenizer = _tokenizer(config)
     rewards = critic_rewards(config, tokenizer, _quiet)
     actor = load_actor(config, _quiet)
     model = make_critic(config, actor, tokenizer, rewards, NOTHING, _quiet)
@@ -198,12 +194,17 @@ def reward_model(config: Config, source: str, prompts: Sequence[Prompt]) -> Loca
     """
     prepare_torch(config)
     said = list[str]()
-    tokenizer = load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
-    whole = reward_scorer(source, config, tokenizer, said.append)
-    slots = scorer_slots(config, whole.model, said.append)
-    scorer = reward_scorer(source, config, tokenizer, said.append, slots=slots) if slots else whole
+    tokenizer = _tokenizer(config)
+    loaded = load_reward_model(config, source.removeprefix(MODEL), said.append)
+    slots = scorer_slots(config, loaded[0], said.append)
+    scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
     return LocalScorer(scorer, said)
+
+
+def _tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Load the actor's tokenizer."""
+    return load_tokenizer(resolve(config.model.name, _quiet), config.model.trust_remote_code)
 
 
 def _actor(config: Config, ready: Ready, channel: DiskChannel) -> nn.Module:
@@ -217,13 +218,6 @@ def _actor(config: Config, ready: Ready, channel: DiskChannel) -> nn.Module:
 
 def _trained(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
-
-
-@torch.no_grad()
-def _restore(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    parameters = dict(model.named_parameters())
-    for name, weight in weights.items():
-        parameters[name].copy_(weight)
 
 
 def _quiet(_: str) -> None:
