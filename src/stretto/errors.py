@@ -12,7 +12,8 @@
     ├── LearnerError           training found its own numbers wrong
     ├── StateError             saved state is damaged, or does not fit what it is put back into
     ├── StorageError           a file cannot be written, or a folder is in use
-    ├── RankError              a process of a pipelined step failed, and with it the step
+    ├── RankError              a process that works for a run failed, and its group with it
+    │   └── RoleLostError      ... and with it a role, which may be started again
     ├── StalledError           a role did not answer in time, or everyone waits for everyone
     └── LifecycleError         a rollout was moved along an edge that does not exist
 
@@ -98,6 +99,20 @@ class RankError(StrettoError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class RoleLostError(RankError):
+    """A process that works for a role has died, or raised what it cannot survive.
+
+    Where the run allows restarts, another one is started in its place.
+
+    Attributes:
+        role: name of the role.
+    """
+
+    def __init__(self, role: str, message: str) -> None:
+        super().__init__(message)
+        self.role = role
 
 
 class StalledError(StrettoError):
