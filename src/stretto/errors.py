@@ -9,6 +9,7 @@
     ├── TaskError              a dataset cannot be read, or lacks a column
     ├── RewardError            a reward source failed on a sample (carries the samples)
     ├── EngineError            the generation engine was asked for what it cannot do
+    ├── TransferError          weights or keys and values did not arrive; they may be sent again
     ├── LearnerError           training found its own numbers wrong
     ├── StateError             saved state is damaged, or does not fit what it is put back into
     ├── StorageError           a file cannot be written, or a folder is in use
@@ -72,6 +73,10 @@ class JudgeError(StrettoError):
 
 class EngineError(StrettoError):
     """The generation engine was asked for what it cannot do."""
+
+
+class TransferError(StrettoError):
+    """Tensors did not arrive in time, or one side of their transfer is gone."""
 
 
 class LearnerError(StrettoError):

@@ -68,7 +68,7 @@ def train(
         if resume:
             first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        running = start(config, stack, progress.note, given)
+        running = start(config, stack, progress.note, given, run_dir.path)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)

@@ -16,16 +16,12 @@ import pytest
 from safetensors.torch import load_file
 
 from stretto import runs
-from stretto.clock import ManualClock
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, EngineError, RankError, RewardError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
-from stretto.weights.disk import DiskChannel
-from stretto.workers.process import ProcessExecutor
-from stretto.workers.services import Service
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
 
@@ -176,7 +172,7 @@ def test_every_message_can_be_pickled() -> None:
         response,
         batch,
         Score(7, "task", "reward", logprobs[:1]),
-        WeightsRef("actor", 3, "abc", "disk"),
+        WeightsRef("actor", 3, "abc", "broadcast"),
         Reply((response,), (Work("gen", 0.0, 1.0, {"tokens": 2}),)),
         RewardError("failed", [7]),
     ]
@@ -187,53 +183,17 @@ def test_every_message_can_be_pickled() -> None:
     assert [r.tokens.tolist() for r in batch.responses()] == [[3, 4]]
 
 
-class Slow(Service):
-    """A service whose clock is five seconds behind."""
-
-    def __init__(self, factor: int) -> None:
-        super().__init__(ManualClock(100.0))
-        self.factor = factor
-
-    def times(self, number: int) -> Reply[int]:
-        return self._timed("work", lambda: self.factor * number, lambda _: {"of": number})
-
-    def refuse(self) -> Reply[None]:
-        raise EngineError("not so")
-
-
-def test_a_service_in_a_process_answers_by_this_clock_and_survives_errors() -> None:
-    executor = ProcessExecutor("slow", Slow, (3,), threads=1, clock=ManualClock(105.0))
-    try:
-        reply = executor.ask("times", 4)
-        assert (reply.value, reply.work[0].start_s) == (12, 100.0)
-        assert reply.shifted(executor._ahead_s).work == (Work("work", 105.0, 105.0, {"of": 4}),)
-        with pytest.raises(EngineError, match="not so"):
-            executor.ask("refuse")
-        assert executor.ask("times", 5).value == 15
-    finally:
-        executor.close()
-    with pytest.raises(RankError, match="have been ended"):
-        executor.ask("times", 1)
-
-
-def test_channels_hand_on_the_tensors_of_a_ticket(tmp_path: Path) -> None:
+def test_a_channel_hands_on_the_tensors_of_a_ticket() -> None:
     import torch
 
-    refs = [WeightsRef("actor", v, "x", "disk") for v in range(4)]
-    disk = DiskChannel(tmp_path)
-    for ref in refs:
-        disk.put(ref, {"w": torch.full((2,), float(ref.version), dtype=torch.bfloat16)})
-    assert disk.get(refs[3])["w"].tolist() == [3.0, 3.0]
-    assert disk.get(refs[2])["w"].dtype is torch.bfloat16
-    with pytest.raises(EngineError, match="version 1 of the actor is not in"):
-        disk.get(refs[1])
+    refs = [WeightsRef("actor", v, "x", "broadcast") for v in range(2)]
     shared = SharedChannel()
     shared.put(refs[0], {"w": torch.zeros(1)})
     shared.put(refs[1], {"w": torch.ones(1)})
     assert shared.get(refs[1])["w"].item() == 1.0
     with pytest.raises(EngineError, match="version 0 of the actor is not in the channel 'shared'"):
         shared.get(refs[0])
-    with pytest.raises(EngineError, match="in the channel 'disk', to which who is to load it"):
+    with pytest.raises(EngineError, match="in the channel 'broadcast', to which who is to load it"):
         fetched(shared, refs[1])
     assert fetched(None, WeightsRef("actor", 1, "x")) == {}
 
