@@ -132,9 +132,16 @@ class PolicyLearner:
         trained ones; otherwise both sides share the module.
         """
         self._version, self._moved = self._version + 1, False
-        return {name: self._publish(name, trained) for name, trained in self._trained.items()}
+        return self.offer()
 
-    def _publish(self, name: str, trained: Trained) -> WeightsRef:
+    def offer(self) -> dict[str, WeightsRef]:
+        """Offer the weights as they are now, as the version that was published last.
+
+        That is for roles which share no memory with the learner, when a run is resumed.
+        """
+        return {name: self._offer(name, trained) for name, trained in self._trained.items()}
+
+    def _offer(self, name: str, trained: Trained) -> WeightsRef:
         # The fingerprint comes last, as it waits for the device: then the copies are there too.
         tensors = trained.snapshot() if name in self._snapshots else None
         mark = trained.fingerprint()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -45,16 +44,6 @@ class DiskChannel:
             raise EngineError(
                 f"version {ref.version} of the {ref.model} is not in '{self._folder}' any more"
             ) from error
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the versions that are there, as tensors by file."""
-        files = sorted(self._folder.glob("*.safetensors"))
-        return {file.name: load_file(file) for file in files}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        for name, tensors in state.items():
-            write_whole(self._folder / name, save(tensors))
 
     def _file(self, ref: WeightsRef) -> Path:
         return self._folder / f"{ref.model}-{ref.version:09d}.safetensors"

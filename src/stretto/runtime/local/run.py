@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from stretto.errors import ConfigError
 from stretto.observe.spans import Spans
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
 from stretto.runtime.local import services
+from stretto.runtime.state import DRIVER, LEARNER, Staged, copied, offer, offered, write
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
@@ -38,6 +41,9 @@ from stretto.workers.threads import WorkerThread
 PATIENCE_S = 30.0
 """Seconds that the end of a run waits for a step of the learner."""
 
+LOOK_S = 0.1
+"""Seconds between two looks whether the learner's process has written its file."""
+
 MEMORY = Path("/dev/shm")
 """The folder whose files are in memory, on Linux."""
 
@@ -48,6 +54,7 @@ class LocalRun:
 
     Attributes:
         followers: generators, and scorers that follow a trained model, by role.
+        lags: whether they may work with older weights than the learner's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -59,24 +66,48 @@ class LocalRun:
     weights: DiskChannel
     schedule: Schedule
     spans: Spans
+    lags: bool
 
-    async def state_dict(self) -> dict[str, Any]:
-        followers = {name: (await e.call("state_dict")).value for name, e in self.followers.items()}
-        return {
-            "prompts": self.prompts.state_dict(),
-            "learner": (await self.learner.call("state_dict")).value,
-            "followers": followers,
-            "weights": self.weights.state_dict(),
-            "schedule": self.schedule.state_dict(),
-        }
+    async def stage(self, *, copy: bool = True) -> Staged:
+        prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
+        followers, waiting = {}, {}
+        if self.lags:
+            for role, follower in self.followers.items():
+                followers[_model_of(role)] = (await follower.call("weights")).value
+            waiting = offered(self.schedule, self.weights)
+        weights = {"followers": followers, "offered": waiting}
+        driver = {"prompts": prompts, "schedule": schedule, "weights": weights}
+        live = (await self.learner.call("stage", copy)).value
+        loop = asyncio.get_running_loop()
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
-        await self.learner.call("load_state_dict", state["learner"])
-        for name, follower in self.followers.items():
-            await follower.call("load_state_dict", state["followers"][name])
-        self.weights.load_state_dict(state["weights"])
-        self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
+        def write_learner(file: Path) -> None:
+            asyncio.run_coroutine_threadsafe(self._write_learner(file), loop).result()
+
+        return Staged({DRIVER: partial(write, state=driver), LEARNER: write_learner}, live)
+
+    async def _write_learner(self, file: Path) -> None:
+        """Have the learner's process write its state, and look now and then whether it has."""
+        await self.learner.call("write", file.absolute())
+        while not (await self.learner.call("written")).value:
+            await asyncio.sleep(LOOK_S)
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        driver, prompts = state[DRIVER], self.prompts
+        prompts.load_state_dict(driver["prompts"])
+        await self.learner.call("load_state_dict", state[LEARNER])
+        self.schedule.load_state_dict(driver["schedule"], prompts.prompt_by_id, self.weights.name)
+        weights, refs = driver["weights"], {}
+        if self.lags:
+            offer(self.schedule, weights["offered"], self.weights)
+        else:
+            refs = (await self.learner.call("offer")).value
+        for role, follower in self.followers.items():
+            model = _model_of(role)
+            if refs:
+                await follower.call("load", refs[model])
+            await follower.call(
+                "restore", weights["followers"].get(model, {}), self.schedule.loaded
+            )
 
     def save(self, folder: Path) -> None:
         self.learner.ask("save", folder.absolute())
@@ -149,6 +180,7 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         DiskChannel(channel),
         schedule,
         spans,
+        config.schedule.knobs.copies_weights,
     )
 
 
@@ -175,6 +207,11 @@ def check(config: Config, given: Given) -> None:
             "runtime = 'local' has one process for the learner, and pipeline.ranks = "
             f"{config.pipeline.ranks} asks for several; set one of them back"
         )
+
+
+def _model_of(role: str) -> str:
+    """Return the trained model that a follower works with."""
+    return "critic" if role == "critic" else "actor"
 
 
 def _scorers(

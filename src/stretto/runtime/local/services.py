@@ -32,6 +32,7 @@ from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.models.weights import copy_into, load_weights
 from stretto.rollout.engine import TorchEngine
+from stretto.runtime.state import BackgroundWriter
 from stretto.scoring.base import ModelScorer
 from stretto.training.learner import PolicyLearner
 from stretto.types import Prompt, Reply, ScorerInfo, WeightsRef
@@ -66,16 +67,27 @@ class LocalLearner(LearnerService):
     ) -> None:
         super().__init__(learner)
         self._learner, self._tokenizer, self._ready, self._stack = learner, tokenizer, ready, stack
+        self._writer = BackgroundWriter()
 
     def ready(self) -> Ready:
         return self._ready
 
-    def state_dict(self) -> Reply[dict[str, Any]]:
-        return Reply(self._learner.state_dict())
+    def stage(self, copy: bool) -> Reply[bool]:
+        return Reply(self._writer.stage(self._learner.state_dict(), copy=copy))
+
+    def write(self, file: Path) -> Reply[None]:
+        self._writer.begin(file)
+        return Reply(None)
+
+    def written(self) -> Reply[bool]:
+        return Reply(self._writer.written())
 
     def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
         self._learner.load_state_dict(state)
         return Reply(None)
+
+    def offer(self) -> Reply[Mapping[str, WeightsRef]]:
+        return Reply(self._learner.offer())
 
     def save(self, folder: Path) -> None:
         self._learner.save(folder, self._tokenizer)
@@ -121,12 +133,12 @@ class LocalGenerator(GeneratorService):
         super().__init__(engine)
         self._engine, self._model = engine, model
 
-    def state_dict(self) -> Reply[dict[str, Any]]:
-        return Reply({**self._engine.state_dict(), "weights": _trained(self._model)})
+    def weights(self) -> Reply[dict[str, torch.Tensor]]:
+        return Reply(_trained(self._model))
 
-    def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
-        copy_into(self._model, state["weights"])
-        self._engine.load_state_dict(state)
+    def restore(self, weights: Mapping[str, torch.Tensor], version: int) -> Reply[None]:
+        copy_into(self._model, weights)
+        self._engine.load_state_dict({"version": version})
         return Reply(None)
 
 
@@ -151,11 +163,11 @@ class LocalScorer(ScorerService):
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         return self.info(), self._said
 
-    def state_dict(self) -> Reply[dict[str, Any]]:
-        return Reply({"weights": _trained(self._scorer.model)})
+    def weights(self) -> Reply[dict[str, torch.Tensor]]:
+        return Reply(_trained(self._scorer.model))
 
-    def load_state_dict(self, state: dict[str, Any]) -> Reply[None]:
-        copy_into(self._scorer.model, state["weights"])
+    def restore(self, weights: Mapping[str, torch.Tensor], version: int) -> Reply[None]:
+        copy_into(self._scorer.model, weights)  # a scorer has no version
         return Reply(None)
 
 
