@@ -15,6 +15,7 @@ from stretto.errors import StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
 from stretto.runs import checkpoint
+from stretto.runs.checkpointer import Checkpointer
 from stretto.runs.ending import saved_at_the_end
 from stretto.runtime.base import Running
 from stretto.runtime.start import start
@@ -114,13 +115,17 @@ class _Run:
         if self.state is not None:
             await self.running.load_state_dict(self.state)
             self.state = None
-        async with self.running.schedule as schedule:
+        checkpoints = Checkpointer(
+            self.running,
+            self.run_dir.checkpoints,
+            self.config.observe,
+            self.config.steps,
+            self.recorder.note,
+        )
+        async with checkpoints, self.running.schedule as schedule:
             while self.done < self.config.steps:
                 self._record(await schedule.step())
-                if _due(self.done, self.config):
-                    async with schedule.weights_lock:
-                        state = await self.running.state_dict()
-                    checkpoint.save(self.run_dir.checkpoints, self.done, state)
+                await checkpoints.after(self.done)
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""
@@ -155,11 +160,6 @@ class _Run:
             tokens=len(rollout),
             scores=scores_by_source(rollout),
         )
-
-
-def _due(step: int, config: Config) -> bool:
-    every = config.observe.checkpoint_every
-    return bool(every) and (step % every == 0 or step == config.steps)
 
 
 def _reason(rollout: Rollout) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -84,6 +83,16 @@ class Schedule:
         self._work = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._meter = Meter(clock)
+
+    @property
+    def loaded(self) -> int:
+        """The version that generators, and scorers that follow a trained model, work with."""
+        return self._loaded
+
+    @property
+    def pending(self) -> Mapping[str, WeightsRef]:
+        """Tickets for weights that are published and not loaded, by model."""
+        return self._weights if self._loaded < self._version else {}
 
     async def step(self) -> Step:
         """Take one batch from prompts to new weights."""
@@ -356,9 +365,8 @@ class Schedule:
             "metrics": [dict(self._filled), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
             "weights": {
-                name: asdict(ref)
-                for name, ref in self._weights.items()
-                if self._loaded < self._version
+                name: {"version": ref.version, "fingerprint": ref.fingerprint}
+                for name, ref in self.pending.items()
             },
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
@@ -366,9 +374,16 @@ class Schedule:
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt]
+        self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt], channel: str = ""
     ) -> None:
-        """The inverse of :meth:`state_dict`, before the first step; prompts come by their ids."""
+        """The inverse of :meth:`state_dict`, before the first step.
+
+        Args:
+            state: that was saved.
+            prompt_by_id: returns the prompts, of which ids are saved.
+            channel: where the weights are that wait to be loaded; see
+                :class:`~stretto.types.WeightsRef`.
+        """
 
         def restored(batches: Sequence[Sequence[Mapping[str, Any]]]) -> deque[Sequence[Rollout]]:
             return deque(
@@ -386,7 +401,10 @@ class Schedule:
         self._filled, *metrics = map(dict, state["metrics"])
         self._metrics = deque(metrics)
         self._meter.load_state_dict(state["meter"])
-        self._weights = {name: WeightsRef(**w) for name, w in state["weights"].items()}
+        self._weights = {
+            name: WeightsRef(name, w["version"], w["fingerprint"], channel)
+            for name, w in state["weights"].items()
+        }
         self._chunk.load_state_dict(state["chunk"])
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:

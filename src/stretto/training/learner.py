@@ -135,8 +135,11 @@ class PolicyLearner:
         return self.offer()
 
     def offer(self) -> dict[str, WeightsRef]:
-        """Offer the weights as they are, as the version that they have; see :meth:`publish`."""
-        return {name: self._publish(name, trained) for name, trained in self._trained.items()}
+        """Offer the weights as they are now, as the version that was published last.
+
+        That is for roles which share no memory with the learner, when a run is resumed.
+        """
+        return {name: self._offer(name, trained) for name, trained in self._trained.items()}
 
     def logprobs(self, responses: Sequence[Response]) -> FloatArray:
         """Return the actor's log-probs [B, T] of responses of one length T."""
@@ -146,7 +149,7 @@ class PolicyLearner:
         found: FloatArray = self._actor.logprobs(responses, mask, temperature, budget).numpy()
         return found
 
-    def _publish(self, name: str, trained: Trained) -> WeightsRef:
+    def _offer(self, name: str, trained: Trained) -> WeightsRef:
         # The fingerprint comes last, as it waits for the device: then the copies are there too.
         tensors = trained.snapshot() if name in self._snapshots else None
         mark = trained.fingerprint()

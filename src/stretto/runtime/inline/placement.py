@@ -9,7 +9,7 @@ their own, which change only at a hand-over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -44,8 +44,8 @@ COPY_GAIN = 100.0
 class ThreadPlacement:
     """Workers and copies of a run.
 
-    State: the versions of the engines, and the weights that engines and critic scorer have of their
-    own, which may be older than the learner's.
+    State: the weights that engines and critic scorer have of their own, which may be older than the
+    learner's, and their version.
 
     Attributes:
         training_threads: CPU threads of training.
@@ -171,23 +171,27 @@ class ThreadPlacement:
         executor = ThreadExecutor(LearnerService(learner), self._workers["learner"][0])
         return LearnerClient("learner", executor, tracer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the engines' versions and the tensors of the copies."""
+    def follower_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the trained weights of the copies, by model; all copies of one have the same."""
         return {
-            "engines": [engine.state_dict() for engine in self.engines],
-            "copies": {name: self._own(name, model) for name, model in self._copies().items()},
+            name: {n: p for n, p in copies[0].named_parameters() if n in self._trained[name]}
+            for name, copies in self._copies().items()
         }
 
-    def _own(self, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
-        trained = self._trained[name.split()[0]]
-        return {n: p for n, p in model.named_parameters() if n in trained}
+    def load_followers(
+        self, weights: Mapping[str, Mapping[str, torch.Tensor]], version: int
+    ) -> None:
+        """The inverse of :meth:`follower_weights`.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        for engine, saved in zip(self.engines, state["engines"], strict=True):
-            engine.load_state_dict(saved)
-        for name, model in self._copies().items():
-            copy_into(model, state["copies"][name])
+        Args:
+            weights: of the copies.
+            version: that engines work with, of weights of their own or of the learner's.
+        """
+        for engine in self.engines:
+            engine.load_state_dict({"version": version})
+        for name, copies in self._copies().items():
+            for model in copies:
+                copy_into(model, weights[name])
 
     def close(self) -> None:
         """End all workers, and break off their calls; wait at most :data:`PATIENCE_S` for that."""
@@ -206,11 +210,11 @@ class ThreadPlacement:
         for worker in self._opened:
             worker.fail(error)
 
-    def _copies(self) -> dict[str, nn.Module]:
+    def _copies(self) -> dict[str, list[nn.Module]]:
         if not self._knobs.copies_weights:
             return {}
-        copies = {f"critic {i}": model for i, model in enumerate(self.critics) if model}
-        return {"actor": self._generating, **copies}
+        critics = [model for model in self.critics if model]
+        return {"actor": [self._generating]} | ({"critic": critics} if critics else {})
 
     def _open_workers(self, config: Config) -> dict[str, list[WorkerThread]]:
         engines = config.rollout.engines
