@@ -14,7 +14,8 @@
     ├── StorageError           a file cannot be written, or a folder is in use
     ├── RankError              a process of a pipelined step failed, and with it the step
     ├── StalledError           a role did not answer in time, or everyone waits for everyone
-    └── LifecycleError         a rollout was moved along an edge that does not exist
+    ├── RoleLostError          a role's process died, hung, or raised what it cannot survive
+    └── LifecycleError         a rollout or a role was moved along an edge that does not exist
 
 Each message says the rule, the value that broke it, and the remedy. The command line prints the
 message alone (and before it the traceback of a rank's bug, a note of :class:`RankError`) and exits
@@ -112,8 +113,26 @@ class StalledError(StrettoError):
         self.rollout_ids = tuple(rollout_ids)
 
 
+class RoleLostError(StrettoError):
+    """A process that works for a role has died, hung, or raised what it cannot survive.
+
+    Attributes:
+        role: its name.
+    """
+
+    def __init__(self, role: str, cause: str) -> None:
+        super().__init__(role, cause)  # both, so that the error can be pickled
+        self.role, self._cause = role, cause
+
+    def __str__(self) -> str:
+        return (
+            f"the process of a role must live as long as the run, and that of {self.role} was "
+            f"lost: {self._cause.rstrip('.')}. Take the run up again from its last checkpoint"
+        )
+
+
 class LifecycleError(StrettoError):
-    """A rollout was moved along an edge that its life does not have."""
+    """A rollout or a role was moved along an edge that its life does not have."""
 
 
 def first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.clock import Clock, RealClock
-from stretto.errors import RankError, StrettoError
+from stretto.errors import LifecycleError, RankError, StrettoError
 from stretto.types import Reply
 from stretto.workers.ranks import Ranks
 from stretto.workers.threads import WorkerThread
@@ -82,6 +82,13 @@ class ProcessExecutor:
         """Call the method in the process; see :class:`~stretto.workers.executor.Executor`."""
         reply: Reply[Any] = await self._worker.run(lambda: self.ask(method, *args))
         return reply.shifted(self._ahead_s)
+
+    async def restart(self) -> None:
+        """Refuse; see :class:`~stretto.workers.executor.Executor`."""
+        raise LifecycleError(
+            "the processes of runtime = 'local' are not replaced; take the run up again from its "
+            "last checkpoint"
+        )
 
     def ask(self, method: str, *args: Any) -> Any:
         """Return a method's result, by its own clock; only while no call is under way."""
