@@ -93,6 +93,7 @@ def controls(
     *,
     seed: int,
     migrating: Migrating | None,
+    restarts: int = 0,
 ) -> Controls:
     """Make settings and controllers, as the knobs say.
 
@@ -102,6 +103,7 @@ def controls(
         filtering: the rules for scores.
         seed: of the controllers' simulations.
         migrating: needed where stragglers are moved together.
+        restarts: how many processes may come in the place of a generator's or scorer's own, each.
     """
     s, knobs = schedule, schedule.knobs
     return Controls(
@@ -118,6 +120,7 @@ def controls(
             weight_sync_interval=s.weight_sync_interval,
             max_carries=s.max_carries,
             deadline_s=s.deadline_s,
+            restarts=restarts,
         ),
         chunk=(
             FixedChunk(s.chunk_tokens)

@@ -253,9 +253,10 @@ class _ScorerGroup:
         while late and (self._backlog or any(feed.asked for feed in late)):
             for feed in late:
                 await feed.serve()
-        async with asyncio.TaskGroup() as group:
-            for feed in feeds:
+        async with asyncio.TaskGroup() as group:  # together: it may be one broadcast to all
+            for feed in feeds[1:]:
                 group.create_task(feed.load_weights(weights))
+            await feeds[0].load_weights(weights)
 
     def _leave(self, lost: Feed) -> bool:
         """Give the work of a replica that is not replaced to the others, if there are any."""
