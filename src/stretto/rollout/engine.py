@@ -236,6 +236,11 @@ class TorchEngine:
             self._probe = Probe(self.model, self._packed, self._config, sequences)
         return self._probe.logprobs()
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values; 0 before anything was decoded or probed."""
+        return max(self._cache.token_bytes, self._probe.cache.token_bytes if self._probe else 0)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the version, which is all the state there is."""
         return {"version": self.version}

@@ -28,8 +28,9 @@ class Probe:
     ) -> None:
         self.sequences = sequences
         self._packed, self._temperature = packed, config.temperature
-        self._pass = ModelPass(model, SlotCache(len(sequences)), config)
-        self._pass.cache.reserve(sequences.shape[1])
+        self.cache = SlotCache(len(sequences))
+        self._pass = ModelPass(model, self.cache, config)
+        self.cache.reserve(sequences.shape[1])
         self._ids = torch.from_numpy(sequences.astype(np.int64)).to(self._pass.device)
 
     @torch.inference_mode()

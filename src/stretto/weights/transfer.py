@@ -47,6 +47,29 @@ class Route:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The place where groups meet, and how they work.
+
+    Attributes:
+        host, port: of the store.
+        backend: of the groups.
+        timeout_s: of a transfer.
+    """
+
+    host: str
+    port: int
+    backend: Backend
+    timeout_s: float
+
+    def routes(self, prefix: str, size: int) -> list[Route]:
+        """Return each member's way to a group that has never been, the sender's first."""
+        return [
+            Route(self.host, self.port, prefix, rank, size, self.backend, self.timeout_s)
+            for rank in range(size)
+        ]
+
+
 class Transfers:
     """A side of all transfers of one process; it keeps the group of the last one.
 

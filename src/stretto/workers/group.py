@@ -223,14 +223,14 @@ class GroupExecutor:
         try:
             return await self._group.run(self._service, method, args)
         except RankError as error:
-            raise RoleLostError(self._service, str(error)) from error
+            raise _lost(self._service, error) from error
 
     async def restart(self) -> None:
         """Start the service again, in a new process; see :meth:`ServiceGroup.restart`."""
         try:
             await self._group.restart(self._generation)
         except RankError as error:
-            raise RoleLostError(self._service, str(error)) from error
+            raise _lost(self._service, error) from error
         self._generation = self._group.generation
 
     def ask(self, method: str, *args: Any) -> Any:
@@ -241,3 +241,11 @@ class GroupExecutor:
         """Call a method while another may be under way; blocks."""
         ranks: Group = self._group.ranks
         return ranks.aside(0, "aside", self._service, method, *args, timeout_s=timeout_s)
+
+
+def _lost(service: str, error: RankError) -> RoleLostError:
+    """Return the loss of a role whose process failed, with all that is known of that."""
+    lost = RoleLostError(service, str(error))
+    for note in getattr(error, "__notes__", ()):
+        lost.add_note(note)
+    return lost

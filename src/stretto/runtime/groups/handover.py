@@ -15,7 +15,6 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.protocols import Tracer
 from stretto.runtime.groups.services import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
-from stretto.weights.transfer import Backend, Route
+from stretto.weights.transfer import Meeting, Route
 from stretto.workers.group import GroupExecutor
 from stretto.workers.threads import WorkerThread
 
@@ -39,22 +38,6 @@ SUSPECT_S = 2.0
 
 TOLERANCE = {True: 0.2, False: 1e-3}
 """Largest difference on the probe, in nats, by whether the weights are of a coarse type."""
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """The place where groups meet, and how they work.
-
-    Attributes:
-        host, port: of the store.
-        backend: of the groups.
-        timeout_s: of a transfer.
-    """
-
-    host: str
-    port: int
-    backend: Backend
-    timeout_s: float
 
 
 class Handover:
@@ -250,11 +233,7 @@ class Handover:
         if not self._prefix or members != self._members:
             self._epoch += 1
             self._members, self._prefix = members, f"weights/{self._epoch}"
-        m = self._meeting
-        return [
-            Route(m.host, m.port, self._prefix, i, len(members), m.backend, m.timeout_s)
-            for i in range(len(members))
-        ]
+        return self._meeting.routes(self._prefix, len(members))
 
 
 class _Following:

@@ -1,14 +1,16 @@
 """The way of rollouts' keys and values from one generator's process to another's, point to point.
 
 The giver keeps them under a ticket. The ticket goes through the schedule, as a transfer without
-them would; when it comes to the taker, the giver sends them there, on a group of the two. Where that
-fails the taker prefills the tokens, as it would without keys and values.
+them would; when it comes to the taker, the giver sends them there, on a group of the two. Where
+that fails the taker prefills the tokens, as it would without keys and values.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,15 +18,18 @@ import torch
 
 from stretto.errors import RankError, TransferError
 from stretto.rollout.rows import RowCache
-from stretto.runtime.groups.handover import Meeting
 from stretto.types import KVTransfer, Reply, Response
 from stretto.weights.buckets import Plan, plan
-from stretto.weights.transfer import Route, Transfers
+from stretto.weights.transfer import Meeting, Route, Transfers
 from stretto.workers.executor import Executor
 from stretto.workers.group import GroupExecutor
 
 BUCKET_BYTES = 16 << 20
 """Bytes of keys and values that travel at a time."""
+
+
+SAMPLE_BYTES = 8 << 20
+"""Bytes by which the way between two generators is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,9 @@ class Parcels:
             if transfer.cache is not None:
                 cache: RowCache = transfer.cache
                 for kind, layers in (("k", cache.keys), ("v", cache.values)):
-                    tensors |= {f"{transfer.rollout_id}/{kind}/{i}": t for i, t in enumerate(layers)}
+                    tensors |= {
+                        f"{transfer.rollout_id}/{kind}/{i}": t for i, t in enumerate(layers)
+                    }
         if not tensors:
             return list(transfers)
         self._count += 1
@@ -99,6 +106,20 @@ class Parcels:
             kept = transfer.cached_tokens if cache else 0
             found.append(replace(transfer, cache=cache, cached_tokens=kept))
         return found
+
+    def sample(self) -> tuple[int, Plan]:
+        """Keep a parcel of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
+        self._count += 1
+        tensors = {"sample": torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)}
+        self._kept[self._count] = tensors
+        return self._count, plan(tensors.items(), BUCKET_BYTES)
+
+    def measure(self, route: Route, what: Plan) -> float:
+        """Receive a sample; return how long that took, in seconds."""
+        start_s = time.perf_counter()
+        for _ in self._taking.receive(route, what, []):
+            pass
+        return time.perf_counter() - start_s
 
     def _fetched(self, ticket: Ticket) -> dict[str, torch.Tensor]:
         if ticket.route is None:
@@ -161,6 +182,17 @@ class Couriers:
         accepted: Reply[None] = reply
         return accepted
 
+    def bytes_per_s(self, giver: str, taker: str) -> float:
+        """Measure how fast keys and values travel from one generator to another. Blocks."""
+        ways, seconds = self._new_routes(), 0.0
+        for _ in range(2):  # in the first they meet
+            parcel, what = self._givers[giver].ask("sample")
+            with ThreadPoolExecutor(1) as pool:
+                shipped = pool.submit(self._ship, giver, parcel, ways[0])
+                seconds = self._givers[taker].ask("measure", ways[1], what)
+                shipped.result()
+        return SAMPLE_BYTES / seconds
+
     def _ship(self, giver: str, parcel: int, route: Route) -> None:
         """Send; a giver that cannot is found out by the taker, who waits no longer than may be."""
         try:
@@ -172,11 +204,7 @@ class Couriers:
 
     def _new_routes(self) -> list[Route]:
         self._count += 1
-        m = self._meeting
-        return [
-            Route(m.host, m.port, f"parcel/{self._count}", i, 2, m.backend, m.timeout_s)
-            for i in range(2)
-        ]
+        return self._meeting.routes(f"parcel/{self._count}", 2)
 
 
 class _Served:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.checks import look_at_prompts
-from stretto.assembly.controls import controls_of
+from stretto.assembly.controls import Migrating, controls_of, migrating_of
 from stretto.assembly.models import NOTHING, Given, Say, prepare_torch
 from stretto.assembly.parts import open_task
 from stretto.assembly.scorers import open_functions
@@ -27,20 +28,27 @@ from stretto.models.load import pick_device, pick_dtype
 from stretto.observe.spans import Spans
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
 from stretto.runtime.groups import services
-from stretto.runtime.groups.handover import TOLERANCE, Handover, Meeting
+from stretto.runtime.groups.handover import TOLERANCE, Handover
+from stretto.runtime.groups.migration import Couriers
 from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remarks
+from stretto.runtime.state import DRIVER, Staged, copied, write
+from stretto.runtime.state import LEARNER as LEARNER_FILE
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import IntArray, Prompt, WeightsRef
-from stretto.weights.transfer import open_store
+from stretto.weights.broadcast import Outbox
+from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.executor import ThreadExecutor
 from stretto.workers.group import GroupExecutor, Host, ServiceGroup
 from stretto.workers.preflight import Facts, check
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import ScorerService
 from stretto.workers.threads import WorkerThread
+
+LOOK_S = 0.1
+"""Seconds between two looks whether the learner's process has written its file."""
 
 PATIENCE_S = 30.0
 """Seconds that the end of a run waits for the learner to come to the end of a call."""
@@ -54,6 +62,7 @@ class GroupRun:
         learner: its executor.
         groups: all processes, the learner's first.
         followers: roles that receive weights, by name, with the model that each follows.
+        lags: whether they may work with older weights than the learner's.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -65,26 +74,52 @@ class GroupRun:
     handover: Handover
     schedule: Schedule
     spans: Spans
+    lags: bool
 
-    async def state_dict(self) -> dict[str, Any]:
-        return {
-            "prompts": self.prompts.state_dict(),
-            "learner": (await self.learner.call("state_dict")).value,
-            "weights": (await self.learner.call("outbox_state")).value,
-            "schedule": self.schedule.state_dict(),
+    async def stage(self, *, copy: bool = True) -> Staged:
+        prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
+        held, pending = ({}, {}) if not self.lags else (self.schedule.held, self.schedule.pending)
+        kept = (await self.learner.call("kept", [*held.values(), *pending.values()])).value
+        weights = {
+            "followers": dict(zip(held, kept[: len(held)], strict=True)),
+            "offered": {
+                model: {ref.version: tensors}
+                for (model, ref), tensors in zip(pending.items(), kept[len(held) :], strict=True)
+            },
         }
+        driver = {"prompts": prompts, "schedule": schedule, "weights": weights}
+        live = (await self.learner.call("stage", copy)).value
+        loop = asyncio.get_running_loop()
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
-        refs = (await self.learner.call("load_state_dict", state["learner"])).value
-        self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
-        hand_over(self.handover, self.followers, refs)
+        def write_learner(file: Path) -> None:
+            asyncio.run_coroutine_threadsafe(self._write_learner(file), loop).result()
+
+        return Staged({DRIVER: partial(write, state=driver), LEARNER_FILE: write_learner}, live)
+
+    async def _write_learner(self, file: Path) -> None:
+        """Have the learner's process write its state, and look now and then whether it has."""
+        await self.learner.call("write", file.absolute())
+        while not (await self.learner.call("written")).value:
+            await asyncio.sleep(LOOK_S)
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        driver = state[DRIVER]
+        self.prompts.load_state_dict(driver["prompts"])
+        self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, Outbox.name)
+        held, weights = self.schedule.held, driver["weights"]
+        kept = [(held[model], tensors) for model, tensors in weights["followers"].items()]
+        for model, ref in self.schedule.pending.items() if weights["offered"] else ():
+            kept.append((ref, weights["offered"][model][ref.version]))
+        newest = (await self.learner.call("load_state_dict", state[LEARNER_FILE], kept)).value
+        hand_over(self.handover, self.followers, held if weights["followers"] else newest)
 
     def save(self, folder: Path) -> None:
         self.learner.ask("save", folder.absolute())
 
     def metrics(self) -> Mapping[str, float]:
-        return self.handover.metrics
+        used = {g.name: sum(g.ranks.used_bytes()) for g in self.groups}
+        memory = {f"memory/{name}_gb": n / 1e9 for name, n in used.items() if n}
+        return {**self.handover.metrics, **memory}
 
     def stacks(self) -> str:
         return "\n\n".join(group.ranks.stacks() for group in self.groups)
@@ -124,17 +159,21 @@ def start(
     tolerance = config.cluster.probe_tolerance
     store, port = open_store("127.0.0.1")
     stack.callback(lambda: store)  # which ends when nobody holds it
+    meeting = Meeting("127.0.0.1", port, "gloo", config.cluster.handover_timeout_s)
+    couriers = Couriers(meeting)
     handover = Handover(
         executors[LEARNER],
-        Meeting("127.0.0.1", port, "gloo", config.cluster.handover_timeout_s),
+        meeting,
         TOLERANCE[coarse] if tolerance == "auto" else tolerance,
         spans,
     )
     stack.callback(handover.close)
     names = generator_names(config.rollout.engines)
     followers = {name: (executors[name], "actor") for name in names}
+    following = {name: handover.follow(name, executors[name]) for name in names}
     generators = [
-        GeneratorClient(name, handover.follow(name, executors[name]), spans) for name in names
+        GeneratorClient(name, couriers.serve(name, executors[name], executor), spans)
+        for name, executor in following.items()
     ]
     replicas = [ScorerReplica(_function(f, stack, spans)) for f in functions]
     for seat in placing.scorers:
@@ -147,14 +186,18 @@ def start(
         client = ScorerClient(info, handover.follow(seat.role, executor), spans)
         replicas.append(ScorerReplica(client, seat.host))
     hand_over(handover, followers, placing.ready.refs)
+    migrating = None
+    if config.schedule.knobs.migrates(len(names)):
+        migrating = _migrating(config, executors[names[0]].ask("rates"), couriers, names)
     schedule = Schedule(
         prompts.next,
         generators,
         replicas,
         LearnerClient(LEARNER, executors[LEARNER], spans),
-        controls_of(config, None),
+        controls_of(config, migrating, restarts=config.cluster.restarts),
         RealClock(),
         spans,
+        placing.ready.refs,
     )
     return GroupRun(
         tokenizer,
@@ -166,6 +209,7 @@ def start(
         handover,
         schedule,
         spans,
+        config.schedule.knobs.copies_weights,
     )
 
 
@@ -253,7 +297,7 @@ class _Placing:
         if seat.role == LEARNER:
             return services.learner, (setting, self._probe)
         if not seat.scorer:
-            return services.generator, (setting, self.ready, self._probe)
+            return services.generator, (setting, seat.role, self.ready, self._probe)
         if seat.scorer == "reference":
             return services.reference, (setting, self.ready)
         if seat.scorer == "critic":
@@ -284,6 +328,18 @@ def hand_over(
         for outcome in handover.transfer(ref, members).values() if members else ():
             if isinstance(outcome, Exception):
                 raise outcome
+
+
+def _migrating(
+    config: Config, rates: services.Rates, couriers: Couriers, names: Sequence[str]
+) -> Migrating:
+    """Return the facts for moving stragglers, with the measured speed of the way between two."""
+    bytes_per_s = couriers.bytes_per_s(names[0], names[1])
+    return migrating_of(
+        config,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        transfer_tokens_per_s=bytes_per_s / rates.kv_bytes,
+    )
 
 
 def _check(config: Config) -> None:

@@ -36,12 +36,15 @@ from stretto.config import Config
 from stretto.errors import EngineError
 from stretto.models.weights import fingerprint
 from stretto.rollout.engine import TorchEngine
+from stretto.runtime.groups.migration import Parcels
+from stretto.runtime.state import BackgroundWriter
 from stretto.scoring.base import ModelScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
 from stretto.types import (
     FloatArray,
     IntArray,
+    KVTransfer,
     Prompt,
     Reply,
     Response,
@@ -49,6 +52,7 @@ from stretto.types import (
     WeightsRef,
 )
 from stretto.weights.broadcast import Inbox, Outbox
+from stretto.weights.buckets import Plan
 from stretto.weights.transfer import Route
 from stretto.workers.services import GeneratorService, LearnerService, ScorerService
 
@@ -120,6 +124,19 @@ class Loaded:
     probe: FloatArray | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The message of a generator about what moving rollouts costs.
+
+    Attributes:
+        prefill_tokens_per_s: how fast it prefills.
+        kv_bytes: of keys and values of one token.
+    """
+
+    prefill_tokens_per_s: float
+    kv_bytes: int
+
+
 def probe_of(prompts: Sequence[Prompt]) -> IntArray:
     """Cut a probe [:data:`PROBE_ROWS`, :data:`PROBE_TOKENS`] out of the run's first prompts."""
     tokens = [token for prompt in prompts for token in prompt.tokens]
@@ -143,6 +160,7 @@ class GroupLearner(LearnerService):
             Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:]) for i, row in enumerate(probe)
         ]
         self._probed: dict[int, FloatArray] = {}
+        self._writer = BackgroundWriter()
 
     def ready(self) -> Ready:
         """Return what the others must know."""
@@ -178,12 +196,37 @@ class GroupLearner(LearnerService):
         """Break off what is being sent; on the side."""
         self._outbox.abort()
 
-    def state_dict(self) -> Reply[dict[str, Any]]:
-        return Reply(self._learner.state_dict())
+    def stage(self, copy: bool) -> Reply[bool]:
+        """Stage the learner's state; see :class:`~stretto.runtime.state.BackgroundWriter`."""
+        return Reply(self._writer.stage(self._learner.state_dict(), copy=copy))
 
-    def load_state_dict(self, state: dict[str, Any]) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state; return tickets for the weights as they are then."""
+    def write(self, file: Path) -> Reply[None]:
+        """Begin to write what was staged."""
+        self._writer.begin(file)
+        return Reply(None)
+
+    def written(self) -> Reply[bool]:
+        """Return whether the file is written."""
+        return Reply(self._writer.written())
+
+    def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[dict[str, torch.Tensor]]]:
+        """Return the tensors of versions that are kept."""
+        return Reply([dict(self._outbox.get(ref)) for ref in refs])
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]],
+    ) -> Reply[Mapping[str, WeightsRef]]:
+        """Go on from a state; return tickets for the weights as they are then.
+
+        Args:
+            state: of the learner.
+            kept: versions of other weights that followers hold, or wait for.
+        """
         self._learner.load_state_dict(state)
+        for ref, tensors in kept:
+            self._outbox.put(ref, tensors)
         return Reply(self.offered())
 
     def offered(self) -> Mapping[str, WeightsRef]:
@@ -191,15 +234,6 @@ class GroupLearner(LearnerService):
         refs = self._learner.offer()
         self.probe(refs["actor"].version)
         return refs
-
-    def outbox_state(self) -> Reply[dict[str, Any]]:
-        """Return the versions that are kept."""
-        return Reply(self._outbox.state_dict())
-
-    def load_outbox(self, state: Mapping[str, Any]) -> Reply[None]:
-        """The inverse of :meth:`outbox_state`."""
-        self._outbox.load_state_dict(state)
-        return Reply(None)
 
     def save(self, folder: Path) -> None:
         """Write the trained model."""
@@ -250,9 +284,12 @@ class Follower:
 class GroupGenerator(GeneratorService):
     """An engine over weights of its own, which come from the learner."""
 
-    def __init__(self, engine: TorchEngine, follower: Follower, probe: IntArray) -> None:
+    def __init__(
+        self, engine: TorchEngine, follower: Follower, parcels: Parcels, probe: IntArray
+    ) -> None:
         super().__init__(engine)
         self._engine, self._inbox, self._probe = engine, follower.inbox, probe
+        self._parcels = parcels
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
         """Prepare to receive weights."""
@@ -272,9 +309,36 @@ class GroupGenerator(GeneratorService):
         """Break off what is being received; on the side."""
         self._inbox.abort()
 
-    def prefill_tokens_per_s(self) -> float:
-        """Measure how fast this engine prefills."""
-        return prefill_tokens_per_s(self._engine.model)
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
+        """Let go of rollouts; keys and values stay here until they are sent."""
+        reply = super().export(rollout_ids, with_cache)
+        return Reply(self._parcels.keep(reply.value), reply.work)
+
+    def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
+        """Go on with rollouts, once their keys and values have come."""
+        about = {"rollouts": [r.id for r in responses]}
+
+        def accept() -> None:
+            self._engine.accept(responses, self._parcels.fetch(transfers))
+
+        return self._timed("migrate", accept, lambda _: about)
+
+    def ship(self, parcel: int, route: Route) -> None:
+        """Send keys and values that are kept here; on the side."""
+        self._parcels.ship(parcel, route)
+
+    def sample(self) -> tuple[int, Plan]:
+        """Keep a sample of bytes to be sent."""
+        return self._parcels.sample()
+
+    def measure(self, route: Route, what: Plan) -> float:
+        """Return how long a sample takes to come here, in seconds."""
+        return self._parcels.measure(route, what)
+
+    def rates(self) -> Rates:
+        """Measure what the rule for migration asks for."""
+        self._engine.logprobs(self._probe)
+        return Rates(prefill_tokens_per_s(self._engine.model), self._engine.kv_bytes_per_token)
 
 
 class GroupScorer(ScorerService):
@@ -308,15 +372,16 @@ class GroupScorer(ScorerService):
             self._follower.inbox.abort()
 
 
-def generator(setting: Setting, ready: Ready, probe: IntArray) -> GroupGenerator:
-    """Make a generator's service, in its process."""
+def generator(setting: Setting, name: str, ready: Ready, probe: IntArray) -> GroupGenerator:
+    """Make a generator's service, in its process; parcels bear its name."""
     setting.prepare()
     config = setting.config
     model, prompts = _actor(setting)
     follower = Follower(model, config)
     rows = most_in_flight(config)
     engine = make_engine(config, model, prompts.tokenizer, rows, ready.end_tokens, follower.inbox)
-    return GroupGenerator(engine, follower, probe)
+    device = next(model.parameters()).device
+    return GroupGenerator(engine, follower, Parcels(name, device), probe)
 
 
 def reference(setting: Setting, ready: Ready) -> GroupScorer:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.controls import Migrating, most_in_flight
+from stretto.assembly.controls import Migrating, migrating_of, most_in_flight
 from stretto.assembly.cores import share_cores
 from stretto.assembly.engines import make_engine, prefill_tokens_per_s
 from stretto.config import Config
@@ -25,7 +25,6 @@ from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.models.weights import copy_into
 from stretto.protocols import Tracer
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
-from stretto.schedules.migration import MigrationLimits
 from stretto.schedules.scoring import ScorerReplica
 from stretto.weights.channel import WeightChannel
 from stretto.workers.executor import ThreadExecutor
@@ -95,20 +94,12 @@ class ThreadPlacement:
         """Return the facts for moving stragglers; measures how fast this device prefills."""
         if not self._knobs.migrates(len(self.engines)):
             return None
-        rows, prefill = most_in_flight(config), prefill_tokens_per_s(self._generating)
-        longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+        prefill = prefill_tokens_per_s(self._generating)
         moves_cache = all(engine.capabilities.moves_cache for engine in self.engines)
-        return Migrating(
-            MigrationLimits(
-                engines=len(self.engines),
-                best_batch=rows,  # they share the processor: more rows cost each the same
-                cache_tokens=rows * longest,
-                longest_tokens=longest,
-                prefill_tokens_per_s=prefill,
-                transfer_tokens_per_s=COPY_GAIN * prefill if moves_cache else 0.0,
-            ),
-            score_tokens_per_s=prefill / 2 if self._hosts else 0.0,  # reference and critic
-            prompt_tokens=config.task.max_prompt_tokens // 2,
+        return migrating_of(
+            config,
+            prefill_tokens_per_s=prefill,
+            transfer_tokens_per_s=COPY_GAIN * prefill if moves_cache else 0.0,
         )
 
     @property
