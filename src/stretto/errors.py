@@ -9,13 +9,14 @@
     ├── TaskError              a dataset cannot be read, or lacks a column
     ├── RewardError            a reward source failed on a sample (carries the samples)
     ├── EngineError            the generation engine was asked for what it cannot do
+    ├── TransferError          weights or keys and values did not arrive; they may be sent again
     ├── LearnerError           training found its own numbers wrong
     ├── StateError             saved state is damaged, or does not fit what it is put back into
     ├── StorageError           a file cannot be written, or a folder is in use
     ├── RankError              a process that works for a run failed, and its group with it
     │   └── RoleLostError      ... and with it a role, which may be started again
     ├── StalledError           a role did not answer in time, or everyone waits for everyone
-    └── LifecycleError         a rollout was moved along an edge that does not exist
+    └── LifecycleError         a rollout or a role was moved along an edge that does not exist
 
 Each message says the rule, the value that broke it, and the remedy. The command line prints the
 message alone (and before it the traceback of a rank's bug, a note of :class:`RankError`) and exits
@@ -74,6 +75,10 @@ class EngineError(StrettoError):
     """The generation engine was asked for what it cannot do."""
 
 
+class TransferError(StrettoError):
+    """Tensors did not arrive in time, or one side of their transfer is gone."""
+
+
 class LearnerError(StrettoError):
     """Training found its own numbers wrong, and stops rather than learn from them."""
 
@@ -102,17 +107,21 @@ class RankError(StrettoError):
 
 
 class RoleLostError(RankError):
-    """A process that works for a role has died, or raised what it cannot survive.
+    """A process that works for a role has died, hung, or raised what it cannot survive.
 
     Where the run allows restarts, another one is started in its place.
 
     Attributes:
-        role: name of the role.
+        role: its name.
     """
 
-    def __init__(self, role: str, message: str) -> None:
-        super().__init__(message)
-        self.role = role
+    def __init__(self, role: str, cause: str) -> None:
+        super().__init__(f"{role} was lost: {cause}")
+        self.args = role, cause  # both, so that the error can be pickled
+        self.role, self._message = role, f"{role} was lost: {cause}"
+
+    def __str__(self) -> str:
+        return self._message
 
 
 class StalledError(StrettoError):
@@ -128,7 +137,7 @@ class StalledError(StrettoError):
 
 
 class LifecycleError(StrettoError):
-    """A rollout was moved along an edge that its life does not have."""
+    """A rollout or a role was moved along an edge that its life does not have."""
 
 
 def first_line(error: BaseException) -> str:

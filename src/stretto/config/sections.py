@@ -185,5 +185,12 @@ class ObserveConfig(Section):
     """Trackers that get the metrics, besides metrics.jsonl."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
+    checkpoint_minutes: NonNegative = 10.0
+    """Minutes between checkpoints to resume from; there is one more at the end of a run. 0 writes none: only the model, at the end."""
     checkpoint_every: NonNegativeInt = 0
-    """Steps between checkpoints to resume from; 0 writes only the model, at the end."""
+    """Steps between checkpoints, in place of checkpoint_minutes; 0 leaves it at those."""
+
+    @property
+    def checkpoints(self) -> bool:
+        """Return whether a run writes checkpoints."""
+        return self.checkpoint_every > 0 or self.checkpoint_minutes > 0

@@ -14,6 +14,13 @@ from stretto.clock import Clock
 WAIT = "wait"
 """Name of the spans in which a role has nothing to do; their attribute ``cause`` says why."""
 
+DOWN = "down"
+"""Name of the spans in which a role's process is lost and not replaced; also their cause."""
+
+
+CHECKPOINT = "checkpoint"
+"""The role of whoever takes and writes checkpoints; nobody is idle for want of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -21,8 +28,9 @@ class Span:
 
     Attributes:
         role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
-            'learner'. One track of a timeline each.
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate; or :data:`WAIT`.
+            'learner', :data:`CHECKPOINT`. One track of a timeline each.
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate, checkpoint/stage,
+            checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
             the ``cause``: data, stragglers, scores, weights.
@@ -37,11 +45,13 @@ class Span:
     @property
     def waits(self) -> bool:
         """Return whether this is waiting, not work."""
-        return self.name == WAIT
+        return self.name in (WAIT, DOWN)
 
     @property
     def cause(self) -> str:
         """Cause of a wait; 'other' if none was recorded."""
+        if self.name == DOWN:
+            return DOWN
         return str(self.attributes.get("cause", "other"))
 
 

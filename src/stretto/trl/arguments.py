@@ -240,6 +240,7 @@ def settings(
             "progress": "plain" if args.disable_tqdm else "auto",
             "trackers": _trackers(args),
             "samples": 4 if args.num_sample_generations else 0,
+            "checkpoint_minutes": 0.0,  # save_strategy says when
             "checkpoint_every": _checkpoint_every(args, run, rows),
         },
     }

@@ -112,9 +112,7 @@ class ServiceGroup:
         RankError: a rank could not start, or ``make`` raised anything else.
     """
 
-    def __init__(
-        self, name: str, launch: Callable[[], Group], clock: Clock | None = None
-    ) -> None:
+    def __init__(self, name: str, launch: Callable[[], Group], clock: Clock | None = None) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
         self.generation, self._restarting = 0, asyncio.Lock()
         self._closed = False
@@ -132,16 +130,15 @@ class ServiceGroup:
             RankError: a rank has died, or raised an error of no run that goes on.
             StrettoError: the method raised it.
         """
-        ahead_s = self._ahead_s
         reply: Reply[Any] = await self._worker.run(lambda: self.ask(service, method, *args))
-        return reply.shifted(ahead_s)
+        return reply
 
     def ask(self, service: str, method: str, *args: Any) -> Any:
-        """Return a method's result, by its own clock; only while no call is under way."""
+        """Return a method's result; a reply with times by this process's clock. Blocks."""
         answer = self._ranks.call("call", service, method, args)[0]
         if isinstance(answer, Raised):
             raise answer.error
-        return answer
+        return answer.shifted(self._ahead_s) if isinstance(answer, Reply) else answer
 
     async def restart(self, seen: int) -> None:
         """Replace the ranks, unless another role has done so since generation ``seen``."""
@@ -206,6 +203,11 @@ class GroupExecutor:
     def __init__(self, group: ServiceGroup, service: str) -> None:
         self._group, self._service, self._generation = group, service, group.generation
 
+    @property
+    def generation(self) -> int:
+        """How many processes of the service have died or been ended before this one."""
+        return self._generation
+
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         """Call the method; see :class:`~stretto.workers.executor.Executor`.
 
@@ -221,18 +223,18 @@ class GroupExecutor:
         try:
             return await self._group.run(self._service, method, args)
         except RankError as error:
-            raise RoleLostError(self._service, str(error)) from error
+            raise _lost(self._service, error) from error
 
     async def restart(self) -> None:
         """Start the service again, in a new process; see :meth:`ServiceGroup.restart`."""
         try:
             await self._group.restart(self._generation)
         except RankError as error:
-            raise RoleLostError(self._service, str(error)) from error
+            raise _lost(self._service, error) from error
         self._generation = self._group.generation
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Return a method's result, by its own clock; only while no call is under way."""
+        """Return a method's result; blocks."""
         return self._group.ask(self._service, method, *args)
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
@@ -241,3 +243,9 @@ class GroupExecutor:
         return ranks.aside(0, "aside", self._service, method, *args, timeout_s=timeout_s)
 
 
+def _lost(service: str, error: RankError) -> RoleLostError:
+    """Return the loss of a role whose process failed, with all that is known of that."""
+    lost = RoleLostError(service, str(error))
+    for note in getattr(error, "__notes__", ()):
+        lost.add_note(note)
+    return lost
