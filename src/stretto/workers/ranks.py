@@ -139,7 +139,12 @@ class Ranks:
 
     def aside(self, rank: int, method: str, *args: Any, timeout_s: float = _PATIENCE_S) -> Any:
         """Call a method of a rank while another is under way; see :class:`SideClient`."""
-        return self._sides[rank].call(method, *args, timeout_s=timeout_s)
+        try:
+            return self._sides[rank].call(method, *args, timeout_s=timeout_s)
+        except RankError as error:
+            if self._processes[rank].poll() is None:
+                raise
+            raise self._died or self._death(rank, f"in the middle of '{method}'") from error
 
     def stacks(self) -> str:
         """Return what every thread of every rank is doing, for people; for those that answer."""
