@@ -110,7 +110,13 @@ class BaseRanks(ABC):
 
     def aside(self, rank: int, method: str, *args: Any, timeout_s: float = PATIENCE_S) -> Any:
         """Call a method of a rank while another is under way; see :class:`SideClient`."""
-        return self._sides[rank].call(method, *args, timeout_s=timeout_s)
+        side = self._sides[rank]
+        try:
+            return side.call(method, *args, timeout_s=timeout_s)
+        except RankError as error:
+            if not self._closed and not side.wait(0):  # it lives
+                raise
+            raise self._died or self._death(rank, f"in the middle of '{method}'") from error
 
     def stacks(self) -> str:
         """Return what every thread of every rank is doing, for people; for those that answer."""

@@ -129,8 +129,8 @@ class SideClient:
                 elif future := self._open.pop(number, None):
                     future.set_result(result) if good else future.set_exception(result)
         self._gone = True
-        self._fail()
         self._over.set()
+        self._fail()
         self._ended()
 
     def _fail(self) -> None:

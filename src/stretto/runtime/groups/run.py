@@ -6,11 +6,12 @@ import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -181,6 +182,8 @@ def start(
         info, said = executor.ask("ready")
         for line in said:
             say(line)
+        if seat.scorer == "reference" and given.reference is None:
+            executor.ask("require", placing.ready)
         if info.follows:
             followers[seat.role] = executor, info.follows
         client = ScorerClient(info, handover.follow(seat.role, executor), spans)
@@ -246,6 +249,7 @@ class _Placing:
         for line in remarks(config, self.places, os.cpu_count() or 1, gpus):
             say(line)
         self._facts: dict[str, Facts] = {}
+        self._looking = Lock()
 
     @property
     def scorers(self) -> list[Seat]:
@@ -255,16 +259,20 @@ class _Placing:
 
     def opened(self) -> tuple[list[ServiceGroup], dict[str, GroupExecutor]]:
         """Open all processes; return them, and an executor for each role."""
-        first, *others = self.places
-        groups = [self._open(first)]
-        executors = {LEARNER: GroupExecutor(groups[0], LEARNER)}
+        with ThreadPoolExecutor(len(self.places)) as pool:
+            opening = [pool.submit(self._open, self.places[0])]
+            if self._config.warmup_examples:  # others read its outcome
+                wait(opening)
+            opening += [pool.submit(self._open, place) for place in self.places[1:]]
+        groups = [future.result() for future in opening]
+        executors = {
+            seat.role: GroupExecutor(group, seat.role)
+            for place, group in zip(self.places, groups, strict=True)
+            for seat in place.seats
+        }
         self.ready = executors[LEARNER].ask("ready")
         for line in self.ready.said:
             self._say(line)
-        with ThreadPoolExecutor(len(others)) as pool:
-            groups += pool.map(self._open, others)
-        for place, group in zip(self.places, groups, strict=True):
-            executors.update((seat.role, GroupExecutor(group, seat.role)) for seat in place.seats)
         return groups, executors
 
     def _open(self, place: Place) -> ServiceGroup:
@@ -297,15 +305,20 @@ class _Placing:
         if seat.role == LEARNER:
             return services.learner, (setting, self._probe)
         if not seat.scorer:
-            return services.generator, (setting, seat.role, self.ready, self._probe)
+            return services.generator, (setting, seat.role, self._probe)
         if seat.scorer == "reference":
-            return services.reference, (setting, self.ready)
+            return services.reference, (setting,)
         if seat.scorer == "critic":
             return services.critic, (setting,)
         return services.reward_model, (setting, seat.scorer, self._first)
 
     def _check_facts(self, place: Place, facts: Sequence[Facts]) -> None:
-        self._facts[place.name] = facts[0]
+        with self._looking:
+            self._facts[place.name] = facts[0]
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare what all processes so far have found at their places."""
         threads = {p.name: p.threads for p in self.places if p.threads and p.name in self._facts}
         on: dict[str, set[str]] = {}
         for p in self.places:

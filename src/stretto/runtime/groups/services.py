@@ -86,13 +86,11 @@ class Ready:
     Attributes:
         refs: tickets for the trained weights, as training starts.
         frozen: fingerprint of the actor's parameters that are not trained.
-        end_tokens: that end a response.
         said: lines for people.
     """
 
     refs: Mapping[str, WeightsRef]
     frozen: str
-    end_tokens: frozenset[int]
     said: Sequence[str]
 
 
@@ -261,7 +259,7 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
         channel=outbox,
         threads=setting.threads or torch.get_num_threads(),
     )
-    ready = Ready({}, _frozen(models.actor), models.end_tokens, said)
+    ready = Ready({}, _frozen(models.actor), said)
     service = GroupLearner(made, outbox, prompts, ready, probe)
     service._ready = replace(ready, refs=service.offered())
     return service
@@ -348,11 +346,19 @@ class GroupScorer(ScorerService):
         self, scorer: ModelScorer, said: Sequence[str], follower: Follower | None = None
     ) -> None:
         super().__init__(scorer)
-        self._said, self._follower = said, follower
+        self._scorer, self._said, self._follower = scorer, said, follower
 
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         """Return the facts about the scorer, and lines for people."""
         return self.info(), self._said
+
+    def require(self, ready: Ready) -> None:
+        """See that the reference is the learner's actor as training starts.
+
+        Raises:
+            EngineError: it is another model.
+        """
+        _check_reference(self._scorer.model, ready)
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
         """Prepare to receive weights."""
@@ -372,24 +378,21 @@ class GroupScorer(ScorerService):
             self._follower.inbox.abort()
 
 
-def generator(setting: Setting, name: str, ready: Ready, probe: IntArray) -> GroupGenerator:
+def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
     """Make a generator's service, in its process; parcels bear its name."""
     setting.prepare()
     config = setting.config
     model, prompts = _actor(setting)
     follower = Follower(model, config)
     rows = most_in_flight(config)
-    engine = make_engine(config, model, prompts.tokenizer, rows, ready.end_tokens, follower.inbox)
+    ends = setting.given.end_tokens
+    engine = make_engine(config, model, prompts.tokenizer, rows, ends, follower.inbox)
     device = next(model.parameters()).device
     return GroupGenerator(engine, follower, Parcels(name, device), probe)
 
 
-def reference(setting: Setting, ready: Ready) -> GroupScorer:
-    """Make the reference's service, in its process: the reference is the actor at the start.
-
-    Raises:
-        EngineError: it is another model than the learner's actor.
-    """
+def reference(setting: Setting) -> GroupScorer:
+    """Make the reference's service, in its process: the reference is the actor at the start."""
     setting.prepare()
     config, said = setting.config, list[str]()
     model = setting.given.reference
@@ -397,7 +400,6 @@ def reference(setting: Setting, ready: Ready) -> GroupScorer:
         model = made_ready(model, config, "the reference").requires_grad_(False)
     else:
         model, _ = _actor(setting)
-        _check_reference(model, ready)
     (scorer,) = model_scorers(config, model, None, None, said.append)
     return GroupScorer(scorer, said)
 
