@@ -419,6 +419,8 @@ def test_doctor_tells_of_ray(
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     versions = doctor.metadata.version
     monkeypatch.setattr(doctor.metadata, "version", _without("ray", versions))
+    needs = ["ray<3,>=2.50; extra == 'ray'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: needs)
     assert run("doctor") == 0
     text = capsys.readouterr().out
     assert "ranks on several machines would not work; pip install 'stretto[ray]'" in text

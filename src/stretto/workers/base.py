@@ -43,8 +43,6 @@ class BaseRanks(ABC):
         logs: files for what each rank prints; empty without any.
     """
 
-    facts: list[Facts]
-
     def __init__(
         self,
         size: int,
@@ -60,6 +58,7 @@ class BaseRanks(ABC):
         self._died: RankError | None = None
         self._tell: Callable[[RankError], None] = lambda _: None
         self._sides: list[SideClient] = []
+        self.facts: list[Facts] = []
 
     @abstractmethod
     def _send(self, rank: int, message: bytes) -> None:

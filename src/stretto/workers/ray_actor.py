@@ -63,7 +63,9 @@ class RankActor:
         if opening.log:
             tell_warnings(self._side.say)
         interface = opening.interface
-        if not interface and not self._alone:
+        if interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+        elif not self._alone:
             interface = _interface_of(_own())
         return self._rank.join(
             replace(

@@ -9,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class RayRanks(BaseRanks):
     """Ray actors that form a ``torch.distributed`` group; all end when one fails, or the driver.
 
     What is sent to them and back is pickled, tensors by value; classes and functions in it must be
-    importable there. One call at a time.
+    importable there: installed, or under the same paths as here. One call at a time.
 
     Args:
         size: how many.
@@ -168,7 +169,11 @@ class RayRanks(BaseRanks):
                     self._require_alive(here.index(reference), reference)
                 if not self._left_s():
                     missing = min(set(range(self._size)) - came.keys())
-                    raise self._error(missing, f"did not start within {self._timeout_s:g} s")
+                    raise self._error(
+                        missing,
+                        f"did not start within {self._timeout_s:g} s: its place on the cluster is "
+                        f"taken, or it cannot reach {':'.join(map(str, door.address))}",
+                    )
         finally:
             self._sides.extend(came[rank] for rank in sorted(came))
 
@@ -236,6 +241,8 @@ class RayRanks(BaseRanks):
         except ray.exceptions.RayError as error:
             self._reasons[rank] = error
             raise EOFError from error
+        if isinstance(answer, Failed) and not self._cluster.alone:
+            return replace(answer, at_s=time.monotonic())  # machines have clocks of their own
         return answer
 
     def _dead(self, rank: int, seconds: float) -> bool:
@@ -264,7 +271,7 @@ class RayRanks(BaseRanks):
             yield f"Ray says: {self._reasons[rank]}"
 
     def _where(self, rank: int) -> str:
-        if not hasattr(self, "facts"):
+        if not self.facts:
             return f"place {self._places[rank]}"
         return f"pid {self.facts[rank].pid} on {self.facts[rank].node}"
 
