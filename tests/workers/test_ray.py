@@ -23,6 +23,7 @@ from pipeline_misbehaving import Misbehaving
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.workers.ray_actor import _address_of, _interface_of
 from stretto.workers.ray_cluster import Bundle, RayCluster, by_node, code_paths, find
 from stretto.workers.ray_ranks import RayRanks, explained
 from stretto.workers.services import Service
@@ -235,6 +236,14 @@ def test_how_an_actor_ended_is_told_by_what_ray_says() -> None:
     assert explained(killed) == "was killed through Ray"
     other = errors.RayActorError(error_msg="connection error code 2; prevent node deaths; died")
     assert explained(other).startswith("ended unexpectedly")
+
+
+def test_interfaces_are_found_by_address_and_by_name() -> None:
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    assert _address_of(loopback) == "127.0.0.1"
+    assert _interface_of("127.0.0.1") == loopback
+    with pytest.raises(RankError, match=r"has the address 203\.0\.113\.9, by which Ray knows it"):
+        _interface_of("203.0.113.9")
 
 
 def test_neighbours_are_on_one_node_and_the_order_is_always_the_same() -> None:

@@ -112,10 +112,17 @@ def _address_of(interface: str) -> str:
 
 
 def _interface_of(address: str) -> str:
-    """Return the network interface with an address; empty where none has it."""
+    """Return the network interface with an address.
+
+    Raises:
+        RankError: there is none.
+    """
     import psutil
 
     for name, entries in psutil.net_if_addrs().items():
         if any(str(entry.address).partition("%")[0] == address for entry in entries):
             return str(name)
-    return ""
+    raise RankError(
+        f"no network interface of {socket.gethostname()} has the address {address}, by which Ray "
+        "knows it; name the interface"
+    )

@@ -201,6 +201,8 @@ class RayRanks(BaseRanks):
         except ray.exceptions.RayTaskError as error:
             what = f"{type(error.cause).__name__}: {error.cause}"
             raise self._error(0, f"failed in {START}: {what}") from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise self._silence([0], START, self._timeout_s) from error
         except ray.exceptions.RayError as error:
             self._reasons[0] = error
             raise self._death(0, f"in the middle of {START}") from error
@@ -220,8 +222,7 @@ class RayRanks(BaseRanks):
             if self._stored[0] is not message:
                 self._stored = message, ray.put(message)
             sent = self._stored[1]
-        with contextlib.suppress(IndexError):  # they are closed
-            self._asked[rank] = self._actors[rank].take.remote(step, sent)
+        self._asked[rank] = self._actors[rank].take.remote(step, sent)
 
     def _awaited(self, ranks: Sequence[int]) -> dict[Any, int]:
         self._stored = b"", None
@@ -286,6 +287,8 @@ def explained(reason: BaseException) -> str:
     said = str(reason)
     if isinstance(reason, ray.exceptions.OutOfMemoryError) or _NO_MEMORY in said:
         return "was killed by Ray for want of memory on its node"
+    if isinstance(reason, ray.exceptions.RuntimeEnvSetupError):
+        return "could not be given its environment"
     if isinstance(reason, ray.exceptions.ActorUnavailableError):
         return "was lost with its node, or the connection to it,"
     if getattr(reason, "preempted", False):
