@@ -142,7 +142,7 @@ class Ranks:
         try:
             return self._sides[rank].call(method, *args, timeout_s=timeout_s)
         except RankError as error:
-            if self._processes[rank].poll() is None:
+            if not self._sides[rank].gone:
                 raise
             raise self._died or self._death(rank, f"in the middle of '{method}'") from error
 

@@ -70,13 +70,16 @@ class SideClient:
     Args:
         connection: to the rank.
         say: called with each line of the rank, on a thread of its own.
+
+    Attributes:
+        gone: whether the connection has ended, on either side.
     """
 
     def __init__(self, connection: Connection[Any, Any], say: Callable[[str], None]) -> None:
         self._connection, self._say, self._sending = connection, say, Lock()
         self._numbers = itertools.count(1)
         self._open: dict[int, Future[Any]] = {}
-        self._gone = False
+        self.gone = False
         Thread(target=self._read, name="side channel", daemon=True).start()
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
@@ -90,7 +93,7 @@ class SideClient:
         self._open[number] = future
         with suppress(OSError), self._sending:
             self._connection.send((number, method, args))
-        if self._gone:
+        if self.gone:
             self._fail()
         try:
             return future.result(timeout_s)
@@ -100,7 +103,7 @@ class SideClient:
 
     def close(self) -> None:
         """Close the connection."""
-        self._gone = True
+        self.gone = True
         self._connection.close()
 
     def _read(self) -> None:
@@ -111,7 +114,7 @@ class SideClient:
                     self._say(result)
                 elif future := self._open.pop(number, None):
                     future.set_result(result) if good else future.set_exception(result)
-        self._gone = True
+        self.gone = True
         self._fail()
 
     def _fail(self) -> None:

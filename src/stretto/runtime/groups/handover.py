@@ -125,7 +125,7 @@ class Handover:
         left, tries = dict(followers), 0
         while left and tries < 2:
             tries += 1
-            offer = self._offer(ref)
+            offer: Offer = self._learner.aside("offer", ref, timeout_s=CONTROL_S)
             found = self._try(ref, offer, left)
             outcomes.update(found)
             left = {n: left[n] for n, o in found.items() if isinstance(o, TransferError)}
@@ -139,13 +139,6 @@ class Handover:
             "handover/retries": self.metrics.get("handover/retries", 0.0) + tries - 1,
         }
         return outcomes
-
-    def _offer(self, ref: WeightsRef) -> Offer:
-        try:
-            offer: Offer = self._learner.aside("offer", ref, timeout_s=CONTROL_S)
-        except RankError as error:
-            raise RankError(f"the learner does not say what it offers: {error}") from error
-        return offer
 
     def _try(
         self, ref: WeightsRef, offer: Offer, followers: Mapping[str, GroupExecutor]

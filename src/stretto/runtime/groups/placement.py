@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.assembly.cores import share_cores
+from stretto.assembly.cores import Threads, share_cores
 from stretto.assembly.scorers import MODEL
 from stretto.config import Config
 from stretto.errors import ConfigError, nearest
+from stretto.models.memory import format_size
 from stretto.runtime.clients import generator_names
 
 LEARNER = "learner"
@@ -78,8 +79,7 @@ def places(config: Config, cores: int, gpus: int) -> list[Place]:
     found = []
     for i, (seats, threads, device) in enumerate(groups):
         if not threads and shares:
-            kinds = {_kind(seat) for seat in seats}
-            threads = max(getattr(shares, kind) for kind in kinds)
+            threads = _threads({_kind(seat) for seat in seats}, shares)
         name = "+".join(seat.role.replace("/", "_") for seat in seats)
         found.append(Place(name, seats, threads or config.threads, device or _device(i, gpus)))
     _check_devices(found, gpus)
@@ -123,10 +123,9 @@ def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
     wide = max(len("roles"), *(len(_roles(place)) for place in found))
     lines = [f"  {'roles':<{wide}}  {'device':<8} {'threads':>7}  {'weights and states':>18}"]
     for place in found:
-        gb = memory(place, role_bytes) / 1e9
+        size = format_size(memory(place, role_bytes))
         lines.append(
-            f"  {_roles(place):<{wide}}  {place.device:<8} {place.threads or 'all':>7}  "
-            f"{gb:>15.2f} GB"
+            f"  {_roles(place):<{wide}}  {place.device:<8} {place.threads or 'all':>7}  {size:>18}"
         )
     lines.append(
         f"  On top come {PROCESS_BYTES >> 20} MiB a process, activations, the KV cache, and for "
@@ -137,6 +136,13 @@ def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
 
 def _roles(place: Place) -> str:
     return ", ".join(seat.role for seat in place.seats)
+
+
+def _threads(kinds: set[str], shares: Threads) -> int:
+    """Return the threads of a process: a generator works beside others, whoever it hosts."""
+    if "generating" in kinds:
+        return shares.generating
+    return max(getattr(shares, kind) for kind in kinds)
 
 
 def _kind(seat: Seat) -> str:
