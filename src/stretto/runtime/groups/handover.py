@@ -21,7 +21,7 @@ import numpy as np
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.protocols import Tracer
-from stretto.runtime.groups.services import Loaded, Offer
+from stretto.runtime.groups.messages import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route
 from stretto.workers.group import GroupExecutor
@@ -244,6 +244,23 @@ class _Following:
     async def restart(self) -> None:
         """Start the follower again; see :class:`~stretto.workers.group.GroupExecutor`."""
         await self._follower.restart()
+
+
+def hand_over(
+    handover: Handover,
+    followers: Mapping[str, tuple[GroupExecutor, str]],
+    refs: Mapping[str, WeightsRef],
+) -> None:
+    """Hand weights over to all followers of each model, before or between steps.
+
+    Raises:
+        StrettoError: one of them has not got them.
+    """
+    for model, ref in refs.items():
+        members = {n: executor for n, (executor, follows) in followers.items() if follows == model}
+        for outcome in handover.transfer(ref, members).values() if members else ():
+            if isinstance(outcome, Exception):
+                raise outcome
 
 
 def difference(one: FloatArray, two: FloatArray) -> float:
