@@ -183,6 +183,8 @@ class ObserveConfig(Section):
     """Live display. auto: rich on a terminal, else plain lines."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Trackers that get the metrics, besides metrics.jsonl."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
     checkpoint_minutes: NonNegative = 10.0

@@ -163,6 +163,10 @@ class PolicyLearner:
         """Write the actor in Hugging Face format, whole or not at all."""
         self._actor.save(folder, tokenizer)
 
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the trained weights of all models, by model and name."""
+        return {name: dict(trained.snapshot()) for name, trained in self._trained.items()}
+
     def fingerprint(self, name: str) -> str:
         """Return the fingerprint of all parameters of a trained model."""
         return self._trained[name].fingerprint()

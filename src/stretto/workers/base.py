@@ -113,7 +113,7 @@ class BaseRanks(ABC):
         try:
             return side.call(method, *args, timeout_s=timeout_s)
         except RankError as error:
-            if not self._closed and not side.wait(0):  # it lives
+            if not side.gone:
                 raise
             raise self._died or self._death(rank, f"in the middle of '{method}'") from error
 

@@ -76,7 +76,13 @@ class SideClient:
     Args:
         connection: to the rank.
         say: called with each line of the rank, on a thread of its own.
+<<<<<<< HEAD
         ended: called when the rank's end has closed, on that thread.
+=======
+
+    Attributes:
+        gone: whether the connection has ended, on either side.
+>>>>>>> main
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class SideClient:
         self._ended, self._over = ended, Event()
         self._numbers = itertools.count(1)
         self._open: dict[int, Future[Any]] = {}
-        self._gone = False
+        self.gone = False
         Thread(target=self._read, name="side channel", daemon=True).start()
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
@@ -103,7 +109,7 @@ class SideClient:
         self._open[number] = future
         with suppress(OSError), self._sending:
             self._connection.send((number, method, args))
-        if self._gone:
+        if self.gone:
             self._fail()
         try:
             return future.result(timeout_s)
@@ -117,7 +123,7 @@ class SideClient:
 
     def close(self) -> None:
         """Close the connection."""
-        self._gone = True
+        self.gone = True
         self._connection.close()
 
     def _read(self) -> None:
@@ -128,7 +134,7 @@ class SideClient:
                     self._say(result)
                 elif future := self._open.pop(number, None):
                     future.set_result(result) if good else future.set_exception(result)
-        self._gone = True
+        self.gone = True
         self._over.set()
         self._fail()
         self._ended()

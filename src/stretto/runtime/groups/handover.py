@@ -21,7 +21,7 @@ import numpy as np
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
 from stretto.protocols import Tracer
-from stretto.runtime.groups.services import Loaded, Offer
+from stretto.runtime.groups.messages import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route
 from stretto.workers.group import GroupExecutor
@@ -125,7 +125,7 @@ class Handover:
         left, tries = dict(followers), 0
         while left and tries < 2:
             tries += 1
-            offer = self._offer(ref)
+            offer: Offer = self._learner.aside("offer", ref, timeout_s=CONTROL_S)
             found = self._try(ref, offer, left)
             outcomes.update(found)
             left = {n: left[n] for n, o in found.items() if isinstance(o, TransferError)}
@@ -139,13 +139,6 @@ class Handover:
             "handover/retries": self.metrics.get("handover/retries", 0.0) + tries - 1,
         }
         return outcomes
-
-    def _offer(self, ref: WeightsRef) -> Offer:
-        try:
-            offer: Offer = self._learner.aside("offer", ref, timeout_s=CONTROL_S)
-        except RankError as error:
-            raise RankError(f"the learner does not say what it offers: {error}") from error
-        return offer
 
     def _try(
         self, ref: WeightsRef, offer: Offer, followers: Mapping[str, GroupExecutor]
@@ -251,6 +244,23 @@ class _Following:
     async def restart(self) -> None:
         """Start the follower again; see :class:`~stretto.workers.group.GroupExecutor`."""
         await self._follower.restart()
+
+
+def hand_over(
+    handover: Handover,
+    followers: Mapping[str, tuple[GroupExecutor, str]],
+    refs: Mapping[str, WeightsRef],
+) -> None:
+    """Hand weights over to all followers of each model, before or between steps.
+
+    Raises:
+        StrettoError: one of them has not got them.
+    """
+    for model, ref in refs.items():
+        members = {n: executor for n, (executor, follows) in followers.items() if follows == model}
+        for outcome in handover.transfer(ref, members).values() if members else ():
+            if isinstance(outcome, Exception):
+                raise outcome
 
 
 def difference(one: FloatArray, two: FloatArray) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.assembly.cores import share_cores
+from stretto.assembly.cores import Threads, share_cores
 from stretto.assembly.scorers import MODEL
 from stretto.config import Config
 from stretto.errors import ConfigError, nearest
+from stretto.models.memory import format_size
 from stretto.runtime.clients import generator_names
 
 LEARNER = "learner"
@@ -48,9 +49,14 @@ class Place:
     device: str
 
 
-def model_scorers(config: Config) -> list[str]:
-    """Return the names of all scorers that are models, in the order of the schedule's replicas."""
-    names = [source for source in config.reward.sources if source.startswith(MODEL)]
+def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
+    """Return the names of all scorers that are models, in the order of the schedule's replicas.
+
+    Args:
+        config: of the run.
+        brought: sources that are models which the caller brings.
+    """
+    names = [s for s in config.reward.sources if s.startswith(MODEL) or s in brought]
     if config.algorithm.has_reference:
         names.append("reference")
     if config.algorithm.definition.critic:
@@ -58,28 +64,29 @@ def model_scorers(config: Config) -> list[str]:
     return names
 
 
-def places(config: Config, cores: int, gpus: int) -> list[Place]:
+def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ()) -> list[Place]:
     """Place all roles of a run on processes, the learner's first.
 
     Args:
         config: of the run.
         cores: of the machine.
         gpus: of the machine; 0 places all on the CPU.
+        brought: see :func:`model_scorers`.
 
     Raises:
         ConfigError: the settings place a role that the run has not, or on a GPU that is not there.
     """
-    groups = _by_hand(config)
+    models = model_scorers(config, brought)
+    groups = _by_hand(config, models)
     named = {seat.role for seats, _, _ in groups for seat in seats}
-    groups += [(seats, 0, "") for seats in _by_rule(config, named) if seats]
+    groups += [(seats, 0, "") for seats in _by_rule(config, named, models) if seats]
     groups.sort(key=lambda group: group[0][0].role != LEARNER)
     overlap = config.schedule.knobs.overlaps(config.rollout.engines)
     shares = share_cores(config, cores) if overlap else None
     found = []
     for i, (seats, threads, device) in enumerate(groups):
         if not threads and shares:
-            kinds = {_kind(seat) for seat in seats}
-            threads = max(getattr(shares, kind) for kind in kinds)
+            threads = _threads({_kind(seat) for seat in seats}, shares)
         name = "+".join(seat.role.replace("/", "_") for seat in seats)
         found.append(Place(name, seats, threads or config.threads, device or _device(i, gpus)))
     _check_devices(found, gpus)
@@ -123,10 +130,9 @@ def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
     wide = max(len("roles"), *(len(_roles(place)) for place in found))
     lines = [f"  {'roles':<{wide}}  {'device':<8} {'threads':>7}  {'weights and states':>18}"]
     for place in found:
-        gb = memory(place, role_bytes) / 1e9
+        size = format_size(memory(place, role_bytes))
         lines.append(
-            f"  {_roles(place):<{wide}}  {place.device:<8} {place.threads or 'all':>7}  "
-            f"{gb:>15.2f} GB"
+            f"  {_roles(place):<{wide}}  {place.device:<8} {place.threads or 'all':>7}  {size:>18}"
         )
     lines.append(
         f"  On top come {PROCESS_BYTES >> 20} MiB a process, activations, the KV cache, and for "
@@ -139,16 +145,23 @@ def _roles(place: Place) -> str:
     return ", ".join(seat.role for seat in place.seats)
 
 
+def _threads(kinds: set[str], shares: Threads) -> int:
+    """Return the threads of a process: a generator works beside others, whoever it hosts."""
+    if "generating" in kinds:
+        return shares.generating
+    return max(shares.training if kind == "training" else shares.scoring for kind in kinds)
+
+
 def _kind(seat: Seat) -> str:
     if seat.role == LEARNER:
         return "training"
     return "scoring" if seat.scorer else "generating"
 
 
-def _by_hand(config: Config) -> list[tuple[tuple[Seat, ...], int, str]]:
+def _by_hand(config: Config, models: Sequence[str]) -> list[tuple[tuple[Seat, ...], int, str]]:
     """Return the processes that the settings list: seats, threads and device."""
     generators = generator_names(config.rollout.engines)
-    known = [LEARNER, *generators, *model_scorers(config)]
+    known = [LEARNER, *generators, *models]
     groups = []
     for process in config.cluster.processes:
         host = next((generators.index(r) for r in process.roles if r in generators), None)
@@ -165,16 +178,16 @@ def _by_hand(config: Config) -> list[tuple[tuple[Seat, ...], int, str]]:
     return groups
 
 
-def _by_rule(config: Config, placed: set[str]) -> Iterator[tuple[Seat, ...]]:
+def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterator[tuple[Seat, ...]]:
     """Yield the processes of all roles that are not placed yet."""
     engines = config.rollout.engines
-    names, generators = model_scorers(config), generator_names(engines)
+    generators = generator_names(engines)
     if LEARNER not in placed:
         yield (Seat(LEARNER),)
     rule = config.cluster.scorers
     if rule == "auto":
         rule = "generators" if config.schedule.knobs.hosts_scorers(engines) else "apart"
-    scorers = [name for name in names if name not in placed]
+    scorers = [name for name in models if name not in placed]
     for i, generator in enumerate(generators):
         if generator not in placed:
             hosted = scorers if rule == "generators" else []

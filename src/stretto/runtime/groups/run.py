@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.checks import look_at_prompts
@@ -26,25 +21,24 @@ from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.models.load import pick_device, pick_dtype
+from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
-from stretto.runtime.groups import services
-from stretto.runtime.groups.handover import TOLERANCE, Handover
+from stretto.runtime.groups.handover import TOLERANCE, Handover, hand_over
+from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
-from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remarks
+from stretto.runtime.groups.placement import LEARNER
+from stretto.runtime.groups.processes import Processes
 from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FILE
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
-from stretto.types import IntArray, Prompt, WeightsRef
 from stretto.weights.broadcast import Outbox
 from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.executor import ThreadExecutor
-from stretto.workers.group import GroupExecutor, Host, ServiceGroup
-from stretto.workers.preflight import Facts, check
-from stretto.workers.ranks import Ranks
+from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.services import ScorerService
 from stretto.workers.threads import WorkerThread
 
@@ -76,6 +70,7 @@ class GroupRun:
     schedule: Schedule
     spans: Spans
     lags: bool
+    given: Given
 
     async def stage(self, *, copy: bool = True) -> Staged:
         prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
@@ -116,6 +111,12 @@ class GroupRun:
 
     def save(self, folder: Path) -> None:
         self.learner.ask("save", folder.absolute())
+        brought = {"actor": self.given.actor, "critic": self.given.critic}
+        own = {name: model for name, model in brought.items() if model is not None}
+        if own:  # the caller's models are trained, as if in place
+            trained = self.learner.ask("trained").value
+            for name, model in own.items():
+                copy_into(model, trained[name])
 
     def metrics(self) -> Mapping[str, float]:
         used = {g.name: sum(g.ranks.used_bytes()) for g in self.groups}
@@ -147,12 +148,12 @@ def start(
     Raises:
         ConfigError: a placement is impossible, or training is to go through pipelines.
     """
-    _check(config)
+    _check(config, given)
     prepare_torch(config)
     tokenizer, task, prompts = open_task(config, given, say)
     functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
     first = look_at_prompts(prompts, say)
-    placing = _Placing(config, given, stack, say, folder, services.probe_of(first), first)
+    placing = Processes(config, given, stack, say, folder, probe_of(first), first)
     groups, executors = placing.opened()
     spans = Spans(RealClock())
     device = pick_device(config.model.device)
@@ -213,139 +214,11 @@ def start(
         schedule,
         spans,
         config.schedule.knobs.copies_weights,
+        given,
     )
 
 
-class _Placing:
-    """The processes of a run, opened one after another: the learner's, then all others at once.
-
-    Attributes:
-        places: of all processes, the learner's first.
-        ready: the message of the learner's process; only once that is open.
-    """
-
-    ready: services.Ready
-
-    def __init__(
-        self,
-        config: Config,
-        given: Given,
-        stack: ExitStack,
-        say: Say,
-        folder: Path | None,
-        probe: IntArray,
-        first: Sequence[Prompt],
-    ) -> None:
-        self._config, self._stack, self._say = config, stack, say
-        self._logs = folder / "logs" if folder else None
-        self._probe, self._first = probe, first
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-")))
-        self._given = replace(
-            given, functions={}, warmup=given.warmup or scratch / "warmup.safetensors"
-        )
-        on_gpus = pick_device(config.model.device).type == "cuda"
-        gpus = torch.cuda.device_count() if on_gpus else 0
-        self.places = places(config, config.threads or torch.get_num_threads(), gpus)
-        for line in remarks(config, self.places, os.cpu_count() or 1, gpus):
-            say(line)
-        self._facts: dict[str, Facts] = {}
-        self._looking = Lock()
-
-    @property
-    def scorers(self) -> list[Seat]:
-        """The model scorers' seats, in the order in which the schedule gets them."""
-        seats = [seat for place in self.places for seat in place.seats if seat.scorer]
-        return sorted(seats, key=lambda seat: seat.host or 0)
-
-    def opened(self) -> tuple[list[ServiceGroup], dict[str, GroupExecutor]]:
-        """Open all processes; return them, and an executor for each role."""
-        with ThreadPoolExecutor(len(self.places)) as pool:
-            opening = [pool.submit(self._open, self.places[0])]
-            if self._config.warmup_examples:  # others read its outcome
-                wait(opening)
-            opening += [pool.submit(self._open, place) for place in self.places[1:]]
-        groups = [future.result() for future in opening]
-        executors = {
-            seat.role: GroupExecutor(group, seat.role)
-            for place, group in zip(self.places, groups, strict=True)
-            for seat in place.seats
-        }
-        self.ready = executors[LEARNER].ask("ready")
-        for line in self.ready.said:
-            self._say(line)
-        return groups, executors
-
-    def _open(self, place: Place) -> ServiceGroup:
-        group = ServiceGroup(place.name, partial(self._launch, place))
-        self._stack.callback(group.close)
-        return group
-
-    def _launch(self, place: Place) -> Ranks:
-        model = self._config.model.model_copy(update={"device": place.device})
-        config = self._config.model_copy(update={"model": model})
-        setting = services.Setting(config, self._given, place.threads)
-        makes = {seat.role: self._make(seat, setting) for seat in place.seats}
-        logs = [self._logs / f"{place.name}.log"] if self._logs else []
-        return Ranks(
-            1,
-            Host,
-            (makes,),
-            threads=place.threads,
-            role=place.name,
-            devices=[place.device],
-            timeout_s=self._config.cluster.start_timeout_s,
-            logs=logs,
-            say=lambda line: self._say(f"{place.name}: {line}"),
-            check=lambda facts: self._check_facts(place, facts),
-        )
-
-    def _make(
-        self, seat: Seat, setting: services.Setting
-    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if seat.role == LEARNER:
-            return services.learner, (setting, self._probe)
-        if not seat.scorer:
-            return services.generator, (setting, seat.role, self._probe)
-        if seat.scorer == "reference":
-            return services.reference, (setting,)
-        if seat.scorer == "critic":
-            return services.critic, (setting,)
-        return services.reward_model, (setting, seat.scorer, self._first)
-
-    def _check_facts(self, place: Place, facts: Sequence[Facts]) -> None:
-        with self._looking:
-            self._facts[place.name] = facts[0]
-            self._compare()
-
-    def _compare(self) -> None:
-        """Compare what all processes so far have found at their places."""
-        threads = {p.name: p.threads for p in self.places if p.threads and p.name in self._facts}
-        on: dict[str, set[str]] = {}
-        for p in self.places:
-            on.setdefault(p.device, set()).add(p.name)
-        check(self._facts, threads, [frozenset(names) for names in on.values()])
-
-
-def hand_over(
-    handover: Handover,
-    followers: Mapping[str, tuple[GroupExecutor, str]],
-    refs: Mapping[str, WeightsRef],
-) -> None:
-    """Hand weights over to all followers of each model, before or between steps.
-
-    Raises:
-        StrettoError: one of them has not got them.
-    """
-    for model, ref in refs.items():
-        members = {n: executor for n, (executor, follows) in followers.items() if follows == model}
-        for outcome in handover.transfer(ref, members).values() if members else ():
-            if isinstance(outcome, Exception):
-                raise outcome
-
-
-def _migrating(
-    config: Config, rates: services.Rates, couriers: Couriers, names: Sequence[str]
-) -> Migrating:
+def _migrating(config: Config, rates: Rates, couriers: Couriers, names: Sequence[str]) -> Migrating:
     """Return the facts for moving stragglers, with the measured speed of the way between two."""
     bytes_per_s = couriers.bytes_per_s(names[0], names[1])
     return migrating_of(
@@ -355,11 +228,17 @@ def _migrating(
     )
 
 
-def _check(config: Config) -> None:
+def _check(config: Config, given: Given) -> None:
     if config.pipeline.ranks:
         raise ConfigError(
             f"runtime = '{config.runtime}' has one process for the learner, and pipeline.ranks = "
             f"{config.pipeline.ranks} asks for several; set one of them back"
+        )
+    if config.model.lora_rank and given.actor is not None:
+        raise ConfigError(
+            f"runtime = '{config.runtime}' trains adapters in another process, and cannot merge "
+            "them into a model that the caller brings as an object; name its folder, or set "
+            "runtime = 'inline'"
         )
 
 
