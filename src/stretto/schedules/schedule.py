@@ -364,10 +364,7 @@ class Schedule:
             "round_open": self._round_open,
             "metrics": [dict(self._filled), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
-            "weights": {
-                name: {"version": ref.version, "fingerprint": ref.fingerprint}
-                for name, ref in self.pending.items()
-            },
+            "weights": {m: [ref.version, ref.fingerprint] for m, ref in self.pending.items()},
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
             "migration": self._migration.state_dict() if self._migration else {},
@@ -378,11 +375,7 @@ class Schedule:
     ) -> None:
         """The inverse of :meth:`state_dict`, before the first step.
 
-        Args:
-            state: that was saved.
-            prompt_by_id: returns the prompts, of which ids are saved.
-            channel: where the weights are that wait to be loaded; see
-                :class:`~stretto.types.WeightsRef`.
+        Prompts come by their ids. Weights that wait to be loaded are in ``channel``.
         """
 
         def restored(batches: Sequence[Sequence[Mapping[str, Any]]]) -> deque[Sequence[Rollout]]:
@@ -401,10 +394,7 @@ class Schedule:
         self._filled, *metrics = map(dict, state["metrics"])
         self._metrics = deque(metrics)
         self._meter.load_state_dict(state["meter"])
-        self._weights = {
-            name: WeightsRef(name, w["version"], w["fingerprint"], channel)
-            for name, w in state["weights"].items()
-        }
+        self._weights = {m: WeightsRef(m, *w, channel) for m, w in state["weights"].items()}
         self._chunk.load_state_dict(state["chunk"])
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:
