@@ -394,7 +394,9 @@ class Schedule:
         self._filled, *metrics = map(dict, state["metrics"])
         self._metrics = deque(metrics)
         self._meter.load_state_dict(state["meter"])
-        self._weights = {m: WeightsRef(m, *w, channel) for m, w in state["weights"].items()}
+        self._weights = {
+            m: WeightsRef(m, v, mark, channel) for m, (v, mark) in state["weights"].items()
+        }
         self._chunk.load_state_dict(state["chunk"])
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:
