@@ -1,7 +1,8 @@
 """The three roles a schedule talks to: generator, scorer, learner; and the tracer they report to.
 
 The methods are coroutines so that one schedule serves a single process, a cluster and virtual time
-alike. A role answers its calls in the order they were made.
+alike. A role answers its calls in the order they were made. Generators and scorers whose process is
+lost raise :class:`~stretto.errors.RoleLostError` from then on, until they are restarted.
 """
 
 from __future__ import annotations
@@ -64,6 +65,18 @@ class Generator(Protocol):
         """
         ...
 
+    async def restart(self) -> None:
+        """End what is left of the role's process and start a new one in its place.
+
+        The new one holds no rollouts, and no weights until the next :meth:`load`. Calls to the old
+        one that are under way end with an error, or with an answer that counts for nothing. Roles
+        that share the schedule's process are never asked.
+
+        Raises:
+            RoleLostError: the new process has died, or could not start.
+        """
+        ...
+
 
 class Scorer(Protocol):
     """A role that scores rollouts: a reward model, the reference, the critic, or a function."""
@@ -121,6 +134,18 @@ class Scorer(Protocol):
 
         Raises:
             EngineError: the fingerprint after loading is not the one handed over.
+        """
+        ...
+
+    async def restart(self) -> None:
+        """End what is left of the role's process and start a new one in its place.
+
+        The new one holds no rollouts, and no weights until the next :meth:`load`. Calls to the old
+        one that are under way end with an error, or with an answer that counts for nothing. Roles
+        that share the schedule's process are never asked.
+
+        Raises:
+            RoleLostError: the new process has died, or could not start.
         """
         ...
 

@@ -163,6 +163,11 @@ class FakeGenerator:
         self.world.loaded[self.name] = weights.version
         self.world.write(f"{self.name} load {weights.version}")
 
+    async def restart(self) -> None:
+        self.done.clear()
+        self.world.loaded[self.name] = 0
+        self.world.write(f"{self.name} restart")
+
 
 class FakeScorer:
     """A scorer that takes half a second a call, and a tenth of one for each new token.
@@ -232,6 +237,11 @@ class FakeScorer:
 
     async def load(self, weights: WeightsRef) -> None:
         self.world.loaded[self.name] = weights.version
+
+    async def restart(self) -> None:
+        self.tokens.clear()
+        self.world.loaded[self.name] = 0
+        self.world.write(f"{self.name} restart")
 
 
 class FakeLearner:

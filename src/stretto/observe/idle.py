@@ -3,7 +3,7 @@
 A schedule records a wait where it waits. Most idle time is no such wait: a scorer just has nothing
 to do. Its cause follows from what the others do at that moment:
 
-1. the role itself waits: its own cause;
+1. the role itself waits: its own cause, before all others ``down``, while its process is lost;
 2. another role waits: that one's cause;
 3. a generator generates: ``data``, or ``stragglers`` for another generator, out of rows itself;
 4. a scorer works: ``scores``;
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.observe.spans import CHECKPOINT, Span, Window
+from stretto.observe.spans import CHECKPOINT, DOWN, Span, Window
 
 CAUSES = ("data", "stragglers", "scores", "weights", "other")
 """Causes of idle time, in the order in which they are shown."""
@@ -99,7 +99,8 @@ def _idle(
     waited: Mapping[tuple[str, str], Intervals],
 ) -> dict[str, Intervals]:
     """Put the window's time without a role's own work down to causes."""
-    reasons = [(cause, parts) for (who, cause), parts in waited.items() if who == role]
+    own = [(cause, parts) for (who, cause), parts in waited.items() if who == role]
+    reasons = sorted(own, key=lambda reason: reason[0] != DOWN)
     reasons += sorted(
         ((cause, parts) for (who, cause), parts in waited.items() if who != role),
         key=lambda reason: CAUSES.index(reason[0]) if reason[0] in CAUSES else len(CAUSES),

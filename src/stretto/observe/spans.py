@@ -14,6 +14,9 @@ from stretto.clock import Clock
 WAIT = "wait"
 """Name of the spans in which a role has nothing to do; their attribute ``cause`` says why."""
 
+DOWN = "down"
+"""Name of the spans in which a role's process is lost and not replaced; also their cause."""
+
 
 CHECKPOINT = "checkpoint"
 """The role of whoever takes and writes checkpoints; nobody is idle for want of it."""
@@ -27,7 +30,7 @@ class Span:
         role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
             'learner', :data:`CHECKPOINT`. One track of a timeline each.
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate, checkpoint/stage,
-            checkpoint/write; or :data:`WAIT`.
+            checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
             the ``cause``: data, stragglers, scores, weights.
@@ -42,11 +45,13 @@ class Span:
     @property
     def waits(self) -> bool:
         """Return whether this is waiting, not work."""
-        return self.name == WAIT
+        return self.name in (WAIT, DOWN)
 
     @property
     def cause(self) -> str:
         """Cause of a wait; 'other' if none was recorded."""
+        if self.name == DOWN:
+            return DOWN
         return str(self.attributes.get("cause", "other"))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config
-from stretto.errors import StorageError
+from stretto.errors import StalledError, StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
 from stretto.runs import checkpoint
@@ -69,7 +69,7 @@ def train(
         if resume:
             first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        running = start(config, stack, progress.note, given)
+        running = start(config, stack, progress.note, given, run_dir.path)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
@@ -123,10 +123,14 @@ class _Run:
             self.config.steps,
             self.recorder.note,
         )
-        async with checkpoints, self.running.schedule as schedule:
-            while self.done < self.config.steps:
-                self._record(await schedule.step())
-                await checkpoints.after(self.done)
+        try:
+            async with checkpoints, self.running.schedule as schedule:
+                while self.done < self.config.steps:
+                    self._record(await schedule.step())
+                    await checkpoints.after(self.done)
+        except StalledError as error:
+            error.add_note(self.running.stacks())
+            raise
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""
@@ -139,7 +143,7 @@ class _Run:
         self.done += 1
         recorder, spans, shown = self.recorder, self.running.spans, self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
-        self.stats = {**step.stats, **timings}
+        self.stats = {**step.stats, **timings, **self.running.metrics()}
         recorder.step(
             self.done,
             self.stats,

@@ -54,6 +54,14 @@ class Running(Protocol):
         """
         ...
 
+    def metrics(self) -> Mapping[str, float]:
+        """Return the runtime's own metrics, as they are after a step."""
+        ...
+
+    def stacks(self) -> str:
+        """Return what every thread of every process of the run is doing, for people."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write the trained model, whole or not at all."""
         ...

@@ -66,6 +66,9 @@ class GeneratorClient(_Client):
     async def load(self, weights: WeightsRef) -> None:
         await self._ask("load", weights, work="load")
 
+    async def restart(self) -> None:
+        await self._executor.restart()
+
 
 class ScorerClient(_Client):
     """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`.
@@ -120,6 +123,9 @@ class ScorerClient(_Client):
 
     async def load(self, weights: WeightsRef) -> None:
         await self._ask("load", weights, work="load")
+
+    async def restart(self) -> None:
+        await self._executor.restart()
 
 
 class LearnerClient(_Client):

@@ -7,23 +7,27 @@ devices of the others are free to score.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from stretto.clock import Clock
-from stretto.errors import LifecycleError
+from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Generator
 from stretto.schedules.feedback import DecodeSample
+from stretto.schedules.guard import GoneError, Guard, Surroundings
 from stretto.schedules.migration import MigrationPolicy, Move
 from stretto.schedules.rollout import Rollout
-from stretto.schedules.waits import Phases, answered
 from stretto.types import Chunk, WeightsRef
-
-T = TypeVar("T")
 
 
 class Pool:
     """Rollouts spread over generators by load; each generator decodes at its own pace.
+
+    A generator may be lost in any call. The others go on with its rollouts, from the tokens that
+    they had given; what is left over waits for the process that comes in its place. Where none is
+    lost, and where losses end the run, all of this comes to nothing.
 
     Nothing here is saved: which generator holds which rollout is decided anew after a restart.
     """
@@ -32,15 +36,15 @@ class Pool:
         self,
         generators: Sequence[Generator],
         migration: MigrationPolicy | None,
-        deadline_s: float,
-        clock: Clock,
-        phases: Phases,
+        around: Surroundings,
         freed: Callable[[int, bool], None],
     ) -> None:
         self._generators, self._migration = generators, migration
-        self._deadline_s, self._clock, self._phases = deadline_s, clock, phases
-        self._freed = freed
+        self._clock, self._phases = around.clock, around.phases
+        self._freed, self._replaces = freed, around.fleet.restarts > 0
         self._held: list[dict[int, Rollout]] = [{} for _ in generators]
+        self._untold: list[dict[int, Rollout]] = [{} for _ in generators]  # held, not admitted yet
+        self._orphans: dict[int, Rollout] = {}  # while nobody serves
         self._arrivals = [asyncio.Event() for _ in generators]
         self._inbound = [0 for _ in generators]  # moves under way to each
         self._moves: dict[int, list[Move]] = {}
@@ -49,7 +53,11 @@ class Pool:
         self._carried: list[int | None] = [None] * len(generators)  # before a round's first call
         names = [f"generator {i}" for i in range(len(generators))]
         self._names = names if len(generators) > 1 else ["generator"]
-        self._idle_since_s = [clock.now()] * len(generators)
+        self._guards = [
+            Guard(generator, self._names[i], "actor", around, partial(self._lost, i))
+            for i, generator in enumerate(generators)
+        ]
+        self._idle_since_s = [self._clock.now()] * len(generators)
 
     @property
     def single(self) -> bool:
@@ -57,8 +65,8 @@ class Pool:
         return len(self._generators) == 1
 
     def holds(self, rollout: Rollout) -> bool:
-        """Return whether some generator has the rollout."""
-        return any(rollout.id in held for held in self._held)
+        """Return whether some generator has the rollout, or the next to serve will get it."""
+        return any(rollout.id in held for held in (*self._held, self._orphans))
 
     def take_samples(self) -> Sequence[DecodeSample]:
         """Return the decode calls since this method was last called."""
@@ -67,18 +75,18 @@ class Pool:
 
     async def admit(self, rollouts: Sequence[Rollout]) -> None:
         """Begin a round: give its rollouts to the generators with the fewest."""
-        shares: list[list[Rollout]] = [[] for _ in self._generators]
-        loads = [len(held) for held in self._held]
-        for rollout in rollouts:
-            i = loads.index(min(loads))
-            loads[i] += 1
-            shares[i].append(rollout)
-        for i, share in enumerate(shares):
-            self._held[i].update((r.id, r) for r in share)
-            self._carried[i] = sum(len(r) > 0 for r in self._held[i].values())
-            if share:
-                told = [r.response() for r in share]
-                await self._answer(i, self._generators[i].admit(told), [r.id for r in share])
+        self._place(rollouts)
+        for i, held in enumerate(self._held):
+            self._carried[i] = sum(len(r) > 0 for r in held.values())
+            if self._untold[i]:
+                await self._admit(i)
+
+    async def _admit(self, i: int) -> None:
+        """Tell generator ``i`` of rollouts that it is to decode."""
+        share, self._untold[i] = self._untold[i], {}
+        told = [r.response() for r in share.values()]
+        with suppress(GoneError):
+            await self._guards[i].ask(self._generators[i].admit(told), share)
 
     async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all generators."""
@@ -87,7 +95,8 @@ class Pool:
                 group.create_task(self._load(i, weights))
 
     async def _load(self, i: int, weights: WeightsRef) -> None:
-        await self._answer(i, self._generators[i].load(weights), ())
+        with suppress(GoneError):
+            await self._guards[i].load(weights)
 
     async def decode(
         self,
@@ -120,27 +129,46 @@ class Pool:
         """Decode what generator ``i`` holds.
 
         Consumes admitted and migrated rollouts. Ends when nothing is missing, or when it holds
-        nothing and nothing is on the way to it. Unblocked by arrivals.
+        nothing and nothing is on the way to it, or can come its way through a loss. Unblocked by
+        arrivals.
         """
         held = self._held[i]
         while wanted := missing():
-            if held:
+            if self._untold[i]:
+                await self._admit(i)
+            elif held:
                 take(await self._decode(i, chunk_tokens(), wanted))
                 if left := missing():  # else other generators may have stopped already
                     self._gather(left)
                 await self._move(i)
-            elif self._inbound[i]:
-                self._arrivals[i].clear()
-                await self._arrivals[i].wait()
+            elif self._inbound[i] or self._replaces:
+                await self._arrival(i)
             else:
                 break
         await self._move(i)  # others may wait for what was planned
         self._idle_since_s[i] = self._clock.now()
         self._freed(i, True)
+        for arrival in self._arrivals if self._replaces else ():
+            arrival.set()  # nothing is missing, and they need not wait for it
+
+    async def _arrival(self, i: int) -> None:
+        """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
+        free = not self._inbound[i]
+        if free:
+            self._freed(i, True)
+        self._arrivals[i].clear()
+        await self._arrivals[i].wait()
+        if free:
+            self._freed(i, False)
 
     async def _decode(self, i: int, max_tokens: int, stop_after: int) -> Sequence[Chunk]:
         held, start_s = self._held[i], self._clock.now()
-        chunks = await self._answer(i, self._generators[i].decode(max_tokens, stop_after), held)
+        try:
+            chunks = await self._guards[i].ask(
+                self._generators[i].decode(max_tokens, stop_after), held
+            )
+        except GoneError:
+            return ()
         if not chunks:
             raise LifecycleError(
                 f"{self._names[i]} is idle, but rollouts {sorted(held)} never ended"
@@ -167,10 +195,11 @@ class Pool:
         if missing > self._migration.threshold():
             return
         self._migrated = True
-        plan = self._migration.plan(
-            [[(r.id, r.total_tokens) for r in held.values()] for held in self._held]
-        )
-        for move in plan.moves:
+        serving = [i for i, guard in enumerate(self._guards) if guard.serves]
+        told = [[r for r in self._held[i].values() if r.id not in self._untold[i]] for i in serving]
+        plan = self._migration.plan([[(r.id, r.total_tokens) for r in each] for each in told])
+        for m in plan.moves:
+            move = replace(m, source=serving[m.source], destination=serving[m.destination])
             self._moves.setdefault(move.source, []).append(move)
         for moves in self._moves.values():
             for destination in {m.destination for m in moves}:
@@ -187,8 +216,9 @@ class Pool:
                     if m.destination == destination
                     and m.with_cache == with_cache
                     and m.rollout_id in self._held[source]  # else it has ended meanwhile
+                    and m.rollout_id not in self._untold[source]  # else it has come back to it
                 ]
-                if ids:
+                if ids and self._guards[destination].serves:
                     await self._transfer(source, destination, ids, with_cache)
             self._inbound[destination] -= 1
             self._arrivals[destination].set()
@@ -198,9 +228,61 @@ class Pool:
     ) -> None:
         moved = [self._held[source].pop(id_) for id_ in ids]
         giver, taker = self._generators[source], self._generators[destination]
-        transfers = await self._answer(source, giver.export(ids, with_cache), ids)
+        try:
+            transfers = await self._guards[source].ask(giver.export(ids, with_cache), ids)
+        except GoneError:
+            self._place(moved)
+            return
+        if not self._guards[destination].serves:  # lost meanwhile
+            self._place(moved)
+            return
         self._held[destination].update((r.id, r) for r in moved)
-        await self._answer(destination, taker.accept([r.response() for r in moved], transfers), ids)
+        told = [r.response() for r in moved]
+        with suppress(GoneError):
+            await self._guards[destination].ask(taker.accept(told, transfers), ids)
 
-    async def _answer(self, i: int, work: Awaitable[T], rollout_ids: Iterable[int]) -> T:
-        return await answered(work, self._deadline_s, self._names[i], rollout_ids)
+    # -- losses -------------------------------------------------------------------------------
+
+    def keepers(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """Return what replaces lost generators, to be run beside the rounds."""
+        return [self._keep(i) for i in range(len(self._guards))] if self._replaces else ()
+
+    async def _keep(self, i: int) -> None:
+        """Replace generator ``i`` whenever it is lost.
+
+        Waits for losses, and for new processes. Ends once it is not replaced any more.
+
+        Raises:
+            StrettoError: the loss of the last generator.
+        """
+        guard = self._guards[i]
+        while not guard.retired:
+            await guard.lost.wait()
+            try:
+                await guard.replace()
+            except StrettoError:
+                if not guard.retired or all(g.retired for g in self._guards):
+                    raise
+            orphans, self._orphans = self._orphans, {}
+            self._place(orphans.values())
+
+    def _lost(self, i: int) -> None:
+        """Place the rollouts of a generator elsewhere that was lost just now."""
+        rollouts = list(self._held[i].values())
+        self._held[i].clear()
+        self._untold[i].clear()
+        for destination in {m.destination for m in self._moves.pop(i, [])}:
+            self._inbound[destination] -= 1
+            self._arrivals[destination].set()
+        self._place(rollouts)
+
+    def _place(self, rollouts: Iterable[Rollout]) -> None:
+        """Give rollouts to the generators that serve, to those with the fewest first."""
+        serving = [i for i, guard in enumerate(self._guards) if guard.serves]
+        for rollout in rollouts:
+            if serving:
+                i = min(serving, key=lambda i: len(self._held[i]))
+                self._held[i][rollout.id] = self._untold[i][rollout.id] = rollout
+                self._arrivals[i].set()
+            else:
+                self._orphans[rollout.id] = rollout

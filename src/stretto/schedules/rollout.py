@@ -5,7 +5,7 @@ Roles are told of it by value (:class:`~stretto.types.Response`), and answer wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -158,6 +158,13 @@ class Rollout:
             carries=state["carries"],
             scores={s["source"]: Score.from_state(s) for s in state["scores"]},
         )
+
+
+def restored(
+    states: Iterable[Mapping[str, Any]], prompt_by_id: Callable[[int], Prompt]
+) -> list[Rollout]:
+    """Return the rollouts of saved states; prompts come by their ids."""
+    return [Rollout.from_state(state, prompt_by_id(state["prompt"])) for state in states]
 
 
 def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:

@@ -22,10 +22,12 @@ from stretto.clock import Clock
 from stretto.protocols import Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.filtering import reasons_to_reject
+from stretto.schedules.fleet import Fleet, tickets_from, tickets_of
+from stretto.schedules.guard import Surroundings
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.meter import Meter
 from stretto.schedules.pool import Pool
-from stretto.schedules.rollout import Rollout, RolloutState, train_batch
+from stretto.schedules.rollout import Rollout, RolloutState, restored, train_batch
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.settings import Controls, Step
 from stretto.schedules.waits import Phases, answered, first_of
@@ -40,6 +42,10 @@ class Schedule:
     State: ledger, buffer, rounds that wait for scores or for the learner, counters, controllers. It
     is saved between two steps, while :attr:`weights_lock` is held. After a restart, rollouts that
     had not ended are decoded from where they were; tokens on the way are sampled again, the same.
+
+    Args:
+        initial: tickets of the weights that roles start with, by model, for processes that come in
+            the place of others before the first hand-over; without one they keep their own.
 
     Attributes:
         ledger: the books.
@@ -56,6 +62,7 @@ class Schedule:
         controls: Controls,
         clock: Clock,
         tracer: Tracer,
+        initial: Mapping[str, WeightsRef] | None = None,
     ) -> None:
         s = self._settings = controls.settings
         self._next_prompt, self._learner = next_prompt, learner
@@ -64,10 +71,10 @@ class Schedule:
         self._clock, self._phases = clock, Phases(clock, tracer)
         self.ledger = Ledger()
         self._buffer = Buffer(s.max_carries)
-        self._scoring = Scoring(replicas, s.score_on, s.deadline_s, clock, self._phases)
-        self._pool = Pool(
-            generators, controls.migration, s.deadline_s, clock, self._phases, self._scoring.freed
-        )
+        self._fleet = Fleet(s.restarts, initial)
+        around = Surroundings(self._fleet, s.deadline_s, clock, self._phases)
+        self._scoring = Scoring(replicas, s.score_on, around)
+        self._pool = Pool(generators, controls.migration, around, self._scoring.freed)
         self._rollouts: dict[int, Rollout] = {}  # all in flight
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
@@ -90,6 +97,11 @@ class Schedule:
         return self._loaded
 
     @property
+    def held(self) -> Mapping[str, WeightsRef]:
+        """Tickets for the weights that they work with, by model; none before any was given."""
+        return self._fleet.held
+
+    @property
     def pending(self) -> Mapping[str, WeightsRef]:
         """Tickets for weights that are published and not loaded, by model."""
         return self._weights if self._loaded < self._version else {}
@@ -102,7 +114,7 @@ class Schedule:
         await self._publish()
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
-        return Step(kept, rejected, {**stats, **metrics}, rewards)
+        return Step(kept, rejected, {**stats, **metrics, **self._fleet.metrics()}, rewards)
 
     async def _generate(self) -> None:
         """Make rounds of responses.
@@ -153,7 +165,7 @@ class Schedule:
                 version, weights = self._version, self._weights
                 await self._pool.load(weights["actor"])
                 await self._scoring.load(weights)
-                self._loaded = version
+                self._loaded, self._fleet.held = version, weights
 
     def _fill(self, delta: int) -> None:
         """Start a round: draw prompts until the buffer holds a round's rollouts and ``delta``."""
@@ -311,7 +323,8 @@ class Schedule:
     async def __aenter__(self) -> Self:
         self._ask_again()
         await self._work.__aenter__()
-        loops = (self._generate(), self._gather(), *(f.run() for f in self._scoring.feeds))
+        feeds = (feed.run() for feed in self._scoring.feeds)
+        loops = (self._generate(), self._gather(), *feeds, *self._pool.keepers())
         self._loops = [self._work.create_task(loop) for loop in loops]
         return self
 
@@ -364,7 +377,8 @@ class Schedule:
             "round_open": self._round_open,
             "metrics": [dict(self._filled), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
-            "weights": {m: [ref.version, ref.fingerprint] for m, ref in self.pending.items()},
+            "weights": tickets_of(self.pending),
+            "fleet": self._fleet.state_dict(),
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
             "migration": self._migration.state_dict() if self._migration else {},
@@ -375,18 +389,17 @@ class Schedule:
     ) -> None:
         """The inverse of :meth:`state_dict`, before the first step.
 
-        Prompts come by their ids. Weights that wait to be loaded are in ``channel``.
+        Args:
+            state: that was saved.
+            prompt_by_id: returns the prompts, of which ids are saved.
+            channel: where the weights are that wait to be loaded; see
+                :class:`~stretto.types.WeightsRef`.
         """
-
-        def restored(batches: Sequence[Sequence[Mapping[str, Any]]]) -> deque[Sequence[Rollout]]:
-            return deque(
-                [Rollout.from_state(r, prompt_by_id(r["prompt"])) for r in batch]
-                for batch in batches
-            )
 
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)
-        self._generated, self._ready = restored(state["generated"]), restored(state["ready"])
+        for batches, saved in ((self._generated, "generated"), (self._ready, "ready")):
+            batches.extend(restored(batch, prompt_by_id) for batch in state[saved])
         waiting = (r for batch in (*self._generated, *self._ready) for r in batch)
         self._rollouts = {r.id: r for r in (*self._buffer, *waiting)}
         self._next_id, self._steps, self._rounds, self._version, self._loaded = state["counts"]
@@ -394,9 +407,8 @@ class Schedule:
         self._filled, *metrics = map(dict, state["metrics"])
         self._metrics = deque(metrics)
         self._meter.load_state_dict(state["meter"])
-        self._weights = {
-            m: WeightsRef(m, v, mark, channel) for m, (v, mark) in state["weights"].items()
-        }
+        self._weights = tickets_from(state["weights"], channel)
+        self._fleet.load_state_dict(state["fleet"], channel)
         self._chunk.load_state_dict(state["chunk"])
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:

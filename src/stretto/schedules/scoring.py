@@ -11,12 +11,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.clock import Clock
-from stretto.errors import LifecycleError
+from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
+from stretto.schedules.guard import GoneError, Guard, Surroundings
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import ScoreOn
-from stretto.schedules.waits import Phases, answered
 from stretto.types import Chunk, Score, WeightsRef, short_name
 
 
@@ -40,22 +39,27 @@ class Feed:
     and until there is enough to make a call worth its cost. Unblocked by that, by :meth:`hurry`
     when someone waits for a score, and by :meth:`load_weights` after a :meth:`pause`. A replica
     that draws whole rollouts looks when the backlog is worth it, and when its host becomes free.
+
+    If the scorer is lost, a new one is given all rollouts that have no score, with the tokens that
+    they have by then, and is asked again. If none comes in its place, other replicas take over.
     """
 
     def __init__(
         self,
         replica: ScorerReplica,
         deliver: Callable[[Sequence[Score]], None],
-        deadline_s: float,
-        clock: Clock,
-        phases: Phases,
+        around: Surroundings,
     ) -> None:
-        self.scorer, self.host = replica.scorer, replica.host
+        scorer = self.scorer = replica.scorer
+        self.host = replica.host
+        self._guard = Guard(scorer, scorer.name, scorer.follows, around, self._begin_anew)
         self.free = replica.host is None
         self.load = 0  # rollouts given to it and not scored
         self.draw: Callable[[], Sequence[Rollout]] = list
-        self._deliver, self._deadline_s = deliver, deadline_s
-        self._clock, self._phases = clock, phases
+        self.leave: Callable[[Feed], bool] = lambda feed: False
+        self._deliver, self._clock, self._phases = deliver, around.clock, around.phases
+        self.unscored: dict[int, Rollout] = {}  # all that it was given
+        self.asked_for: dict[int, None] = {}  # those of them whose score is wanted
         self._admitted: dict[int, Rollout] = {}
         self._chunks: list[Chunk] = []
         self._wanted: list[int] = []
@@ -66,7 +70,7 @@ class Feed:
 
     def admit(self, rollout: Rollout) -> None:
         """Take a rollout whose chunks will follow; the tokens it has now are in it already."""
-        self._admitted[rollout.id] = rollout
+        self._admitted[rollout.id] = self.unscored[rollout.id] = rollout
         self.load += 1
         self._arrived(rollout.total_tokens)
 
@@ -79,6 +83,7 @@ class Feed:
     def finish(self, rollout_id: int) -> None:
         """Ask for the score of an admitted rollout, all of which is there."""
         self._wanted.append(rollout_id)
+        self.asked_for[rollout_id] = None
         self._arrived(0)
 
     def look(self) -> None:
@@ -97,8 +102,8 @@ class Feed:
             self._worthwhile.set()
 
     async def run(self) -> None:
-        """Serve for ever."""
-        while True:
+        """Serve for ever, or until the scorer is given up and other replicas go on."""
+        while not self._guard.retired:
             idle_since_s = self._clock.now()
             await self._worthwhile.wait()
             async with self._turn:
@@ -112,25 +117,59 @@ class Feed:
             self.admit(rollout)
             self.finish(rollout.id)
             self._worthwhile.set()  # look again afterwards: there may be more
-        scorer = self.scorer
+        while not self._guard.retired:
+            try:
+                await self._hand_over()
+                break
+            except GoneError:
+                await self._replace()
+
+    async def _hand_over(self) -> None:
+        """Tell the scorer what it has not been told.
+
+        Raises:
+            GoneError: it was lost; all of it is to be told anew.
+        """
+        scorer, ask = self.scorer, self._guard.ask
         admitted = [r.response(text=scorer.reads_text) for r in self._admitted.values()]
         chunks, wanted = self._chunks, self._wanted
         self._admitted, self._chunks, self._wanted, self._tokens = {}, [], [], 0
         if admitted:
-            ids = [r.id for r in admitted]
-            await answered(scorer.admit(admitted), self._deadline_s, scorer.name, ids)
+            await ask(scorer.admit(admitted), [r.id for r in admitted])
         if chunks:
-            ids = [c.rollout_id for c in chunks]
-            await answered(scorer.extend(chunks), self._deadline_s, scorer.name, ids)
+            await ask(scorer.extend(chunks), [c.rollout_id for c in chunks])
         if wanted:
-            scores = await answered(scorer.finish(wanted), self._deadline_s, scorer.name, wanted)
+            scores = await ask(scorer.finish(wanted), wanted)
             if [s.rollout_id for s in scores] != wanted:
                 raise LifecycleError(
                     f"scorer '{scorer.name}' was asked for rollouts {wanted} and answered for "
                     f"{[s.rollout_id for s in scores]}; a scorer answers for each, in order"
                 )
             self.load -= len(wanted)
+            for id_ in wanted:
+                del self.unscored[id_], self.asked_for[id_]
             self._deliver(scores)
+
+    def _begin_anew(self) -> None:
+        """Queue all that has no score: the scorer was lost, and knows none of it."""
+        self._admitted, self._chunks = dict(self.unscored), []
+        self._wanted = list(self.asked_for)
+        self._tokens = sum(r.total_tokens for r in self.unscored.values())
+        self._arrived(0)
+
+    async def _replace(self) -> None:
+        """Have a new process take the lost one's place, or give the scorer up.
+
+        Raises:
+            StrettoError: the loss, where no other replica can go on.
+        """
+        try:
+            await self._guard.replace()
+        except StrettoError:
+            if not self._guard.retired or not self.leave(self):
+                raise
+            self.unscored, self.asked_for, self.draw = {}, {}, list
+            self._begin_anew()
 
     async def pause(self) -> None:
         """Return when the scorer is idle, and keep it so."""
@@ -140,7 +179,10 @@ class Feed:
 
     async def load_weights(self, weights: WeightsRef) -> None:
         """Give the paused scorer new weights, and let it work again."""
-        await answered(self.scorer.load(weights), self._deadline_s, self.scorer.name)
+        try:
+            await self._guard.load(weights)
+        except GoneError:
+            await self._replace()
         self.paused = False
         self._turn.release()
 
@@ -168,7 +210,7 @@ class _ScorerGroup:
         self._backlog: deque[Rollout] = deque()
         self._tokens = 0  # in the backlog
         for feed in feeds:
-            feed.draw = self._draw
+            feed.draw, feed.leave = self._draw, self._leave
 
     def admit(self, rollout: Rollout) -> None:
         """Give a rollout that will grow to the replica with the least to do."""
@@ -204,14 +246,33 @@ class _ScorerGroup:
         Scores that were asked for before are computed with the old weights first. Paused replicas
         have nothing of that kind: nobody waits for them.
         """
-        late = [feed for feed in self.feeds if not feed.paused]
+        feeds = list(self.feeds)
+        late = [feed for feed in feeds if not feed.paused]
         for feed in late:
             await feed.pause()
         while late and (self._backlog or any(feed.asked for feed in late)):
             for feed in late:
                 await feed.serve()
-        for feed in self.feeds:
-            await feed.load_weights(weights)
+        async with asyncio.TaskGroup() as group:  # together: it may be one broadcast to all
+            for feed in feeds[1:]:
+                group.create_task(feed.load_weights(weights))
+            await feeds[0].load_weights(weights)
+
+    def _leave(self, lost: Feed) -> bool:
+        """Give the work of a replica that is not replaced to the others, if there are any."""
+        others = [feed for feed in self.feeds if feed is not lost]
+        if not others:
+            return False
+        self.feeds = others
+        for id_, rollout in lost.unscored.items():
+            if id_ in lost.asked_for:
+                heir = min(others, key=lambda f: f.load)
+                heir.admit(rollout)
+                heir.finish(id_)
+                heir.hurry()
+            else:
+                self.admit(rollout)
+        return True
 
     def _draw(self) -> list[Rollout]:
         """A replica's next share: small enough that another replica, free later, finds work too."""
@@ -234,14 +295,12 @@ class Scoring:
         self,
         replicas: Sequence[ScorerReplica],
         score_on: ScoreOn,
-        deadline_s: float,
-        clock: Clock,
-        phases: Phases,
+        around: Surroundings,
     ) -> None:
         self._score_on = score_on
         self._rollouts: dict[int, Rollout] = {}
         self._delivered = asyncio.Event()
-        self.feeds = [Feed(s, self._deliver, deadline_s, clock, phases) for s in replicas]
+        self.feeds = [Feed(s, self._deliver, around) for s in replicas]
         by_name: dict[str, list[Feed]] = {}
         for feed in self.feeds:
             by_name.setdefault(feed.scorer.name, []).append(feed)

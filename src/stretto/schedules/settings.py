@@ -33,6 +33,8 @@ class Settings:
         weight_sync_interval: steps between two hand-overs of weights.
         max_carries: how often a rollout may be left for the next round.
         deadline_s: how long a role may take to answer a call.
+        restarts: how many processes may come in the place of a generator's or scorer's own, each;
+            with 0 the loss of one ends the run.
     """
 
     batch: int
@@ -47,6 +49,7 @@ class Settings:
     weight_sync_interval: int = 1
     max_carries: int = 8
     deadline_s: float = 1800.0
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,6 +224,7 @@ def settings(
             "slots": args.local_rollout_forward_batch_size,
         },
         "schedule": _schedule(args),
+        "runtime": args.runtime,
         "algorithm": {
             "name": "ppo",
             "gamma": args.gamma,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from stretto.errors import LifecycleError
 from stretto.types import Reply
 from stretto.workers.threads import WorkerThread
 
@@ -16,6 +17,15 @@ class Executor(Protocol):
 
         Raises:
             Exception: what the method raised.
+        """
+        ...
+
+    async def restart(self) -> None:
+        """End what is left of the service's process and start a new one in its place.
+
+        Raises:
+            RoleLostError: the new process could not start.
+            LifecycleError: the service has no process of its own.
         """
         ...
 
@@ -35,3 +45,10 @@ class ThreadExecutor:
         """Call the method on the thread; see :class:`Executor`."""
         reply: Reply[Any] = await self._worker.run(lambda: getattr(self._service, method)(*args))
         return reply
+
+    async def restart(self) -> None:
+        """Refuse; see :class:`Executor`."""
+        raise LifecycleError(
+            "only a role with a process of its own can be replaced, and this one works on a thread "
+            "of the run's process; start the run again"
+        )

@@ -27,6 +27,7 @@ from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
 from stretto.weights.channel import SharedChannel
 from stretto.workers.protocols import ScorerWorker
+from stretto.workers.side import stacks
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,12 @@ class InlineRun:
         if self.placement.snapshots:
             offer(self.schedule, driver["weights"]["offered"], self.weights)
         self.placement.load_followers(driver["weights"]["followers"], self.schedule.loaded)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def stacks(self) -> str:
+        return stacks()
 
     def save(self, folder: Path) -> None:
         self.learner.save(folder, self.tokenizer)

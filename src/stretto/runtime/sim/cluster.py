@@ -16,6 +16,7 @@ from stretto.assembly.controls import Migrating
 from stretto.config import NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
 from stretto.errors import ConfigError
 from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
+from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.hardware import (
     DevicePlacement,
     Efficiency,
@@ -179,6 +180,10 @@ class Cluster(Section):
     """The learner; there is one."""
     workload: Workload = Workload()
     schedule: ScheduleConfig = ScheduleConfig()
+    faults: Faults = Faults()
+    """Calls that go wrong, and processes that die."""
+    restarts: NonNegativeInt = 0
+    """Processes that may replace that of a generator or scorer, one after another, for each."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

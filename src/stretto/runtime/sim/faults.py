@@ -2,19 +2,24 @@
 
 The fault of a call, if any, is a pure function of (seed, role, number of the call). So a run that
 goes wrong can be repeated, and other schedules can be given the same faults.
+
+A role whose process has died answers every call with :class:`~stretto.errors.RoleLostError`, until
+it is restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from stretto.config import Fraction, Section
+from stretto.config import Fraction, NonNegative, Section
+from stretto.errors import RoleLostError
 from stretto.runtime.sim.lengths import uniform
 from stretto.types import Score
 
@@ -38,6 +43,14 @@ class Faults(Section):
     """The call takes ``slow_factor`` times as long."""
     slow_factor: float = 10.0
     """Factor by which a slow call takes longer."""
+    dies: Fraction = 0.0
+    """The process dies within a second, or at the call's end; of generators and scorers alone."""
+    restart_s: NonNegative = 0.0
+    """Seconds that it takes to start a new process."""
+    restart_fails: Fraction = 0.0
+    """Share of new processes that die as they start."""
+    slow_loads: Fraction = 0.0
+    """Share of hand-overs that take ``slow_factor`` times as long."""
     unscored: Fraction = 0.0
     """Share of scores that are failures; of scorers alone."""
 
@@ -45,10 +58,11 @@ class Faults(Section):
 class _Faulty:
     """A role whose calls and answers suffer faults. Calls stay in order."""
 
-    def __init__(self, role: Any, faults: Faults, name: str) -> None:
-        self._role, self._faults, self._name = role, faults, name
+    def __init__(self, role: Any, faults: Faults, name: str, *, mortal: bool) -> None:
+        self._role, self._faults, self._name, self._mortal = role, faults, name, mortal
         self._turn = asyncio.Lock()
-        self._calls = 0
+        self._calls = self._restarts = 0
+        self._dead = False
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._role, name)
@@ -63,20 +77,51 @@ class _Faulty:
         return faulty
 
     async def _call(self, call: Callable[..., Awaitable[Any]], *args: Any, **keywords: Any) -> Any:
+        if self._dead:
+            raise RoleLostError(self._name, "its process has died before")
         number, self._calls = self._calls, self._calls + 1
         f, loop = self._faults, asyncio.get_running_loop()
         draw = uniform(f.seed, self._name, number)
+        alive = f.raises + f.hangs + f.dawdles
+        if self._mortal and alive <= draw < alive + f.dies:
+            await self._die(call(*args, **keywords), number)
         if f.raises <= draw < f.raises + f.hangs:
             await loop.create_future()
         start_s = loop.time()
         answer = await call(*args, **keywords)
         if draw < f.raises:
             raise InjectedError(f"call {number} of {self._name} was made to fail")
-        if f.raises + f.hangs <= draw < f.raises + f.hangs + f.dawdles:
+        slow = call.__name__ == "load" and uniform(f.seed, self._name, "load", number) < (
+            f.slow_loads
+        )
+        if slow or f.raises + f.hangs <= draw < alive:
             await asyncio.sleep((f.slow_factor - 1) * (loop.time() - start_s))
         if f.unscored and call.__name__ == "finish":
             return [self._marked(score) for score in answer]
         return answer
+
+    async def _die(self, work: Awaitable[Any], number: int) -> None:
+        """Lose the process in the middle of a call, or with the answer on its way."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(uniform(self._faults.seed, self._name, "death", number)):
+                await work
+        self._dead = True
+        raise RoleLostError(self._name, f"its process was made to die in call {number}")
+
+    async def restart(self) -> None:
+        """Start a new process, which holds nothing.
+
+        Raises:
+            RoleLostError: it has died at once.
+        """
+        f, self._dead = self._faults, True  # calls that still wait are the old process's
+        async with self._turn:
+            number, self._restarts = self._restarts, self._restarts + 1
+            await asyncio.sleep(f.restart_s)
+            if uniform(f.seed, self._name, "restart", number) < f.restart_fails:
+                raise RoleLostError(self._name, f"its new process {number} was made to die")
+            await self._role.restart()
+            self._dead = False
 
     def _marked(self, score: Score) -> Score:
         """Return the score, or a failure in its place; the same for a rollout every time."""
@@ -89,4 +134,4 @@ class _Faulty:
 
 def faulty(role: R, faults: Faults, name: str) -> R:
     """Return the role with faults; ``name`` tells it from other roles with the same faults."""
-    return cast(R, _Faulty(role, faults, name))
+    return cast(R, _Faulty(role, faults, name, mortal=hasattr(role, "restart")))

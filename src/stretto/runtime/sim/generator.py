@@ -56,6 +56,7 @@ class SimGenerator:
         """
         self._worker, self._cost, self._lengths = worker, cost, lengths
         self._max_new_tokens, self._carry = max_new_tokens, carry
+        self._slots = slots
         self._replicas = [Replica(cost, slots) for _ in range(replicas)]
         self._home: dict[int, Replica] = {}
         self.version = 0
@@ -142,6 +143,13 @@ class SimGenerator:
             if self._carry == "recompute":
                 for replica in self._replicas:
                     replica.void_cache()
+
+    async def restart(self) -> None:
+        """Forget all rollouts and weights; the time it takes is not this role's."""
+        async with self._worker.turn:
+            self._replicas = [Replica(self._cost, self._slots) for _ in self._replicas]
+            self._home.clear()
+            self.version = 0
 
     def _add(self, response: Response, cached: int) -> None:
         wanted = self._lengths(response.id)

@@ -181,6 +181,11 @@ class SimScorer:
             for entry in self._pending.values():
                 entry.cached = 0
 
+    async def restart(self) -> None:
+        """Forget all rollouts; the time it takes is not this role's."""
+        async with self._worker.turn:
+            self._pending.clear()
+
     async def _work(self, name: str, rollout_ids: Sequence[int]) -> None:
         tokens = 0
         for id_ in rollout_ids:

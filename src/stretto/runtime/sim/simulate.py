@@ -119,6 +119,7 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         Filtering(drop_failures=w.on_failure == "drop", group_at_least=w.group_at_least),
         seed=w.seed,
         migrating=cluster.migrating if migrates else None,
+        restarts=cluster.restarts,
     )
     return Schedule(
         _prompts(cluster),
@@ -131,8 +132,8 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     )
 
 
-def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -> SimRoles:
-    """Make the description's roles, on its devices; call it in a running loop.
+def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
+    """Make the description's roles, with its faults, on its devices; call it in a running loop.
 
     Raises:
         ConfigError: the description names an unknown model or GPU.
@@ -145,7 +146,7 @@ def make_roles(cluster: Cluster, tracer: Tracer, faults: Faults | None = None) -
         return SimWorker(role, [devices[i] for i in used], tracer)
 
     def put(role: R, name: str) -> R:
-        return faulty(role, faults, name) if faults else role
+        return faulty(role, cluster.faults, name) if cluster.faults != Faults() else role
 
     several = len(cluster.generators) > 1
     generators: list[Generator] = []
