@@ -16,6 +16,8 @@ from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
+OF_PROCESSES = ("cluster/", "handover/", "memory/")
+"""Metrics that runs over processes have besides."""
 
 
 def settings(folder: Path, **sections: Any) -> Config:
@@ -53,7 +55,10 @@ def lines(file: Path) -> list[dict[str, Any]]:
 
 
 def untimed(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in step.items() if not k.startswith(UNTIMED)} for step in metrics]
+    return [
+        {k: v for k, v in step.items() if not k.startswith(UNTIMED + OF_PROCESSES)}
+        for step in metrics
+    ]
 
 
 def weights(run_dir: RunDirectory) -> dict[str, torch.Tensor]:

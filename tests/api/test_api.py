@@ -138,6 +138,8 @@ def test_a_run_begins_in_a_new_folder_or_in_that_of_the_run_it_goes_on_with(tmp_
     again = begin(longer, resume=tmp_path / "mine-001")
     assert (again.resuming, again.run_dir.path) == (True, tmp_path / "mine-001")
     assert again.config.steps == 99
+    elsewhere = begin(changed(config, {"runtime": "local"}), resume=tmp_path / "mine-001")
+    assert elsewhere.config.runtime == "local"
     with pytest.raises(ConfigError, match=r"seed = 9: the run to resume has 0"):
         begin(changed(config, {"seed": 9}), resume=tmp_path / "mine-001")
     with pytest.raises(ConfigError, match="is not a run directory"):

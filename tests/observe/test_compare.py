@@ -262,6 +262,7 @@ def test_variants_set_the_knobs_and_leave_the_rest() -> None:
         assert (config.seed, config.steps, config.out) == (1, 9, "there")
         assert config.schedule.max_carries == 2
         assert config.rollout == base.rollout
+        assert not config.observe.checkpoints
         return config.schedule.knobs
 
     assert knobs("sync") == Knobs("batch", 0, 0, "off")

@@ -207,6 +207,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path) -> None:
     [
         ({"steps": 3, "training": {"epochs": 2}}, "both say how long"),
         ({"observe": {"checkpoint_every": 5}}, "observe.checkpoint_every = 5 has no effect"),
+        ({"observe": {"checkpoint_minutes": 5}}, "observe.checkpoint_minutes = 5.0 has no effect"),
         ({"data": {"system": "x", "chat": "off"}}, "a system message takes a chat template"),
         ({"data": {"held_out": 1.0}}, "data.held_out = 1.0: must be less than 1"),
         ({"rollout": {}}, "unknown setting 'rollout'"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +72,18 @@ def test_a_background_writer_writes_what_was_staged(tmp_path: Path) -> None:
 def test_the_systems_error_is_raised_not_torchs(tmp_path: Path) -> None:
     with full_beyond(1000), pytest.raises(OSError, match="File too large"):
         write(tmp_path / "x.pt", {"w": torch.zeros(4000)})
+
+
+def test_a_file_leaves_room_for_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"w": torch.zeros(1_000_000)}
+    for free, fits in ((6_000_000, True), (5_999_999, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        if fits:
+            write(tmp_path / "x.pt", state)
+            continue
+        with pytest.raises(OSError, match=r"x.pt takes 4.0 MB of the 6.0 MB that are free") as no:
+            write(tmp_path / "x.pt", state)
+        assert no.value.errno == errno.ENOSPC
 
 
 # -- on another runtime --------------------------------------------------------------------------

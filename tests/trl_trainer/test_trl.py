@@ -300,6 +300,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"num_sample_generations": 0}, "observe.samples", 0),
     ({"save_strategy": "steps", "save_steps": 5}, "observe.checkpoint_every", 5),
     ({"save_strategy": "steps", "save_steps": 0.5}, "observe.checkpoint_every", 6),
+    ({"save_strategy": "no"}, "observe.checkpoint_minutes", 0.0),
     ({"save_strategy": "epoch"}, "observe.checkpoint_every", 1),  # 10 prompts in batches of 16
     ({}, "task.max_prompt_tokens", 9),  # none is left out
     ({"runtime": "local"}, "runtime", "local"),

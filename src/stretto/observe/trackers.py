@@ -120,8 +120,8 @@ class Prometheus:
             )
         except OSError as error:
             raise StorageError(
-                f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; another "
-                "run may be there, choose another port"
+                f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; "
+                "another run may be there, choose another port"
             ) from error
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:

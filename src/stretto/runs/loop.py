@@ -75,6 +75,7 @@ def train(
         stack.callback(gc.unfreeze)
         running.spans.reset()
         run = _Run(config, running, recorder, run_dir, state, done=first)
+        del state  # as large as the models; the run lets it go once it has taken it up
         with saved_at_the_end(
             run_dir.model,
             lambda: running.save(run_dir.model),

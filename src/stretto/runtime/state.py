@@ -22,6 +22,8 @@ process that has it.
 
 from __future__ import annotations
 
+import errno
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -45,6 +47,9 @@ Writer = Callable[[Path], None]
 
 ROOM = 0.5
 """Share of the memory that is free which a copy of the state may take."""
+
+SPARE = 0.5
+"""Room that a file leaves on the disk, as a share of its size: a trained model takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +120,14 @@ def copied_if_room(state: Any, *, copy: bool = True) -> tuple[Any, bool]:
     Returns:
         The copy and ``False``; or the state itself and ``True``.
     """
-    size = sum(tensor.nbytes for tensor in _tensors(state))
-    if copy and size <= ROOM * psutil.virtual_memory().available:
+    if copy and _size(state) <= ROOM * psutil.virtual_memory().available:
         return copied(state), False
     return state, True
+
+
+def _size(state: Any) -> int:
+    """Return the bytes of all tensors."""
+    return sum(tensor.nbytes for tensor in _tensors(state))
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:
@@ -136,14 +145,26 @@ def write(file: Path, state: Any) -> None:
     """Write tensors and plain data.
 
     Raises:
-        OSError: the system refuses.
+        OSError: the system refuses, or too little room would be left for others.
     """
+    _leave_room(file, _size(state))
     with file.open("wb") as raw:
         stream = _Stream(raw)
         try:
             torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more of a file
         except RuntimeError as error:
             raise stream.error or error from error
+
+
+def _leave_room(file: Path, size: int) -> None:
+    """Refuse to fill a disk that records, and the model at the end, go to as well."""
+    free = shutil.disk_usage(file.parent).free
+    if free < (1 + SPARE) * size:
+        raise OSError(
+            errno.ENOSPC,
+            f"{file.name} takes {size / 1e6:.1f} MB of the {free / 1e6:.1f} MB that are free, and "
+            "would leave too little for records and the model",
+        )
 
 
 class _Stream:
