@@ -8,7 +8,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
@@ -18,6 +17,7 @@ from threading import Thread
 from typing import Any
 
 from stretto.workers.base import NO_WORDS, START, BaseRanks
+from stretto.workers.forkserver import SERVER, Forked
 from stretto.workers.preflight import Facts
 from stretto.workers.rank import Done, Failed, Opening
 from stretto.workers.side import SideClient
@@ -77,7 +77,7 @@ class Ranks(BaseRanks):
         self._say = say
         self._connections: list[Connection[Any, Any]] = []
         self._lives: list[Connection[Any, Any]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[Forked] = []
         self._kill = weakref.finalize(self, _kill, self._processes)
         made = pickle.dumps((make, arguments))
         try:
@@ -111,22 +111,10 @@ class Ranks(BaseRanks):
         ours, theirs = Pipe()
         side, their_side = Pipe()
         life, held = Pipe(duplex=False)  # nothing is said there: it closes when the process ends
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from stretto.workers.rank import main; "
-            f"main({theirs.fileno()}, {their_side.fileno()})"
-        )
         descriptors = [theirs.fileno(), their_side.fileno(), held.fileno()]
         descriptors += [opening.listener] if opening.listener else []
-        # A session of its own keeps the terminal's Ctrl-C from it.
         with theirs, their_side, held:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                pass_fds=descriptors,
-                start_new_session=True,
-            )
+            process = SERVER.fork(descriptors, listening=opening.listener is not None)
         self._processes.append(process)
         self._connections.append(ours)
         self._lives.append(life)
@@ -183,11 +171,13 @@ def _device(rank: int, backend: str, devices: Sequence[str]) -> str:
     return f"cuda:{rank}" if backend == "nccl" else "cpu"
 
 
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _kill(processes: Sequence[Forked]) -> None:
     """End processes and their groups, now."""
     for process in processes:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # what it has started
                 os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -73,16 +73,16 @@ class SideServer:
 class SideClient:
     """The driver's end.
 
-    Args:
-        connection: to the rank.
-        say: called with each line of the rank, on a thread of its own.
-<<<<<<< HEAD
-        ended: called when the rank's end has closed, on that thread.
-=======
+        Args:
+            connection: to the rank.
+            say: called with each line of the rank, on a thread of its own.
+    <<<<<<< HEAD
+            ended: called when the rank's end has closed, on that thread.
+    =======
 
-    Attributes:
-        gone: whether the connection has ended, on either side.
->>>>>>> main
+        Attributes:
+            gone: whether the connection has ended, on either side.
+    >>>>>>> main
     """
 
     def __init__(
