@@ -217,8 +217,8 @@ def test_nothing_changes_by_the_loss_of_a_generator(
 def test_the_others_go_on_with_its_rollouts_and_the_new_one_loads_first() -> None:
     """Lost at 4 s, back at 7 s: gen1 has all that is left until the end.
 
-    Each rollout has four tokens by then, and 0 and 2 are returned at 12 s. Then 0.5 + 2.2 s for their
-    scores, and 2 s for training.
+    Each rollout has four tokens by then, and 0 and 2 are returned at 12 s. Then 0.5 + 2.2 s for
+    their scores, and 2 s for training.
     """
     engines: list[tuple[Calls, Calls]] = [({"decode": [1]}, {}), ({}, {})]
     lengths = [10, 5, 12, 6]
