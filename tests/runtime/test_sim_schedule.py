@@ -549,7 +549,8 @@ def test_faults_over_ten_thousand_seeds() -> None:
 
 
 def test_runs_go_on_without_the_processes_that_they_lose() -> None:
-    seen = [check(seed, mortal_cluster) for seed in range(300)]
+    # In 1399 the last critic is given up while a hand-over waits for its turn.
+    seen = [check(seed, mortal_cluster) for seed in (*range(300), 1399)]
     kinds = {"": 0, "cancelled": 0, "was made to die": 0, "has not answered": 0}
     for kind in kinds:
         kinds[kind] = sum(kind in o.error if kind else not o.error for o in seen)
