@@ -101,7 +101,7 @@ def settings(variant: Variant, seed: int, changed: Mapping[str, Any]) -> Config:
     for changes in (
         of_algorithm,
         {"algorithm": corrections, "schedule": {"weight_sync_interval": variant.n}},
-        {"seed": seed, "steps": STEPS, "observe": {"progress": "off"}},
+        {"seed": seed, "steps": STEPS, "observe": {"progress": "off", "checkpoint_minutes": 0}},
         changed,
     ):
         for key, value in changes.items():

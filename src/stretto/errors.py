@@ -9,12 +9,13 @@
     ├── TaskError              a dataset cannot be read, or lacks a column
     ├── RewardError            a reward source failed on a sample (carries the samples)
     ├── EngineError            the generation engine was asked for what it cannot do
+    ├── TransferError          weights or keys and values did not arrive; they may be sent again
     ├── LearnerError           training found its own numbers wrong
     ├── StateError             saved state is damaged, or does not fit what it is put back into
     ├── StorageError           a file cannot be written, or a folder is in use
-    ├── RankError              a process of a pipelined step failed, and with it the step
+    ├── RankError              a process that works for a run failed, and its group with it
+    │   └── RoleLostError      ... and with it a role, which may be started again
     ├── StalledError           a role did not answer in time, or everyone waits for everyone
-    ├── RoleLostError          a role's process died, hung, or raised what it cannot survive
     └── LifecycleError         a rollout or a role was moved along an edge that does not exist
 
 Each message says the rule, the value that broke it, and the remedy. The command line prints the
@@ -74,6 +75,10 @@ class EngineError(StrettoError):
     """The generation engine was asked for what it cannot do."""
 
 
+class TransferError(StrettoError):
+    """Tensors did not arrive in time, or one side of their transfer is gone."""
+
+
 class LearnerError(StrettoError):
     """Training found its own numbers wrong, and stops rather than learn from them."""
 
@@ -101,6 +106,24 @@ class RankError(StrettoError):
         self.rank = rank
 
 
+class RoleLostError(RankError):
+    """A process that works for a role has died, hung, or raised what it cannot survive.
+
+    Where the run allows restarts, another one is started in its place.
+
+    Attributes:
+        role: its name.
+    """
+
+    def __init__(self, role: str, cause: str) -> None:
+        super().__init__(f"{role} was lost: {cause}")
+        self.args = role, cause  # both, so that the error can be pickled
+        self.role, self._message = role, f"{role} was lost: {cause}"
+
+    def __str__(self) -> str:
+        return self._message
+
+
 class StalledError(StrettoError):
     """A role did not answer within its deadline, or everyone waits for everyone.
 
@@ -111,24 +134,6 @@ class StalledError(StrettoError):
     def __init__(self, message: str, rollout_ids: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.rollout_ids = tuple(rollout_ids)
-
-
-class RoleLostError(StrettoError):
-    """A process that works for a role has died, hung, or raised what it cannot survive.
-
-    Attributes:
-        role: its name.
-    """
-
-    def __init__(self, role: str, cause: str) -> None:
-        super().__init__(role, cause)  # both, so that the error can be pickled
-        self.role, self._cause = role, cause
-
-    def __str__(self) -> str:
-        return (
-            f"the process of a role must live as long as the run, and that of {self.role} was "
-            f"lost: {self._cause.rstrip('.')}. Take the run up again from its last checkpoint"
-        )
 
 
 class LifecycleError(StrettoError):

@@ -3,9 +3,11 @@
 import contextlib
 import io
 import json
+import socket
 import sys
 import threading
 import types
+import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,6 +196,25 @@ def test_tensorboard_writes_event_files_that_can_be_read(tmp_path: Path) -> None
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("objective/kl")] == [(1, 0.5), (2, 0.75)]
+
+
+def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        config = recipes.build({"observe": {"prometheus_port": port}}, "here")
+        run = RunDirectory.create(tmp_path, "tiny", config)
+        with pytest.raises(StorageError, match=f"prometheus_port = {port} cannot be listened on"):
+            open_trackers(config, run)
+    with Recorder(config, run, NoProgress()) as recorder:
+        recorder.step(1, {"objective/kl": 0.5})
+        recorder.step(2, {"objective/kl": 0.25})
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
+            lines = page.read().decode().splitlines()
+    assert f'stretto_objective_kl{{run="{run.name}"}} 0.25' in lines
+    assert f'stretto_step{{run="{run.name}"}} 2.0' in lines
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # nobody listens there any more
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,26 @@ from helpers import full_beyond
 from stretto import files
 from stretto.errors import StateError, StorageError
 from stretto.runs import checkpoint
+from stretto.runtime.state import write
 
 
 def state(step: int) -> dict[str, Any]:
     return {"numbers": [step, 2.5, None], "tensor": torch.arange(1000) + step}
 
 
+def save(folder: Path, step: int) -> Path:
+    parts = {"driver.pt": {"step": step}, "learner.pt": state(step)}
+    writers = {name: partial(write, state=part) for name, part in parts.items()}
+    return checkpoint.save(folder, step, writers)
+
+
 def load(folder: Path) -> tuple[int, list[str]]:
     """The step of the one that is taken, and what is said of others."""
     notes: list[str] = []
-    step, found = checkpoint.load_latest(folder, notes.append)
+    step, parts = checkpoint.load_latest(folder, notes.append)
+    assert parts.keys() == {"driver.pt", "learner.pt"}
+    assert parts["driver.pt"] == {"step": step}
+    found = parts["learner.pt"]
     assert found["numbers"] == [step, 2.5, None]
     assert torch.equal(found["tensor"], state(step)["tensor"])
     return step, notes
@@ -37,16 +48,19 @@ def names(folder: Path) -> list[str]:
 
 def test_the_two_newest_stay(tmp_path: Path) -> None:
     for step in (5, 9, 10):
-        assert checkpoint.save(tmp_path, step, state(step)).name == f"step-{step:06d}"
+        assert save(tmp_path, step).name == f"step-{step:06d}"
     assert names(tmp_path) == ["step-000009", "step-000010"]
     assert load(tmp_path) == (10, [])
 
 
-def test_a_half_written_one_is_passed_over_and_cleared(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 9, state(9))
-    (tmp_path / "step-000010.tmp").mkdir()
+@pytest.mark.parametrize("half", ["step-000010.tmp", "step-000012.tmp"])
+def test_a_half_written_one_is_passed_over_and_cleared(half: str, tmp_path: Path) -> None:
+    """One of another step too: a resumed run may write at other steps than the killed one."""
+    save(tmp_path, 9)
+    (tmp_path / half).mkdir()
+    (tmp_path / half / "learner.pt").write_bytes(b"half")
     assert load(tmp_path) == (9, [])
-    checkpoint.save(tmp_path, 10, state(10))
+    save(tmp_path, 10)
     assert names(tmp_path) == ["step-000009", "step-000010"]
 
 
@@ -66,12 +80,12 @@ def flip(file: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
-    ("state.pt", truncate, r"state.pt has \d+ bytes of the \d+ that were written"),
-    ("state.pt", empty, r"state.pt has 0 bytes of the \d+ that were written"),
-    ("state.pt", flip, r"state.pt is not what was written: its SHA-256 differs"),
-    ("state.pt", Path.unlink, r"state.pt cannot be read: No such file"),
+    ("learner.pt", truncate, r"learner.pt has \d+ bytes of the \d+ that were written"),
+    ("learner.pt", empty, r"learner.pt has 0 bytes of the \d+ that were written"),
+    ("learner.pt", flip, r"learner.pt is not what was written: its SHA-256 differs"),
+    ("learner.pt", Path.unlink, r"learner.pt cannot be read: No such file"),
     ("manifest.json", truncate, r"manifest.json cannot be read"),
-    ("manifest.json", flip, r"manifest.json|state.pt"),
+    ("manifest.json", flip, r"manifest.json|learner.pt|driver.pt"),
     ("manifest.json", Path.unlink, r"it has no manifest.json \(versions of Stretto before"),
 ]
 
@@ -81,7 +95,7 @@ def test_a_damaged_one_is_passed_over_with_the_reason(
     name: str, damage: Callable[[Path], None], reason: str, tmp_path: Path
 ) -> None:
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state(step))
+        save(tmp_path, step)
     damage(tmp_path / "step-000002" / name)
     step, (note,) = load(tmp_path)
     assert step == 1
@@ -96,32 +110,32 @@ def test_a_damaged_one_is_passed_over_with_the_reason(
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
-    file = checkpoint.save(tmp_path, 1, state(1)) / "manifest.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
-    with pytest.raises(StateError, match="has the format 3, and this version knows 2"):
+    file = save(tmp_path, 1) / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
+    with pytest.raises(StateError, match="has the format 2, and this version knows 3"):
         load(tmp_path)
 
 
 def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:
     for step in (10, 20):
-        checkpoint.save(tmp_path, step, state(step))
-    empty(tmp_path / "step-000020" / "state.pt")
+        save(tmp_path, step)
+    empty(tmp_path / "step-000020" / "learner.pt")
     assert load(tmp_path)[0] == 10
-    checkpoint.save(tmp_path, 15, state(15))
+    save(tmp_path, 15)
     assert names(tmp_path) == ["step-000010", "step-000015"]
 
 
 def test_code_cannot_come_with_one(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 1, {"path": Path("x")})
+    checkpoint.save(tmp_path, 1, {"driver.pt": partial(write, state={"path": Path("x")})})
     with pytest.raises(StateError, match="holds other things than tensors and plain data"):
         checkpoint.load_latest(tmp_path, print)
 
 
 def test_on_a_full_disk_the_former_ones_stay_and_nothing_else(tmp_path: Path) -> None:
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state(step))
+        save(tmp_path, step)
     with full_beyond(4000), pytest.raises(StorageError, match=r"step-000003': File too large"):
-        checkpoint.save(tmp_path, 3, state(3))
+        save(tmp_path, 3)
     assert names(tmp_path) == ["step-000001", "step-000002"]
     assert load(tmp_path) == (2, [])
 
@@ -130,7 +144,7 @@ def test_an_older_one_goes_only_once_the_new_one_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state(step))
+        save(tmp_path, step)
     synced: list[str] = []
     sync = files.sync
 
@@ -140,21 +154,21 @@ def test_an_older_one_goes_only_once_the_new_one_is_on_disk(
         assert (tmp_path / "step-000001").exists()
 
     monkeypatch.setattr(files, "sync", watched)
-    checkpoint.save(tmp_path, 3, state(3))
-    assert sorted(synced[:3]) == ["manifest.json", "state.pt", "step-000003.tmp"]
-    assert synced[3:] == [tmp_path.name]  # the new name itself
+    save(tmp_path, 3)
+    assert sorted(synced[:4]) == ["driver.pt", "learner.pt", "manifest.json", "step-000003.tmp"]
+    assert synced[4:] == [tmp_path.name]  # the new name itself
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
 def test_what_cannot_be_synced_is_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint.save(tmp_path, 1, state(1))
+    save(tmp_path, 1)
 
     def failing(descriptor: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(StorageError, match="Input/output error"):
-        checkpoint.save(tmp_path, 2, state(2))
+        save(tmp_path, 2)
     assert names(tmp_path) == ["step-000001"]

@@ -142,7 +142,7 @@ def resumed_and_whole(config: Config, tmp_path: Path) -> tuple[RunDirectory, Run
         runs.train(config, run_dir=killed, progress=Kill(4))
     step, state = checkpoint.load_latest(killed.checkpoints, print)
     assert step == 3
-    rollouts = [r for group in state["schedule"]["buffer"]["groups"] for r in group]
+    rollouts = [r for group in state["driver.pt"]["schedule"]["buffer"]["groups"] for r in group]
     assert any(r["tokens"] and r["finish"] is None for r in rollouts)
     again = RunDirectory.open(killed.path)
     runs.train(config, run_dir=again, resume=True, progress=NoProgress())

@@ -202,6 +202,22 @@ def test_a_schedule_overlaps_the_same_script(folders: dict[str, Path], tmp_path:
     assert all(json.loads(line)["schedule/overcommit"] > 0 for line in lines)
 
 
+def test_the_same_script_trains_in_processes_of_its_own(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    few = {"total_episodes": 2 * BATCH}
+    here = make_trainer(folders, tmp_path, few)
+    there = make_trainer(folders, tmp_path, {**few, "runtime": "local"})
+    for trainer in (here, there):
+        trainer.train()
+    for one, two in (
+        (here.policy_model, there.policy_model),
+        (here.value_model, there.value_model),
+    ):
+        theirs = weights(two)
+        assert all(torch.equal(p, theirs[n]) for n, p in weights(one).items())
+
+
 def test_without_a_stop_token_responses_are_as_long_as_they_may_be(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -286,6 +302,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"save_strategy": "steps", "save_steps": 0.5}, "observe.checkpoint_every", 6),
     ({"save_strategy": "epoch"}, "observe.checkpoint_every", 1),  # 10 prompts in batches of 16
     ({}, "task.max_prompt_tokens", 9),  # none is left out
+    ({"runtime": "local"}, "runtime", "local"),
 ]
 
 HEEDED = {name for given, _, _ in ARGUMENTS for name in given} | {

@@ -135,7 +135,8 @@ def resume_alignment(folder: str | Path) -> Aligned:
     """Go on with stages that were stopped; what ``stretto align --resume`` does.
 
     Stages that ended are not run again. One that was stopped begins anew, but for reinforcement
-    learning with checkpoints (``observe.checkpoint_every``), which goes on from the last one.
+    learning that has written a checkpoint (``observe.checkpoint_minutes``), which goes on from the
+    last one.
 
     Args:
         folder: of all stages.

@@ -14,8 +14,8 @@ R = TypeVar("R", Config, SftConfig, RewardModelConfig)
 
 Settings: TypeAlias = Config | str | Path
 
-RESUMABLE = ("steps", "threads", "observe", "pipeline", "training.ratio_tolerance")
-"""Settings that a resumed run may change; any other would make it a different run."""
+RESUMABLE = ("steps", "threads", "runtime", "observe", "pipeline", "training.ratio_tolerance")
+"""Settings and sections that a resumed run may change; any other would make it a different run."""
 
 ROWS = ("task.name", "task.split")
 HELD_OUT = "task.held_out"

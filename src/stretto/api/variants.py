@@ -43,14 +43,14 @@ class Job:
 
 
 def config_of(config: Config, job: Job, out: str) -> Config:
-    """The settings of one run.
+    """The settings of one run. It writes no checkpoints beyond those that a recipe counts in steps.
 
     Raises:
         ConfigError: the variant's settings and the others contradict each other.
     """
     data = config.model_dump()
     data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
-    data["observe"]["progress"] = "plain"
+    data["observe"] |= {"progress": "plain", "checkpoint_minutes": 0.0}
     return recipes.build(data, f"variant '{job.variant}'")
 
 

@@ -64,7 +64,32 @@ class Migrating:
     prompt_tokens: int
 
 
-def controls_of(config: Config, migrating: Migrating | None) -> Controls:
+def migrating_of(
+    config: Config, *, prefill_tokens_per_s: float, transfer_tokens_per_s: float
+) -> Migrating:
+    """Return the facts for moving stragglers, from measured rates of an engine.
+
+    Engines are taken to slow down with rows no more than their memory makes them: all that is in
+    flight may be gathered on one.
+    """
+    rows, knobs = most_in_flight(config), config.schedule.knobs
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    hosts = knobs.hosts_scorers(config.rollout.engines)
+    return Migrating(
+        MigrationLimits(
+            engines=config.rollout.engines,
+            best_batch=rows,
+            cache_tokens=rows * longest,
+            longest_tokens=longest,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            transfer_tokens_per_s=transfer_tokens_per_s,
+        ),
+        score_tokens_per_s=prefill_tokens_per_s / 2 if hosts else 0.0,  # reference and critic
+        prompt_tokens=config.task.max_prompt_tokens // 2,
+    )
+
+
+def controls_of(config: Config, migrating: Migrating | None, *, restarts: int = 0) -> Controls:
     """Make the settings and controllers of a run; see :func:`controls`."""
     r = config.rollout
     return controls(
@@ -83,6 +108,7 @@ def controls_of(config: Config, migrating: Migrating | None) -> Controls:
         ),
         seed=config.seed,
         migrating=migrating,
+        restarts=restarts,
     )
 
 

@@ -137,7 +137,7 @@ def model_scorers(
     config: Config,
     reference: nn.Module | None,
     critic: nn.Module | None,
-    channel: WeightChannel,
+    channel: WeightChannel | None,
     say: Say,
 ) -> list[ModelScorer]:
     """Make the scorers of reference and critic, where there are any.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig, TaskConfig
 from stretto.config.supervised import RewardModelConfig, SftConfig
 from stretto.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from stretto.models.memory import MemoryPlan
 
 OPTION = Option(
     bool, False, "Resolve names, print derived sizes and the memory plan, and load nothing.", ""
@@ -43,7 +46,8 @@ def describe_run(config: Config) -> str:
     if config.task.kind != "reasoning-gym":
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
     lines.append(f"evaluation: {_held_out(config.task)}")
-    return "\n".join([*lines, format_plan(plan_for(config))])
+    plan = plan_for(config)
+    return "\n".join([*lines, format_plan(plan), *_processes(config, plan)])
 
 
 def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
@@ -93,6 +97,30 @@ def _pipelines(config: Config) -> Iterator[str]:
                 f"{p.stages(name)} stages; use at most {count}"
             )
         yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
+
+
+def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
+    """Describe which roles stand where, and what each process holds."""
+    import os
+
+    import torch
+
+    from stretto.models.load import pick_device, pick_dtype
+    from stretto.runtime.groups.placement import places, remarks, table
+
+    if config.runtime == "inline":
+        return
+    device = pick_device(config.model.device)
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    found = places(config, config.threads or torch.get_num_threads(), gpus)
+    roles = {role.role: role for role in plan.mixed.roles}
+    width = pick_dtype(config.model.dtype, device).itemsize
+    frozen = dict.fromkeys(("actor", "critic", "reference"), width * plan.parameters)
+    trained = sum(roles[name].total_bytes for name in ("actor", "critic") if name in roles)
+    reward = roles["reward"].total_bytes if "reward" in roles else 0
+    yield f"Processes (runtime = '{config.runtime}'):"
+    yield table(found, {**frozen, "learner": trained, "reward": reward})
+    yield from remarks(config, found, os.cpu_count() or 1, gpus)
 
 
 def _held_out(task: TaskConfig) -> str:

@@ -134,6 +134,8 @@ def _mirror(section: type[BaseModel], only: tuple[str, ...], prefix: str) -> typ
             inner = _mirror(kind, only, f"{key}.")
             if dataclasses.fields(inner):
                 fields.append((name, inner))
+        elif any(isinstance(k, type) and issubclass(k, BaseModel) for k in typing.get_args(kind)):
+            continue  # tables in a list, which files alone can spell
         elif not only or any(key == allowed or key.startswith(f"{allowed}.") for allowed in only):
             text = info.description
             if typing.get_origin(kind) is dict:

@@ -14,6 +14,7 @@ from stretto.config.base import (
     Seed,
     require_seed,
 )
+from stretto.config.cluster import ClusterConfig, ProcessConfig
 from stretto.config.knobs import KNOBS, PRESETS, Knobs, PresetName
 from stretto.config.pipeline import PipelineConfig
 from stretto.config.run import Config
@@ -40,6 +41,7 @@ __all__ = [
     "KNOBS",
     "PRESETS",
     "AlgorithmConfig",
+    "ClusterConfig",
     "Config",
     "CriticConfig",
     "DemonstrationsConfig",
@@ -54,6 +56,7 @@ __all__ = [
     "PipelineConfig",
     "PositiveInt",
     "PresetName",
+    "ProcessConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RolloutConfig",

@@ -9,6 +9,7 @@ from pydantic import model_validator
 from stretto.algorithms.registry import own_settings
 from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
+from stretto.config.cluster import ClusterConfig
 from stretto.config.pipeline import PipelineConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
@@ -33,8 +34,8 @@ class Config(Section):
     """Folder in which the run gets a folder of its own."""
     threads: NonNegativeInt = 0
     """CPU threads for tensor work; 0 leaves torch's choice."""
-    runtime: Literal["inline", "local"] = "inline"
-    """Place of the roles. inline: threads of this process. local: a process each, on this machine."""
+    runtime: Literal["inline", "local", "ray"] = "inline"
+    """Place of the roles. inline: threads of this process. local: processes on this machine. ray: processes on a Ray cluster. The section cluster says which roles share one."""
     warmup_examples: NonNegativeInt = 0
     """Supervised examples trained on before RL, made from the task's own answers (for models from scratch)."""
     warmup_lr: Positive = 1e-3
@@ -48,6 +49,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     observe: ObserveConfig = ObserveConfig()
 
     @property

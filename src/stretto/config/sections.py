@@ -183,7 +183,16 @@ class ObserveConfig(Section):
     """Live display. auto: rich on a terminal, else plain lines."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Trackers that get the metrics, besides metrics.jsonl."""
+    prometheus_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port on the loopback at which a Prometheus server can read the newest metrics; 0 for none."""
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
+    checkpoint_minutes: NonNegative = 10.0
+    """Minutes between checkpoints to resume from; there is one more at the end of a run. 0 writes none: only the model, at the end."""
     checkpoint_every: NonNegativeInt = 0
-    """Steps between checkpoints to resume from; 0 writes only the model, at the end."""
+    """Steps between checkpoints, in place of checkpoint_minutes; 0 leaves it at those."""
+
+    @property
+    def checkpoints(self) -> bool:
+        """Return whether a run writes checkpoints."""
+        return self.checkpoint_every > 0 or self.checkpoint_minutes > 0

@@ -17,7 +17,7 @@ from stretto.config.base import (
 from stretto.config.sections import ModelConfig, ObserveConfig
 from stretto.config.training import OptimizerConfig
 
-_WITHOUT_EFFECT = ("samples", "checkpoint_every")
+_WITHOUT_EFFECT = ("samples", "checkpoint_minutes", "checkpoint_every")
 """Settings of observation without effect on supervised training, which refuses them."""
 
 

@@ -251,12 +251,11 @@ def format_plan(plan: MemoryPlan) -> str:
     ]
     pairs = zip(plan.sixteen_bit.roles, plan.mixed.roles, strict=True)
     for low, mixed in pairs:
-        lines.append(
-            f"  {low.role:<10} {_size(low.total_bytes):>10}   {_size(mixed.total_bytes):>15}"
-        )
+        sixteen, own = format_size(low.total_bytes), format_size(mixed.total_bytes)
+        lines.append(f"  {low.role:<10} {sixteen:>10}   {own:>15}")
     low_total, mixed_total = plan.sixteen_bit.total_bytes, plan.mixed.total_bytes
     lines += [
-        f"  {'total':<10} {_size(low_total):>10}   {_size(mixed_total):>15}",
+        f"  {'total':<10} {format_size(low_total):>10}   {format_size(mixed_total):>15}",
         f"  {'80 GB GPUs':<10} {f'>= {plan.sixteen_bit.gpus()}':>10}   "
         f"{f'>= {plan.mixed.gpus()}':>15}",
         "  16-bit: weights 2 bytes and Adam 4 bytes a parameter, as systems papers count.",
@@ -275,7 +274,8 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _size(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
+    """Return a number of bytes for people, to four digits."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size_bytes >= size:
             return (

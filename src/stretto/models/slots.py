@@ -47,6 +47,12 @@ class SlotCache(Cache):
                 store[layer] = old.new_zeros(*old.shape[:2], self.capacity + 1, old.shape[3])
                 store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers; 0 before the first pass."""
+        layers = (*self._keys, *self._values)
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in layers)
+
     def aim(self, rows: slice | Tensor, positions: Tensor | None, read: int) -> None:
         """Say what the next forward pass is about.
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stretto.observe.spans import DOWN, Span, Window
+from stretto.observe.spans import CHECKPOINT, DOWN, Span, Window
 
 CAUSES = ("data", "stragglers", "scores", "weights", "other")
 """Causes of idle time, in the order in which they are shown."""
@@ -66,8 +66,10 @@ def time_of_roles(
     """
     work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
     waits: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
-    known = set(roles)
+    known = set(roles) - {CHECKPOINT}
     for span in spans:
+        if span.role == CHECKPOINT:
+            continue
         known.add(span.role)
         part = (max(span.start_s, start_s), min(span.end_s, end_s))
         if part[0] < part[1]:

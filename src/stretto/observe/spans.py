@@ -18,15 +18,19 @@ DOWN = "down"
 """Name of the spans in which a role's process is lost and not replaced; also their cause."""
 
 
+CHECKPOINT = "checkpoint"
+"""The role of whoever takes and writes checkpoints; nobody is idle for want of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """One stretch of work by one role, or of waiting.
 
     Attributes:
         role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
-            'learner'. One track of a timeline each.
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate; or :data:`WAIT`, or
-            :data:`DOWN`.
+            'learner', :data:`CHECKPOINT`. One track of a timeline each.
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate, checkpoint/stage,
+            checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
             the ``cause``: data, stragglers, scores, weights; down for :data:`DOWN`.

@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases, by their own writers.
+"""TensorBoard, Weights & Biases and Prometheus, by their own writers.
 
 accelerate's trackers would do the same behind one face, but their logging refuses to work until
 accelerate's process state exists, and creating that may join a process group, set the number of
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from stretto.config import Config, SupervisedConfig
-from stretto.errors import MissingExtraError
+from stretto.errors import MissingExtraError, StorageError
 from stretto.observe.run_directory import RunDirectory
 
 
@@ -90,15 +91,67 @@ class WandB:
         self._run.finish()
 
 
+class Prometheus:
+    """A page of the newest metrics that a Prometheus server can read, on the loopback.
+
+    Each metric is a gauge ``stretto_NAME`` with the run's name as a label; what a name of
+    Prometheus cannot have becomes an underscore.
+
+    Args:
+        run: whose metrics they are.
+        port: of the page, ``http://127.0.0.1:PORT/metrics``.
+
+    Raises:
+        StorageError: the port is taken.
+    """
+
+    def __init__(self, run: RunDirectory, port: int) -> None:
+        try:
+            self._library = importlib.import_module("prometheus_client")
+        except ImportError as error:
+            raise MissingExtraError(
+                "prometheus-client", "prometheus", f"observe.prometheus_port = {port}"
+            ) from error
+        self._run, self._gauges = run.name, dict[str, Any]()
+        self._registry = self._library.CollectorRegistry()
+        try:
+            self._server, _ = self._library.start_http_server(
+                port, addr="127.0.0.1", registry=self._registry
+            )
+        except OSError as error:
+            raise StorageError(
+                f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; another "
+                "run may be there, choose another port"
+            ) from error
+
+    def log(self, step: int, stats: Mapping[str, float]) -> None:
+        """Show the metrics in the place of the last step's."""
+        for name, value in {"step": float(step), **stats}.items():
+            clean = "stretto_" + re.sub(r"\W", "_", name)
+            if clean not in self._gauges:
+                self._gauges[clean] = self._library.Gauge(
+                    clean, name, ["run"], registry=self._registry
+                )
+            self._gauges[clean].labels(self._run).set(value)
+
+    def close(self) -> None:
+        """Take the page away."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
 def open_trackers(
     config: Config | SupervisedConfig, run: RunDirectory, resumed_step: int = 0
 ) -> list[Tracker]:
-    """The trackers that ``observe.trackers`` names.
+    """The trackers that ``observe.trackers`` names, and the page for Prometheus.
 
     Raises:
         MissingExtraError: the library of one is not installed.
+        StorageError: the page's port is taken.
     """
     made: list[Tracker] = []
     for name in config.observe.trackers:
         made.append(TensorBoard(run, resumed_step) if name == "tensorboard" else WandB(run, config))
+    if config.observe.prometheus_port:
+        made.append(Prometheus(run, config.observe.prometheus_port))
     return made

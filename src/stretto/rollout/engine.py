@@ -22,11 +22,21 @@ from stretto.models.forward import backbone, unwrapped
 from stretto.models.positions import positions
 from stretto.models.weights import load_weights
 from stretto.rollout.packed import PackedLinears
+from stretto.rollout.probe import Probe
 from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs, check_cached_pass
 from stretto.rollout.stop import StopStrings
-from stretto.types import Capabilities, Chunk, FinishReason, KVTransfer, Response, WeightsRef
+from stretto.types import (
+    Capabilities,
+    Chunk,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    KVTransfer,
+    Response,
+    WeightsRef,
+)
 from stretto.weights.channel import WeightChannel, fetched
 
 
@@ -76,7 +86,8 @@ class TorchEngine:
         carry: Literal["recompute", "reuse"] = "recompute",
         channel: WeightChannel | None = None,
     ) -> None:
-        self._model, self._config, self._seed = model, config, seed
+        self.model, self._config, self._seed = model, config, seed
+        self._probe: Probe | None = None
         self._end_tokens, self._stop, self._carry = end_tokens, stop, carry
         self._channel = channel
         self._slots = (config.slots or config.batch) if slots is None else slots
@@ -204,7 +215,7 @@ class TorchEngine:
             EngineError: a tensor has no parameter to go to, or the model's fingerprint is then not
                 the one handed over.
         """
-        load_weights(self._model, weights, fetched(self._channel, weights), "the engine")
+        load_weights(self.model, weights, fetched(self._channel, weights), "the engine")
         self.version = weights.version
         self._packed.invalidate()
         rows = [*self._rows, *self._waiting]
@@ -214,6 +225,21 @@ class TorchEngine:
             # In the order in which they would be admitted to another engine, such as that of a
             # resumed run: the same rows are then prefilled together, and all bits are the same.
             self._rows, self._waiting = [], deque(sorted(rows, key=lambda row: row.id))
+
+    def logprobs(self, sequences: IntArray) -> FloatArray:
+        """Log-probs [n, t - 1] of given tokens [n, t], all but the first of each sequence.
+
+        They come from the steps by which the engine decodes, under the distribution that it samples
+        from; rollouts in flight stay as they are.
+        """
+        if self._probe is None or not np.array_equal(self._probe.sequences, sequences):
+            self._probe = Probe(self.model, self._packed, self._config, sequences)
+        return self._probe.logprobs()
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values; 0 before anything was decoded or probed."""
+        return max(self._cache.token_bytes, self._probe.cache.token_bytes if self._probe else 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the version, which is all the state there is."""

@@ -3,7 +3,8 @@
 ::
 
     checkpoints/step-000020/
-    ├── state.pt         the state, as torch.save writes it
+    ├── driver.pt        prompts, schedule, weights that generation works with (runtime/state.py)
+    ├── learner.pt       the models under training and their optimizers
     └── manifest.json    the length and the SHA-256 of each other file
 
 A checkpoint appears under its name once all of it is on disk, and is read only if it is as it was
@@ -16,39 +17,48 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from stretto import files
 from stretto.errors import StateError
+from stretto.runtime.state import Writer
 
 KEPT = 2
 """Checkpoints of a run that stay; older ones go."""
 
-_FORMAT = 2
+_FORMAT = 3
 _NAME = re.compile(r"step-(\d+)")
-_STATE, _MANIFEST = "state.pt", "manifest.json"
+_MANIFEST = "manifest.json"
 
 
-def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
+def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
     """Write ``<folder>/step-<N>``, and remove what it makes superfluous once it is on disk.
 
     Superfluous are all but the :data:`KEPT` newest, and those of later steps: the run was resumed
-    before them. A run that is killed in between leaves the older ones as they were.
+    before them. What a killed run has left half-written goes first.
+
+    Args:
+        folder: of all checkpoints of a run.
+        step: after which the state was taken.
+        parts: what writes each file, by its name.
 
     Raises:
         StorageError: the checkpoint cannot be written; nothing is left of it.
     """
     target = folder / f"step-{step:06d}"
+    for left in folder.glob("step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
     with files.explained(target), files.new_folder(target) as scratch:
-        with (scratch / _STATE).open("wb") as stream:
-            written = _Digesting(stream)
-            _save(state, written)
-        manifest = {"format": _FORMAT, "step": step, "files": {_STATE: written.described()}}
+        described = {}
+        for name, write in parts.items():
+            write(scratch / name)
+            described[name] = _described(scratch / name)
+        manifest = {"format": _FORMAT, "step": step, "files": described}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     found = _found(folder)
     kept = sorted(n for n in found if n <= step)[-KEPT:]
@@ -59,7 +69,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """Load the newest checkpoint that is whole: its step and its state.
+    """Load the newest checkpoint that is whole: its step, and what is in each file by its name.
 
     A checkpoint is only tensors and plain data; loading it runs no code of its own.
 
@@ -73,8 +83,9 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     found = _found(folder)
     if not found:
         raise StateError(
-            f"'{folder}' holds no checkpoint to resume from; runs write them with "
-            "--observe.checkpoint-every N"
+            f"'{folder}' holds no checkpoint to resume from; a run writes one every "
+            "observe.checkpoint_minutes (10, unless set otherwise) and at its end, or every "
+            "observe.checkpoint_every steps. Start the run anew"
         )
     damages = []
     for step in sorted(found, reverse=True):
@@ -89,44 +100,20 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     raise StateError(f"{'; '.join(damages)}. There is no other checkpoint: start the run anew")
 
 
+def newest(folder: Path) -> int:
+    """Return the step of the newest checkpoint, whole or damaged; 0 where there is none."""
+    return max(_found(folder), default=0)
+
+
 class _DamagedError(Exception):
     """A checkpoint is not what was written."""
 
 
-class _Digesting:
-    """A file that is written to, and hashed on the way.
-
-    Attributes:
-        error: the system's error, which torch hides behind one of its own.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.error: OSError | None = None
-        self._stream, self._digest, self._bytes = stream, hashlib.sha256(), 0
-
-    def write(self, data: memoryview) -> int:
-        try:
-            self._stream.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self._digest.update(data)
-        self._bytes += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def described(self) -> dict[str, Any]:
-        """Return the file's length and SHA-256, for the manifest."""
-        return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
-
-
-def _save(state: dict[str, Any], written: _Digesting) -> None:
-    try:
-        torch.save(state, written)  # type: ignore[arg-type]  # it needs no more of a file
-    except RuntimeError as error:
-        raise written.error or error from error
+def _described(file: Path) -> dict[str, Any]:
+    """Return a file's length and SHA-256, for the manifest."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": file.stat().st_size, "sha256": digest}
 
 
 def _found(folder: Path) -> dict[int, Path]:
@@ -136,25 +123,25 @@ def _found(folder: Path) -> dict[int, Path]:
 
 
 def _load(checkpoint: Path) -> dict[str, Any]:
-    _verify(checkpoint)
+    return {name: _load_file(checkpoint / name) for name in _verified(checkpoint)}
+
+
+def _load_file(file: Path) -> Any:
     try:
-        state: dict[str, Any] = torch.load(
-            checkpoint / _STATE, weights_only=True, map_location="cpu"
-        )
+        return torch.load(file, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
         reason = str(error).split("\n")[0]
         raise _DamagedError(
-            f"{_STATE} holds other things than tensors and plain data: {reason}"
+            f"{file.name} holds other things than tensors and plain data: {reason}"
         ) from error
-    return state
 
 
-def _verify(checkpoint: Path) -> None:
-    """Check that all files are those that were written."""
+def _verified(checkpoint: Path) -> list[str]:
+    """Check that all files are those that were written; return their names."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         described = {n: (int(f["bytes"]), f["sha256"]) for n, f in manifest["files"].items()}
-        written_for, _ = manifest["format"], described[_STATE]
+        written_for = manifest["format"]
     except FileNotFoundError:
         raise _DamagedError(
             f"it has no {_MANIFEST} (versions of Stretto before there was one wrote none)"
@@ -167,6 +154,7 @@ def _verify(checkpoint: Path) -> None:
         )
     for name, (size, digest) in described.items():
         _check_file(checkpoint / name, size, digest)
+    return list(described)
 
 
 def _check_file(file: Path, size: int, digest: str) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config
-from stretto.errors import StorageError
+from stretto.errors import StalledError, StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
 from stretto.runs import checkpoint
+from stretto.runs.checkpointer import Checkpointer
 from stretto.runs.ending import saved_at_the_end
 from stretto.runtime.base import Running
 from stretto.runtime.start import start
@@ -68,7 +69,7 @@ def train(
         if resume:
             first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        running = start(config, stack, progress.note, given)
+        running = start(config, stack, progress.note, given, run_dir.path)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
@@ -114,13 +115,21 @@ class _Run:
         if self.state is not None:
             await self.running.load_state_dict(self.state)
             self.state = None
-        async with self.running.schedule as schedule:
-            while self.done < self.config.steps:
-                self._record(await schedule.step())
-                if _due(self.done, self.config):
-                    async with schedule.weights_lock:
-                        state = await self.running.state_dict()
-                    checkpoint.save(self.run_dir.checkpoints, self.done, state)
+        checkpoints = Checkpointer(
+            self.running,
+            self.run_dir.checkpoints,
+            self.config.observe,
+            self.config.steps,
+            self.recorder.note,
+        )
+        try:
+            async with checkpoints, self.running.schedule as schedule:
+                while self.done < self.config.steps:
+                    self._record(await schedule.step())
+                    await checkpoints.after(self.done)
+        except StalledError as error:
+            error.add_note(self.running.stacks())
+            raise
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""
@@ -133,7 +142,7 @@ class _Run:
         self.done += 1
         recorder, spans, shown = self.recorder, self.running.spans, self.config.observe.samples
         timings = {f"timing_s/{name}": seconds for name, seconds in spans.totals().items()}
-        self.stats = {**step.stats, **timings}
+        self.stats = {**step.stats, **timings, **self.running.metrics()}
         recorder.step(
             self.done,
             self.stats,
@@ -155,11 +164,6 @@ class _Run:
             tokens=len(rollout),
             scores=scores_by_source(rollout),
         )
-
-
-def _due(step: int, config: Config) -> bool:
-    every = config.observe.checkpoint_every
-    return bool(every) and (step % every == 0 or step == config.steps)
 
 
 def _reason(rollout: Rollout) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -9,6 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from stretto.observe.spans import Spans
+    from stretto.runtime.state import Staged
     from stretto.schedules.schedule import Schedule
     from stretto.tasks.prompts import PromptSource
 
@@ -32,12 +34,32 @@ class Running(Protocol):
     @property
     def spans(self) -> Spans: ...
 
-    async def state_dict(self) -> dict[str, Any]:
-        """Return all that changes during the run; to be called between two steps."""
+    async def stage(self, *, copy: bool = True) -> Staged:
+        """Take all that changes during the run, in the form of :mod:`stretto.runtime.state`.
+
+        To be called between two steps, while the schedule's ``weights_lock`` is held. What is
+        returned writes it while this event loop runs.
+
+        Args:
+            copy: what training changes, so that it may go on while files are written; there is no
+                copy where memory is short.
+        """
         ...
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the state that :meth:`stage` wrote, maybe on another runtime.
+
+        Args:
+            state: what is in each file, by its name.
+        """
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the runtime's own metrics, as they are after a step."""
+        ...
+
+    def stacks(self) -> str:
+        """Return what every thread of every process of the run is doing, for people."""
         ...
 
     def save(self, folder: Path) -> None:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
 from stretto.assembly.models import NOTHING, Given, Say
 from stretto.config import Config
 from stretto.runtime.base import Running
 
 
-def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) -> Running:
+def start(
+    config: Config,
+    stack: ExitStack,
+    say: Say,
+    given: Given = NOTHING,
+    folder: Path | None = None,
+) -> Running:
     """Put a run together on the runtime that the settings name.
 
     Args:
@@ -17,14 +24,16 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
         stack: closes what must be closed.
         say: called with a line about whatever takes time.
         given: what the caller brings instead of names.
+        folder: of the run, for the logs of its processes; without it they print where this one
+            does.
 
     Raises:
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
-    if config.runtime == "local":
-        from stretto.runtime import local
+    if config.runtime != "inline":
+        from stretto.runtime import groups
 
-        return local.start(config, stack, say, given)
+        return groups.start(config, stack, say, given, folder)
     from stretto.runtime import inline
 
     return inline.start(config, stack, say, given)

@@ -16,7 +16,6 @@ A new member serves after a hand-over, and there is no other way. No clock, no r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from enum import StrEnum
 from typing import Any
 
@@ -179,12 +178,27 @@ class Fleet:
     def state_dict(self) -> dict[str, Any]:
         """Return tickets and totals, as plain data."""
         return {
-            "held": {model: asdict(ref) for model, ref in self.held.items()},
+            "held": tickets_of(self.held),
             "totals": [self.deaths, self.replacements],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], channel: str = "") -> None:
         """The inverse of :meth:`state_dict`; initial tickets stay where it has none."""
-        loaded = {model: WeightsRef(**ref) for model, ref in state["held"].items()}
-        self.held = {**self.held, **loaded}
+        self.held = {**self.held, **tickets_from(state["held"], channel)}
         self._before = list(state["totals"])
+
+
+def tickets_of(refs: Mapping[str, WeightsRef]) -> dict[str, Any]:
+    """Return tickets as plain data; without the channel, which is another on each runtime."""
+    return {
+        model: {"version": ref.version, "fingerprint": ref.fingerprint}
+        for model, ref in refs.items()
+    }
+
+
+def tickets_from(state: Mapping[str, Any], channel: str) -> dict[str, WeightsRef]:
+    """The inverse of :func:`tickets_of`, for weights in a channel."""
+    return {
+        model: WeightsRef(model, ref["version"], ref["fingerprint"], channel)
+        for model, ref in state.items()
+    }

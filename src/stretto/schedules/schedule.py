@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +22,7 @@ from stretto.clock import Clock
 from stretto.protocols import Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.filtering import reasons_to_reject
-from stretto.schedules.fleet import Fleet
+from stretto.schedules.fleet import Fleet, tickets_from, tickets_of
 from stretto.schedules.guard import Surroundings
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.meter import Meter
@@ -91,6 +90,21 @@ class Schedule:
         self._work = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._meter = Meter(clock)
+
+    @property
+    def loaded(self) -> int:
+        """The version that generators, and scorers that follow a trained model, work with."""
+        return self._loaded
+
+    @property
+    def held(self) -> Mapping[str, WeightsRef]:
+        """Tickets for the weights that they work with, by model; none before any was given."""
+        return self._fleet.held
+
+    @property
+    def pending(self) -> Mapping[str, WeightsRef]:
+        """Tickets for weights that are published and not loaded, by model."""
+        return self._weights if self._loaded < self._version else {}
 
     async def step(self) -> Step:
         """Take one batch from prompts to new weights."""
@@ -363,11 +377,7 @@ class Schedule:
             "round_open": self._round_open,
             "metrics": [dict(self._filled), *map(dict, self._metrics)],
             "meter": self._meter.state_dict(),
-            "weights": {
-                name: asdict(ref)
-                for name, ref in self._weights.items()
-                if self._loaded < self._version
-            },
+            "weights": tickets_of(self.pending),
             "fleet": self._fleet.state_dict(),
             "chunk": self._chunk.state_dict(),
             "overcommit": self._overcommit.state_dict(),
@@ -375,9 +385,17 @@ class Schedule:
         }
 
     def load_state_dict(
-        self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt]
+        self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt], channel: str = ""
     ) -> None:
-        """The inverse of :meth:`state_dict`, before the first step; prompts come by their ids."""
+        """The inverse of :meth:`state_dict`, before the first step.
+
+        Args:
+            state: that was saved.
+            prompt_by_id: returns the prompts, of which ids are saved.
+            channel: where the weights are that wait to be loaded; see
+                :class:`~stretto.types.WeightsRef`.
+        """
+
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)
         for batches, saved in ((self._generated, "generated"), (self._ready, "ready")):
@@ -389,8 +407,8 @@ class Schedule:
         self._filled, *metrics = map(dict, state["metrics"])
         self._metrics = deque(metrics)
         self._meter.load_state_dict(state["meter"])
-        self._weights = {name: WeightsRef(**w) for name, w in state["weights"].items()}
-        self._fleet.load_state_dict(state["fleet"])
+        self._weights = tickets_from(state["weights"], channel)
+        self._fleet.load_state_dict(state["fleet"], channel)
         self._chunk.load_state_dict(state["chunk"])
         self._overcommit.load_state_dict(state["overcommit"])
         if self._migration is not None:

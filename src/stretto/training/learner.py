@@ -24,7 +24,7 @@ from stretto.training.agreement import Agreement, difference_rms, is_coarse
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import MicroBatch
 from stretto.training.passes import Passes, Trained
-from stretto.types import Response, TrainBatch, TrainOutput, WeightsRef
+from stretto.types import FloatArray, Response, TrainBatch, TrainOutput, WeightsRef
 from stretto.weights.channel import SharedChannel, WeightChannel
 
 if TYPE_CHECKING:
@@ -132,9 +132,24 @@ class PolicyLearner:
         trained ones; otherwise both sides share the module.
         """
         self._version, self._moved = self._version + 1, False
-        return {name: self._publish(name, trained) for name, trained in self._trained.items()}
+        return self.offer()
 
-    def _publish(self, name: str, trained: Trained) -> WeightsRef:
+    def offer(self) -> dict[str, WeightsRef]:
+        """Offer the weights as they are now, as the version that was published last.
+
+        That is for roles which share no memory with the learner, when a run is resumed.
+        """
+        return {name: self._offer(name, trained) for name, trained in self._trained.items()}
+
+    def logprobs(self, responses: Sequence[Response]) -> FloatArray:
+        """Return the actor's log-probs [B, T] of responses of one length T."""
+        mask = torch.ones(len(responses), len(responses[0]), dtype=torch.bool)
+        budget = self._config.training.microbatch_tokens
+        temperature = self._config.rollout.temperature
+        found: FloatArray = self._actor.logprobs(responses, mask, temperature, budget).numpy()
+        return found
+
+    def _offer(self, name: str, trained: Trained) -> WeightsRef:
         # The fingerprint comes last, as it waits for the device: then the copies are there too.
         tensors = trained.snapshot() if name in self._snapshots else None
         mark = trained.fingerprint()
@@ -147,6 +162,10 @@ class PolicyLearner:
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write the actor in Hugging Face format, whole or not at all."""
         self._actor.save(folder, tokenizer)
+
+    def weights(self) -> dict[str, dict[str, Tensor]]:
+        """Return copies of the trained weights of all models, by model and name."""
+        return {name: dict(trained.snapshot()) for name, trained in self._trained.items()}
 
     def fingerprint(self, name: str) -> str:
         """Return the fingerprint of all parameters of a trained model."""

@@ -317,7 +317,7 @@ def start(
         planner = Planner(p, parameters, config.seed)
         budget = token_budget(t.microbatch_tokens, device)
         passes = PipelinedPasses(ranks, [*staged.values()], planner, layout, p, budget)
-        if config.observe.checkpoint_every:
+        if config.observe.checkpoints:
             ranks.remedy = "resume from the last checkpoint, if one was written (--resume)"
         return Pipelines(ranks, staged["actor"], staged["critic"], passes)
     except pickle.PicklingError as error:

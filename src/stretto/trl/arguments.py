@@ -224,6 +224,7 @@ def settings(
             "slots": args.local_rollout_forward_batch_size,
         },
         "schedule": _schedule(args),
+        "runtime": args.runtime,
         "algorithm": {
             "name": "ppo",
             "gamma": args.gamma,
@@ -240,6 +241,7 @@ def settings(
             "progress": "plain" if args.disable_tqdm else "auto",
             "trackers": _trackers(args),
             "samples": 4 if args.num_sample_generations else 0,
+            "checkpoint_minutes": 0.0,  # save_strategy says when
             "checkpoint_every": _checkpoint_every(args, run, rows),
         },
     }

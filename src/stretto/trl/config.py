@@ -14,7 +14,7 @@ from stretto.errors import ConfigError, nearest
 
 @dataclass
 class PPOConfig:
-    """Arguments of a script written for TRL's ``PPOConfig``, and ``schedule``.
+    """Arguments of a script written for TRL's ``PPOConfig``, ``schedule`` and ``runtime``.
 
     Each argument takes effect, or has no effect here (training says so when it starts), or is
     refused with the reason. The attributes can be read and set as in TRL, and
@@ -24,6 +24,9 @@ class PPOConfig:
         schedule: when each stage of a step runs: a preset's name (``"sync"``, ``"oppo"``,
             ``"async"``, ``"rlhfuse"``, ``"stretto"``), or settings of the schedule as a mapping
             (as JSON on a command line); ``None`` is ``"sync"``, the order that TRL had.
+        runtime: where: ``"inline"``, on threads of this process; ``"local"``, in processes of this
+            machine; ``"ray"``, in processes of a Ray cluster. Classes of the models must then be
+            importable from a module.
 
     Raises:
         ConfigError: an argument has an unknown name.
@@ -35,6 +38,7 @@ class PPOConfig:
     run_name: str | None = None
     seed: int = 42
     schedule: dict[str, Any] | str | None = None
+    runtime: str = "inline"
 
     # How much
     total_episodes: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -55,10 +55,7 @@ def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Tens
 
 
 class SharedChannel:
-    """A channel within one process: tensors are handed on as they are.
-
-    State: the tensors that have been offered and not been superseded.
-    """
+    """A channel within one process: tensors are handed on as they are."""
 
     name = "shared"
 
@@ -80,11 +77,3 @@ class SharedChannel:
         # Replaced, not changed: the learner may be putting the next version meanwhile.
         self._offered[ref.model] = {v: t for v, t in versions.items() if v >= ref.version}
         return versions[ref.version]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the offered tensors by model, version and name."""
-        return {model: {v: dict(t) for v, t in o.items()} for model, o in self._offered.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self._offered = {model: dict(versions) for model, versions in state.items()}

@@ -1,25 +1,30 @@
-"""The process of one rank.
+"""One rank of a group: it joins, makes an object, and answers calls of its methods.
 
-It speaks pickles over the connection with a given file descriptor, and ends with its parent,
-however that ends, whatever it is doing. ::
+The same :class:`Rank` works under every launcher. Below it is the process of the local one, which
+speaks pickles over connections with given file descriptors, and ends with its parent, however that
+ends, whatever it is doing. ::
 
     in    Opening                     once, first
+    out   Done(Facts) or Failed
     in    (make, arguments)           once
-    out   Done(None) or Failed        after both
+    out   Done(None) or Failed
     in    (method, arguments)         repeatedly
     out   Done(result) or Failed
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,6 +33,8 @@ from typing import Any, NoReturn
 
 from stretto.allocator import keep_freed_memory
 from stretto.errors import StrettoError
+from stretto.workers import preflight
+from stretto.workers.side import SideServer, stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +45,28 @@ class Opening:
         rank: of this process.
         size: of the group.
         backend: of the group.
-        threads: of torch.
-        port: of the group's store, on this machine.
+        threads: of torch; 0 leaves its choice.
+        host, port: of the group's store.
         listener: file descriptor of the socket that listens there, on rank 0.
+        interface: network interface of the group; empty for the loopback.
+        timeout_s: for joining, and for each of the group's collectives.
+        device: that the rank computes on, as torch names it.
+        log: file for all that the process prints; empty leaves it as it is.
+        environment: variables that were forwarded here; for the preflight.
     """
 
     rank: int
     size: int
     backend: str
     threads: int
+    host: str
     port: int
     listener: int | None
+    interface: str = ""
+    timeout_s: float = 600.0
+    device: str = "cpu"
+    log: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,28 +93,129 @@ class Failed:
     error: StrettoError | None
 
 
-def main(descriptor: int) -> None:
-    """Join the group, make the object, and answer calls until the parent goes."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides
-    keep_freed_memory()
-    connection: Connection[Any, Any] = Connection(descriptor)
-    inbox: SimpleQueue[bytes] = SimpleQueue()
-    Thread(target=_listen, args=(connection, inbox), daemon=True).start()
-    made: object = None
+class Rank:
+    """A rank, whoever launched it. It knows nothing of what its object does."""
 
-    def start() -> None:
-        nonlocal made
-        opening = pickle.loads(inbox.get())
-        _join(opening)
-        make, arguments = pickle.loads(inbox.get())
-        made = make(opening.rank, *arguments)
+    def __init__(self) -> None:
+        self._made: Any = None
+
+    def join(self, opening: Opening) -> preflight.Facts:
+        """Join the process group, and return what there is at this place."""
+        if opening.log:
+            _print_to(Path(opening.log))
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        # Without a name, gloo takes what the machine's own name resolves to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", opening.interface or loopback)
+        import torch
+        import torch.distributed as dist
+
+        if opening.threads:
+            torch.set_num_threads(opening.threads)
+        if opening.device.startswith("cuda"):
+            torch.cuda.set_device(opening.device)
+        timeout = timedelta(seconds=opening.timeout_s)
+        store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it nowhere
+            opening.host,
+            opening.port,
+            opening.size,
+            is_master=opening.rank == 0,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=opening.listener,
+        )
+        dist.init_process_group(
+            opening.backend,
+            store=store,
+            rank=opening.rank,
+            world_size=opening.size,
+            timeout=timeout,
+        )
+        return preflight.facts(opening.device, opening.environment)
+
+    def make(self, rank: int, make: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        """Make the object whose methods are called."""
+        self._made = make(rank, *arguments)
+
+    def call(self, method: str, arguments: tuple[Any, ...]) -> object:
+        """Call a method of the object."""
+        return getattr(self._made, method)(*arguments)
+
+    def aside(self, method: str, arguments: tuple[Any, ...]) -> object:
+        """Answer on the side: ``stacks``, ``used_bytes``, or a method of the object."""
+        if method == "stacks":
+            return stacks()
+        if method == "used_bytes":
+            import psutil
+
+            return psutil.Process().memory_info().rss
+        return getattr(self._made, method)(*arguments)
+
+
+def outcome(step: Callable[[], object]) -> Done | Failed:
+    """Take a step; return its result or its error. SystemExit, too, is a failure here."""
+    try:
+        return Done(step())
+    except BaseException as error:
+        return failed(error)
+
+
+def failed(error: BaseException) -> Failed:
+    """Return an error as it travels."""
+    at_s = time.monotonic()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = error if isinstance(error, StrettoError) and _travels(error) else None
+    what = f"{type(error).__name__}: {error}"
+    if frames and own is None:  # an error of Stretto says all that is needed
+        last = frames[-1]
+        what += f" ({Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line})"
+    return Failed(at_s, what, "".join(traceback.format_exception(error)), own)
+
+
+def tell_warnings(say: Callable[[str], None]) -> None:
+    """Have Python's warnings, and log records from WARNING up, said as lines for people."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        say(f"{category.__name__}: {message}")
+
+    class Saying(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            say(f"{record.levelname} {record.name}: {record.getMessage()}")
+
+    warnings.showwarning = show
+    logging.getLogger().addHandler(Saying(logging.WARNING))
+
+
+def main(calls: int, side: int) -> None:
+    """Join the group, make the object, and answer calls until the parent goes.
+
+    Args:
+        calls, side: file descriptors of the connections.
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # the parent decides
+    keep_freed_memory()
+    connection: Connection[Any, Any] = Connection(calls)
+    inbox: SimpleQueue[bytes] = SimpleQueue()
+    Thread(target=_listen, args=(connection, inbox), name="inbox", daemon=True).start()
+    rank = Rank()
+    server = SideServer(Connection(side), rank.aside)
+    number = 0
+
+    def join() -> object:
+        nonlocal number
+        opening: Opening = pickle.loads(inbox.get())
+        number = opening.rank
+        if opening.log:
+            tell_warnings(server.say)
+        return rank.join(opening)
+
+    def make() -> None:
+        rank.make(number, *pickle.loads(inbox.get()))
 
     def call() -> object:
-        method, arguments = pickle.loads(inbox.get())
-        return getattr(made, method)(*arguments)
+        return rank.call(*pickle.loads(inbox.get()))
 
-    well = _answer(connection, start)
+    well = _answer(connection, join) and _answer(connection, make)
     while well:
         well = _answer(connection, call)
     inbox.get()  # which never comes: the parent knows, and ends this process
@@ -114,37 +233,13 @@ def _listen(connection: Connection[Any, Any], inbox: SimpleQueue[bytes]) -> NoRe
             os._exit(0)
 
 
-def _join(opening: Opening) -> None:
-    """Join the process group."""
-    # All ranks are on this machine, whatever its name resolves to.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(opening.threads)
-    if opening.backend == "nccl":
-        torch.cuda.set_device(opening.rank)
-    store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it nowhere
-        "127.0.0.1",
-        opening.port,
-        opening.size,
-        is_master=opening.rank == 0,
-        wait_for_workers=False,
-        master_listen_fd=opening.listener,
-    )
-    dist.init_process_group(
-        opening.backend, store=store, rank=opening.rank, world_size=opening.size
-    )
-
-
 def _answer(connection: Connection[Any, Any], step: Callable[[], object]) -> bool:
     """Take a step and tell the parent how it went; return whether it went well."""
-    answer: Done | Failed
+    answer = outcome(step)
     try:
-        answer = Done(step())
         data = pickle.dumps(answer)
-    except BaseException as error:  # SystemExit, too, is a failure here
-        answer = _failed(error)
+    except Exception as error:  # a result that cannot travel
+        answer = failed(error)
         data = pickle.dumps(answer)
     try:
         connection.send_bytes(data)
@@ -153,15 +248,14 @@ def _answer(connection: Connection[Any, Any], step: Callable[[], object]) -> boo
     return isinstance(answer, Done)
 
 
-def _failed(error: BaseException) -> Failed:
-    at_s = time.monotonic()
-    frames = traceback.extract_tb(error.__traceback__)
-    own = error if isinstance(error, StrettoError) and _travels(error) else None
-    what = f"{type(error).__name__}: {error}"
-    if frames and own is None:  # an error of Stretto says all that is needed
-        last = frames[-1]
-        what += f" ({Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line})"
-    return Failed(at_s, what, "".join(traceback.format_exception(error)), own)
+def _print_to(log: Path) -> None:
+    """Send what this process prints, from whatever language, to the end of a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _travels(error: StrettoError) -> bool:

@@ -9,7 +9,7 @@ their own, which change only at a hand-over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.assembly.controls import Migrating, most_in_flight
+from stretto.assembly.controls import Migrating, migrating_of, most_in_flight
+from stretto.assembly.cores import share_cores
 from stretto.assembly.engines import make_engine, prefill_tokens_per_s
 from stretto.config import Config
 from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.models.weights import copy_into
 from stretto.protocols import Tracer
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
-from stretto.schedules.migration import MigrationLimits
 from stretto.schedules.scoring import ScorerReplica
 from stretto.weights.channel import WeightChannel
 from stretto.workers.executor import ThreadExecutor
@@ -43,8 +43,8 @@ COPY_GAIN = 100.0
 class ThreadPlacement:
     """Workers and copies of a run.
 
-    State: the versions of the engines, and the weights that engines and critic scorer have of their
-    own, which may be older than the learner's.
+    State: the weights that engines and critic scorer have of their own, which may be older than the
+    learner's, and their version.
 
     Attributes:
         training_threads: CPU threads of training.
@@ -77,7 +77,8 @@ class ThreadPlacement:
         self._hosts = self._knobs.hosts_scorers(engines)
         self._functions: Sequence[FunctionWorker] = ()
         self._end_ranks: Callable[[], None] = lambda: None
-        _, _, self.training_threads = self._threads(config)
+        self._threads = share_cores(config, self._cores(config))
+        self.training_threads = self._threads.training
         self._generating = with_own_weights(actor) if self._knobs.copies_weights else actor
         rows = most_in_flight(config)
         self.engines = [
@@ -93,20 +94,12 @@ class ThreadPlacement:
         """Return the facts for moving stragglers; measures how fast this device prefills."""
         if not self._knobs.migrates(len(self.engines)):
             return None
-        rows, prefill = most_in_flight(config), prefill_tokens_per_s(self._generating)
-        longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+        prefill = prefill_tokens_per_s(self._generating)
         moves_cache = all(engine.capabilities.moves_cache for engine in self.engines)
-        return Migrating(
-            MigrationLimits(
-                engines=len(self.engines),
-                best_batch=rows,  # they share the processor: more rows cost each the same
-                cache_tokens=rows * longest,
-                longest_tokens=longest,
-                prefill_tokens_per_s=prefill,
-                transfer_tokens_per_s=COPY_GAIN * prefill if moves_cache else 0.0,
-            ),
-            score_tokens_per_s=prefill / 2 if self._hosts else 0.0,  # reference and critic
-            prompt_tokens=config.task.max_prompt_tokens // 2,
+        return migrating_of(
+            config,
+            prefill_tokens_per_s=prefill,
+            transfer_tokens_per_s=COPY_GAIN * prefill if moves_cache else 0.0,
         )
 
     @property
@@ -169,23 +162,27 @@ class ThreadPlacement:
         executor = ThreadExecutor(LearnerService(learner), self._workers["learner"][0])
         return LearnerClient("learner", executor, tracer)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the engines' versions and the tensors of the copies."""
+    def follower_weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the trained weights of the copies, by model; all copies of one have the same."""
         return {
-            "engines": [engine.state_dict() for engine in self.engines],
-            "copies": {name: self._own(name, model) for name, model in self._copies().items()},
+            name: {n: p for n, p in copies[0].named_parameters() if n in self._trained[name]}
+            for name, copies in self._copies().items()
         }
 
-    def _own(self, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
-        trained = self._trained[name.split()[0]]
-        return {n: p for n, p in model.named_parameters() if n in trained}
+    def load_followers(
+        self, weights: Mapping[str, Mapping[str, torch.Tensor]], version: int
+    ) -> None:
+        """The inverse of :meth:`follower_weights`.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        for engine, saved in zip(self.engines, state["engines"], strict=True):
-            engine.load_state_dict(saved)
-        for name, model in self._copies().items():
-            copy_into(model, state["copies"][name])
+        Args:
+            weights: of the copies.
+            version: that engines work with, of weights of their own or of the learner's.
+        """
+        for engine in self.engines:
+            engine.load_state_dict({"version": version})
+        for name, copies in self._copies().items():
+            for model in copies:
+                copy_into(model, weights[name])
 
     def close(self) -> None:
         """End all workers, and break off their calls; wait at most :data:`PATIENCE_S` for that."""
@@ -204,18 +201,18 @@ class ThreadPlacement:
         for worker in self._opened:
             worker.fail(error)
 
-    def _copies(self) -> dict[str, nn.Module]:
+    def _copies(self) -> dict[str, list[nn.Module]]:
         if not self._knobs.copies_weights:
             return {}
-        copies = {f"critic {i}": model for i, model in enumerate(self.critics) if model}
-        return {"actor": self._generating, **copies}
+        critics = [model for model in self.critics if model]
+        return {"actor": [self._generating]} | ({"critic": critics} if critics else {})
 
     def _open_workers(self, config: Config) -> dict[str, list[WorkerThread]]:
         engines = config.rollout.engines
         if not self._knobs.overlaps(engines):
             one = self._open("main", config.threads)
             return {"generators": [one], "scorers": [one], "learner": [one]}
-        generating, scoring, training = self._threads(config)
+        generating, scoring, training = self._threads
         generators = [self._open(f"generator {i}", generating) for i in range(engines)]
         # Without lag nobody decodes again before all is scored: what is left has the cores.
         busy = self._knobs.trains_beside or config.schedule.threads
@@ -225,24 +222,6 @@ class ThreadPlacement:
             "scorers": [self._open("scorers", scoring, beside=generators, alone=cores)],
             "learner": [self._open("learner", training)],
         }
-
-    def _threads(self, config: Config) -> tuple[int, int, int]:
-        """Return threads of each generator, of scoring and of training."""
-        return config.schedule.threads or self._share(config)
-
-    def _share(self, config: Config) -> tuple[int, int, int]:
-        """Share the cores out: threads of each generator, of scoring and of training.
-
-        Roles that work at the same time get cores of their own, as threads of two roles on one core
-        wait for each other.
-        """
-        cores, engines = self._cores(config), config.rollout.engines
-        training = max(cores // 2, 1) if self._knobs.trains_beside else cores
-        left = cores - training if self._knobs.trains_beside else cores
-        beside = self._knobs.scores_beside(engines)
-        scoring = max(left // 2, 1) if beside else max(left, 1)
-        generating = max((left - scoring if beside else left) // engines, 1)
-        return generating, scoring, training
 
     def _cores(self, config: Config) -> int:
         return config.threads or torch.get_num_threads()

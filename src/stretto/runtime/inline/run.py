@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,13 @@ from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.observe.spans import Spans
 from stretto.runtime.inline.placement import ThreadPlacement
+from stretto.runtime.state import DRIVER, LEARNER, Staged, copied, offer, offered, staged
 from stretto.schedules.schedule import Schedule
 from stretto.tasks.prompts import PromptSource
 from stretto.training.learner import PolicyLearner
 from stretto.weights.channel import SharedChannel
 from stretto.workers.protocols import ScorerWorker
+from stretto.workers.side import stacks
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,34 @@ class InlineRun:
     schedule: Schedule
     spans: Spans
 
-    async def state_dict(self) -> dict[str, Any]:
-        return {
-            "prompts": self.prompts.state_dict(),
-            "learner": self.learner.state_dict(),
-            "placement": self.placement.state_dict(),
-            "weights": self.weights.state_dict(),
-            "schedule": self.schedule.state_dict(),
+    async def stage(self, *, copy: bool = True) -> Staged:
+        weights = {
+            "followers": self.placement.follower_weights(),
+            "offered": offered(self.schedule, self.weights) if self.placement.snapshots else {},
         }
+        return await asyncio.to_thread(
+            staged,
+            copied(self.prompts.state_dict()),
+            copied(self.schedule.state_dict()),
+            weights,
+            self.learner.state_dict(),
+            copy=copy,
+        )
 
-    async def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
-        self.learner.load_state_dict(state["learner"])
-        self.placement.load_state_dict(state["placement"])
-        self.weights.load_state_dict(state["weights"])
-        self.schedule.load_state_dict(state["schedule"], self.prompts.prompt_by_id)
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        driver, channel = state[DRIVER], self.weights.name if self.placement.snapshots else ""
+        self.prompts.load_state_dict(driver["prompts"])
+        self.learner.load_state_dict(state[LEARNER])
+        self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, channel)
+        if self.placement.snapshots:
+            offer(self.schedule, driver["weights"]["offered"], self.weights)
+        self.placement.load_followers(driver["weights"]["followers"], self.schedule.loaded)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+    def stacks(self) -> str:
+        return stacks()
 
     def save(self, folder: Path) -> None:
         self.learner.save(folder, self.tokenizer)

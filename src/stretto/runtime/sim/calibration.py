@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from stretto.errors import StateError
 from stretto.observe.idle import is_generator
-from stretto.observe.spans import Span
+from stretto.observe.spans import CHECKPOINT, Span
 from stretto.runtime.sim.costs import (
     DecodeCost,
     GeneratorCost,
@@ -58,7 +58,7 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
     """
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        if not span.waits:
+        if not span.waits and span.role != CHECKPOINT:
             by_role["generator" if is_generator(span.role) else span.role].append(span)
     for role, name in (("generator", "gen"), ("learner", "update")):
         if not any(s.name == name for s in by_role[role]):

@@ -1,0 +1,152 @@
+"""What the driver costs a chunk: real processes that do nothing, thousands of rollouts in flight.
+
+The generators' and the scorer's processes answer at once; the schedule, the ledger, the pickling
+and the pipes are the real ones. Timed is the driver's own processor time.
+
+    python benchmarks/driver_cost.py
+    python benchmarks/driver_cost.py --rollouts 10000 --generators 1 2 --chunk 16 64 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from _driver import IdleGenerator, IdleScorer
+from _shared import parse
+from stretto.clock import RealClock
+from stretto.observe.spans import Spans
+from stretto.runtime.clients import GeneratorClient, ScorerClient, generator_names
+from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.overcommit import FixedOvercommit
+from stretto.schedules.schedule import Schedule
+from stretto.schedules.scoring import ScorerReplica
+from stretto.schedules.settings import Controls, Settings
+from stretto.types import Prompt, TrainBatch, TrainOutput, WeightsRef
+from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.workers.ranks import Ranks
+
+GENERATOR_TOKENS_PER_S = 10_000.0
+"""Tokens that one generator decodes: 250 rows at 40 steps a second, such as a 7B model on a GPU."""
+
+
+class IdleLearner:
+    """A learner that learns nothing."""
+
+    version = 0
+
+    async def train(self, batch: TrainBatch) -> TrainOutput:
+        """Take a step."""
+        return TrainOutput({"objective/scores": 0.0}, np.zeros(len(batch), np.float32))
+
+    async def publish(self) -> Mapping[str, WeightsRef]:
+        """Publish nothing new."""
+        self.version += 1
+        return {"actor": WeightsRef("actor", self.version, "x")}
+
+
+def launched(name: str, makes: Makes) -> Ranks:
+    """Start a process."""
+    return Ranks(1, Host, (makes,), threads=1, role=name)
+
+
+def prompts() -> Prompt:
+    """Return the next prompt: always another, of eight tokens."""
+    prompts.count += 1  # type: ignore[attr-defined]
+    return Prompt(prompts.count, (1,) * 8, "")  # type: ignore[attr-defined]
+
+
+prompts.count = 0  # type: ignore[attr-defined]
+
+
+def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) -> tuple[float, int]:
+    """Processor seconds of the driver's steps, and chunks in them."""
+    names = generator_names(generators)
+    makes: dict[str, Makes] = {n: {n: (IdleGenerator, (args.tokens,))} for n in names}
+    groups = {n: ServiceGroup(n, partial(launched, n, m)) for n, m in makes.items()}
+    groups["reward"] = ServiceGroup(
+        "reward", partial(launched, "reward", {"reward": (IdleScorer, ())})
+    )
+    spans = Spans(RealClock())
+    schedule = Schedule(
+        prompts,
+        [GeneratorClient(n, GroupExecutor(groups[n], n), spans) for n in names],
+        [scorer(groups["reward"], spans)],
+        IdleLearner(),
+        Controls(
+            Settings(
+                batch=args.rollouts,
+                samples_per_prompt=1,
+                max_new_tokens=args.tokens,
+                steps=args.steps,
+                score_on="chunk" if stream else "rollout",
+            ),
+            FixedChunk(chunk),
+            FixedOvercommit(0),
+        ),
+        RealClock(),
+        spans,
+    )
+
+    async def body() -> float:
+        gc.collect()
+        gc.freeze()
+        start_s = time.process_time()
+        async with schedule:
+            for _ in range(args.steps):
+                await schedule.step()
+        return time.process_time() - start_s
+
+    seconds = asyncio.run(body())
+    for group in groups.values():
+        group.close()
+    return seconds, args.steps * args.rollouts * -(-args.tokens // chunk)
+
+
+def scorer(group: ServiceGroup, spans: Spans) -> ScorerReplica:
+    """Return the scorer, as the schedule knows it."""
+    return ScorerReplica(ScorerClient(IdleScorer.info, GroupExecutor(group, "reward"), spans))
+
+
+def rows(args: argparse.Namespace) -> Sequence[str]:
+    """Return the table's rows."""
+    found = []
+    for generators in args.generators:
+        for chunk in args.chunk:
+            for stream in (False, True):
+                seconds, chunks = cost(args, generators, chunk, stream)
+                each = 1e6 * seconds / chunks
+                most = 1e6 * chunk / each / GENERATOR_TOKENS_PER_S
+                kind = "chunk by chunk" if stream else "whole responses"
+                found.append(
+                    f"| {generators} | {chunk} | {kind} | {each:.0f} | "
+                    f"{1000 * each / chunk:.0f} | {most:.0f} |"
+                )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rollouts", type=int, default=10_000)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=1)
+    parser.add_argument("--generators", type=int, nargs="+", default=[2])
+    parser.add_argument("--chunk", type=int, nargs="+", default=[16, 64, 256])
+    args = parse(parser, {"rollouts": 64, "tokens": 32, "chunk": [16]})
+    print(
+        "| generators | chunk, tokens | scored | driver, us a chunk | ns a token | "
+        "generators it can serve |"
+    )
+    print("|---|---|---|---|---|---|")
+    for row in rows(args):
+        print(row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Settings of runs whose roles work in processes of their own."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Literal, Self
+
+from pydantic import model_validator
+
+from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
+
+_DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
+
+
+class ProcessConfig(Section):
+    """One process, and the roles that take turns in it."""
+
+    roles: tuple[str, ...]
+    """Roles: learner; generator, or generator 0, generator 1 ... where there are several; reference; critic (as a scorer); a source of reward.sources that begins with 'model:'."""
+    threads: NonNegativeInt = 0
+    """CPU threads; 0 shares the cores out among processes that work at the same time."""
+    device: str = ""
+    """Device, such as cuda:1 or cpu; empty spreads processes over the GPUs there are."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.roles:
+            raise ValueError("cluster.processes: a process without roles; name some, or remove it")
+        if not _DEVICE.fullmatch(self.device):
+            raise ValueError(
+                f"cluster.processes: device = '{self.device}' is none that torch knows; name 'cpu', "
+                "or a GPU such as 'cuda:1'"
+            )
+        return self
+
+
+class ClusterConfig(Section):
+    """Processes of a run with runtime = 'local' or 'ray'."""
+
+    scorers: Literal["auto", "apart", "together", "generators"] = "auto"
+    """Place of model scorers. apart: a process each. together: one process for all. generators: a copy of each in every generator's process, to work when nothing is left to decode there. auto: generators where stragglers migrate and scorers do not stream, else apart."""
+    processes: tuple[ProcessConfig, ...] = ()
+    """Processes by hand; roles that none of them names are placed as cluster.scorers says."""
+    restarts: NonNegativeInt = 2
+    """How often each generator or scorer is started again when its process dies, hangs beyond schedule.deadline_s or raises; 0 ends the run at the first."""
+    start_timeout_s: Positive = 600.0
+    """Seconds in which a process must have started and joined its group."""
+    handover_timeout_s: Positive = 60.0
+    """Seconds in which weights must have arrived; then the transfer is broken off and tried once more."""
+    bucket_mb: PositiveInt = 64
+    """MiB of weights that travel at a time; each side of a transfer has two buffers of this size."""
+    probe_tolerance: Positive | Literal["auto"] = "auto"
+    """Largest difference (root mean square, in nats) between the log-probs of engine and learner on a fixed probe after each hand-over. auto: 0.001 in float32, 0.2 in bfloat16."""
+    interface: str = ""
+    """Network interface on which processes of a cluster talk; empty: the loopback with runtime = 'local', the one that leads to the driver with 'ray'."""
+    address: str = ""
+    """Address of a running Ray cluster, or 'auto'; empty starts one on this machine that ends with the run."""
+    forward: tuple[str, ...] = ()
+    """Names of environment variables that are passed on to Ray's processes, besides those of the libraries."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        count = Counter(role for process in self.processes for role in process.roles)
+        if twice := [role for role, n in count.items() if n > 1]:
+            raise ValueError(
+                f"cluster.processes: '{twice[0]}' has {count[twice[0]]} places; name it once"
+            )
+        for process in self.processes:
+            kinds = Counter(role.split()[0] for role in process.roles)
+            if kinds["generator"] > 1:
+                raise ValueError(
+                    "cluster.processes: two generators in one process take turns and gain nothing; "
+                    "lower rollout.engines, or give each a process"
+                )
+            if kinds["learner"] and kinds["generator"]:
+                raise ValueError(
+                    "cluster.processes: learner and generator in one process is what runtime = "
+                    "'inline' does; give them processes of their own, on one device where they are "
+                    "to share it"
+                )
+        if self.address not in ("", "auto", "local") and ":" not in self.address:
+            raise ValueError(
+                f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"
+            )
+        return self

@@ -1,0 +1,269 @@
+"""The hand-over of weights: from the learner's process to all that follow it, and its proof.
+
+First the control calls, which may raise: the learner's plan goes to each follower, who compares it
+with its own. Then the tensors, bucket by bucket, on a group of their own, with a deadline: who does
+not take part in time is found out, and the others try once more on a new group. Then the proof:
+marks of what was received, the model's fingerprint (which the follower computes), and log-probs of
+a fixed probe from engine and learner side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from stretto.errors import EngineError, RankError, RoleLostError, TransferError
+from stretto.protocols import Tracer
+from stretto.runtime.groups.messages import Loaded, Offer
+from stretto.types import FloatArray, Reply, WeightsRef
+from stretto.weights.transfer import Meeting, Route
+from stretto.workers.group import GroupExecutor
+from stretto.workers.threads import WorkerThread
+
+WINDOW_S = 0.005
+"""Seconds in which followers that ask for the same weights join one transfer."""
+
+CONTROL_S = 30.0
+"""Seconds in which the learner answers a question about what it offers."""
+
+SUSPECT_S = 2.0
+"""Seconds in which a follower shows, after a transfer that failed, that it is alive."""
+
+TOLERANCE = {True: 0.2, False: 1e-3}
+"""Largest difference on the probe, in nats, by whether the weights are of a coarse type."""
+
+
+class Handover:
+    """The hand-over, driven from the schedule's process.
+
+    Args:
+        learner: whose weights they are.
+        meeting: where the groups of transfers meet.
+        tolerance: largest difference on the probe: root mean square, in nats.
+        tracer: gets the learner's spans.
+
+    Attributes:
+        metrics: of the last hand-overs: seconds, bytes, retries, difference on the probe.
+    """
+
+    def __init__(
+        self, learner: GroupExecutor, meeting: Meeting, tolerance: float, tracer: Tracer
+    ) -> None:
+        self._learner, self._meeting, self._tolerance = learner, meeting, tolerance
+        self._tracer = tracer
+        self._asking: list[tuple[str, GroupExecutor, WeightsRef, asyncio.Future[Any]]] = []
+        self._worker = WorkerThread("weights", 0)
+        self._epoch = 0
+        self._members: tuple[Any, ...] = ()
+        self._prefix = ""
+        self.metrics: dict[str, float] = {}
+
+    def follow(self, name: str, follower: GroupExecutor) -> _Following:
+        """Return an executor of a follower, whose calls to load weights are hand-overs."""
+        return _Following(self, name, follower)
+
+    async def load(self, name: str, follower: GroupExecutor, ref: WeightsRef) -> Reply[Any]:
+        """Have a follower load weights, together with all that ask for the same at this time.
+
+        Raises:
+            RoleLostError: the follower's process has died or hangs.
+            RankError: the learner's has.
+            EngineError: the follower holds other weights afterwards than the learner.
+            TransferError: weights have not arrived, twice.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Reply[Any]] = loop.create_future()
+        self._asking.append((name, follower, ref, future))
+        if len(self._asking) == 1:
+            await asyncio.sleep(WINDOW_S)
+            asking, self._asking = self._asking, []
+            await self._serve(asking)
+        return await future
+
+    def close(self) -> None:
+        """Take no more calls."""
+        self._worker.stop()
+
+    async def _serve(
+        self, asking: Sequence[tuple[str, GroupExecutor, WeightsRef, asyncio.Future[Any]]]
+    ) -> None:
+        by_ref: dict[WeightsRef, dict[str, tuple[GroupExecutor, asyncio.Future[Any]]]]
+        by_ref = defaultdict(dict)
+        for name, follower, ref, future in asking:
+            by_ref[ref][name] = follower, future
+        for ref, members in by_ref.items():
+            followers = {name: follower for name, (follower, _) in members.items()}
+            try:
+                outcomes = await self._worker.run(lambda r=ref, f=followers: self.transfer(r, f))  # type: ignore[misc]
+            except Exception as error:
+                outcomes = dict.fromkeys(followers, error)
+            for name, (_, future) in members.items():
+                outcome = outcomes[name]
+                if future.done():
+                    continue
+                if isinstance(outcome, Exception):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+
+    def transfer(
+        self, ref: WeightsRef, followers: Mapping[str, GroupExecutor]
+    ) -> dict[str, Reply[Loaded] | Exception]:
+        """Hand a version over to followers; return each one's reply, or its error.
+
+        Blocks; while none of the followers is called otherwise.
+        """
+        start_s = time.perf_counter()
+        outcomes: dict[str, Reply[Loaded] | Exception] = {}
+        left, tries = dict(followers), 0
+        while left and tries < 2:
+            tries += 1
+            offer: Offer = self._learner.aside("offer", ref, timeout_s=CONTROL_S)
+            found = self._try(ref, offer, left)
+            outcomes.update(found)
+            left = {n: left[n] for n, o in found.items() if isinstance(o, TransferError)}
+            if left:
+                self._suspect(left, outcomes)
+        seconds = time.perf_counter() - start_s
+        self._tracer.add("weights", "send", start_s, start_s + seconds, version=ref.version)
+        self.metrics |= {
+            f"handover/{ref.model}_s": seconds,
+            f"handover/{ref.model}_mb": offer.size / 1e6,
+            "handover/retries": self.metrics.get("handover/retries", 0.0) + tries - 1,
+        }
+        return outcomes
+
+    def _try(
+        self, ref: WeightsRef, offer: Offer, followers: Mapping[str, GroupExecutor]
+    ) -> dict[str, Reply[Loaded] | Exception]:
+        """Try once. Control calls come first: no collective is begun that somebody refuses."""
+        routes = self._routes(ref, followers)
+        for i, (name, follower) in enumerate(followers.items(), 1):
+            try:
+                follower.ask("expect", ref, offer.mark, routes[i])
+            except RankError as error:
+                rest = dict.fromkeys(followers, TransferError(f"'{name}' is gone: {error}"))
+                self._prefix = ""
+                return {**rest, name: RoleLostError(name, str(error))}
+        with ThreadPoolExecutor(len(followers) + 1) as pool:
+            sending = pool.submit(
+                self._learner.aside,
+                "send",
+                ref,
+                routes[0],
+                timeout_s=self._meeting.timeout_s + CONTROL_S,
+            )
+            loading = {n: pool.submit(f.ask, "load", ref) for n, f in followers.items()}
+            outcomes: dict[str, Reply[Loaded] | Exception] = {}
+            for name, future in loading.items():
+                match future.exception():
+                    case None:
+                        outcomes[name] = future.result()
+                    case RankError() as died:
+                        outcomes[name] = RoleLostError(name, str(died))
+                    case Exception() as raised:
+                        outcomes[name] = raised
+            failure = sending.exception()
+        if failure is not None or any(isinstance(o, Exception) for o in outcomes.values()):
+            self._prefix = ""  # the group is broken: the next one is another
+        if failure is not None and not isinstance(failure, TransferError):
+            raise RankError(f"the learner could not send its weights: {failure}") from failure
+        sent = "" if failure else sending.result()
+        return {n: self._proved(n, o, ref, offer, sent) for n, o in outcomes.items()}
+
+    def _proved(
+        self,
+        name: str,
+        outcome: Reply[Loaded] | Exception,
+        ref: WeightsRef,
+        offer: Offer,
+        sent: str,
+    ) -> Reply[Loaded] | Exception:
+        """Return the outcome, or an error where it holds other weights than were sent."""
+        if isinstance(outcome, Exception):
+            return outcome
+        loaded = outcome.value
+        if sent and loaded.mark != sent:
+            return EngineError(
+                f"version {ref.version} of the {ref.model} was sent with the mark {sent}, and "
+                f"{name} received {loaded.mark}: what is between them changes data"
+            )
+        if offer.probe is not None and loaded.probe is not None:
+            gap = difference(offer.probe, loaded.probe)
+            self.metrics["handover/logprob_gap"] = gap
+            if not gap <= self._tolerance:
+                return EngineError(
+                    f"after the hand-over of version {ref.version}, {name} and the learner differ "
+                    f"by {gap:.4g} nats (root mean square) on the log-probs of the probe; "
+                    f"{self._tolerance:g} is allowed. Their kernels or types differ: look at "
+                    "model.dtype and the devices, or raise cluster.probe_tolerance"
+                )
+        return outcome
+
+    def _suspect(
+        self,
+        left: dict[str, GroupExecutor],
+        outcomes: dict[str, Reply[Loaded] | Exception],
+    ) -> None:
+        """Take out of ``left`` who does not answer on the side: it is why the transfer failed."""
+        for name, follower in list(left.items()):
+            try:
+                follower.aside("abort", timeout_s=SUSPECT_S)
+            except RankError as error:
+                del left[name]
+                outcomes[name] = RoleLostError(name, f"{name} hangs in a hand-over: {error}")
+
+    def _routes(self, ref: WeightsRef, followers: Mapping[str, GroupExecutor]) -> list[Route]:
+        """Return each member's way to the group, the learner's first; a new group if need be."""
+        members = (ref.model, *((n, f.generation) for n, f in followers.items()))
+        if not self._prefix or members != self._members:
+            self._epoch += 1
+            self._members, self._prefix = members, f"weights/{self._epoch}"
+        return self._meeting.routes(self._prefix, len(members))
+
+
+class _Following:
+    """An executor that makes calls to load weights hand-overs."""
+
+    def __init__(self, handover: Handover, name: str, follower: GroupExecutor) -> None:
+        self._handover, self._name, self._follower = handover, name, follower
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """Call the method; see :class:`~stretto.workers.executor.Executor`."""
+        if method == "load":
+            return await self._handover.load(self._name, self._follower, *args)
+        return await self._follower.call(method, *args)
+
+    async def restart(self) -> None:
+        """Start the follower again; see :class:`~stretto.workers.group.GroupExecutor`."""
+        await self._follower.restart()
+
+
+def hand_over(
+    handover: Handover,
+    followers: Mapping[str, tuple[GroupExecutor, str]],
+    refs: Mapping[str, WeightsRef],
+) -> None:
+    """Hand weights over to all followers of each model, before or between steps.
+
+    Raises:
+        StrettoError: one of them has not got them.
+    """
+    for model, ref in refs.items():
+        members = {n: executor for n, (executor, follows) in followers.items() if follows == model}
+        for outcome in handover.transfer(ref, members).values() if members else ():
+            if isinstance(outcome, Exception):
+                raise outcome
+
+
+def difference(one: FloatArray, two: FloatArray) -> float:
+    """Root mean square of the differences of two arrays."""
+    squares = (one.astype(np.float64) - two.astype(np.float64)) ** 2
+    return math.sqrt(squares.mean())

@@ -1,0 +1,150 @@
+"""The learner's service in its process, from which all weights travel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.assembly.learner import make_learner
+from stretto.assembly.parts import critic_rewards, open_task, trained_models
+from stretto.runtime.groups.messages import Offer, Ready, Setting, frozen_mark
+from stretto.runtime.state import BackgroundWriter
+from stretto.tasks.prompts import PromptSource
+from stretto.training.learner import PolicyLearner
+from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
+from stretto.weights.broadcast import Outbox
+from stretto.weights.transfer import Route
+from stretto.workers.services import LearnerService
+
+
+class GroupLearner(LearnerService):
+    """The learner, and the weights that travel from it."""
+
+    def __init__(
+        self,
+        learner: PolicyLearner,
+        outbox: Outbox,
+        prompts: PromptSource,
+        ready: Ready,
+        probe: IntArray,
+    ) -> None:
+        super().__init__(learner)
+        self._learner, self._outbox, self._prompts, self._ready = learner, outbox, prompts, ready
+        self._probe = [
+            Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:]) for i, row in enumerate(probe)
+        ]
+        self._probed: dict[int, FloatArray] = {}
+        self._writer = BackgroundWriter()
+
+    def ready(self) -> Ready:
+        """Return what the others must know."""
+        return self._ready
+
+    def publish(self) -> Reply[Mapping[str, WeightsRef]]:
+        """Publish, and read the probe with the new weights."""
+
+        def publish() -> Mapping[str, WeightsRef]:
+            refs = self._learner.publish()
+            self.probe(refs["actor"].version)
+            return refs
+
+        return self._timed("publish", publish, lambda _: {})
+
+    def probe(self, version: int) -> None:
+        """Read the probe with the weights as they are, which are of that version."""
+        logprobs = self._learner.logprobs(self._probe)
+        newest = [*sorted(self._probed), version][-4:]
+        self._probed = {v: self._probed[v] for v in newest if v in self._probed}
+        self._probed[version] = logprobs
+
+    def offer(self, ref: WeightsRef) -> Offer:
+        """Say by which plan a version travels; on the side."""
+        mark, size = self._outbox.plan(ref)
+        return Offer(mark, size, self._probed.get(ref.version) if ref.model == "actor" else None)
+
+    def send(self, ref: WeightsRef, route: Route) -> str:
+        """Send a version; on the side, while training may go on."""
+        return self._outbox.send(ref, route)
+
+    def abort(self) -> None:
+        """Break off what is being sent; on the side."""
+        self._outbox.abort()
+
+    def stage(self, copy: bool) -> Reply[bool]:
+        """Stage the learner's state; see :class:`~stretto.runtime.state.BackgroundWriter`."""
+        return Reply(self._writer.stage(self._learner.state_dict(), copy=copy))
+
+    def write(self, file: Path) -> Reply[None]:
+        """Begin to write what was staged."""
+        self._writer.begin(file)
+        return Reply(None)
+
+    def written(self) -> Reply[bool]:
+        """Return whether the file is written."""
+        return Reply(self._writer.written())
+
+    def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[dict[str, torch.Tensor]]]:
+        """Return the tensors of versions that are kept."""
+        return Reply([dict(self._outbox.get(ref)) for ref in refs])
+
+    def load_state_dict(
+        self,
+        state: dict[str, Any],
+        kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]],
+    ) -> Reply[Mapping[str, WeightsRef]]:
+        """Go on from a state; return tickets for the weights as they are then.
+
+        Args:
+            state: of the learner.
+            kept: versions of other weights that followers hold, or wait for.
+        """
+        self._learner.load_state_dict(state)
+        for ref, tensors in kept:
+            self._outbox.put(ref, tensors)
+        return Reply(self.offered())
+
+    def offered(self) -> Mapping[str, WeightsRef]:
+        """Offer the weights as they are, as the version that they have."""
+        refs = self._learner.offer()
+        self.probe(refs["actor"].version)
+        return refs
+
+    def trained(self) -> Reply[dict[str, dict[str, torch.Tensor]]]:
+        """Return the trained weights of all models, by model and name."""
+        return Reply(self._learner.weights())
+
+    def save(self, folder: Path) -> None:
+        """Write the trained model."""
+        self._learner.save(folder, self._prompts.tokenizer)
+
+
+def learner(setting: Setting, probe: IntArray) -> GroupLearner:
+    """Make the learner's service, in its process."""
+    setting.prepare()
+    config, given = setting.config, setting.given
+    stack, said = ExitStack(), list[str]()
+    tokenizer, task, prompts = open_task(config, given, said.append)
+    rewards = critic_rewards(config, tokenizer, said.append)
+    models = trained_models(config, task, prompts, rewards, stack, said.append, given)
+    trained = ["actor", "critic"] if models.critic else ["actor"]
+    device = next(models.actor.parameters()).device
+    bucket_bytes = config.cluster.bucket_mb << 20
+    outbox = Outbox(device, bucket_bytes, keep=config.schedule.knobs.lag + 2)
+    made, _ = make_learner(
+        config,
+        models.actor,
+        models.critic,
+        stack,
+        snapshots=trained,
+        channel=outbox,
+        threads=setting.threads or torch.get_num_threads(),
+    )
+    ready = Ready({}, frozen_mark(models.actor), said)
+    service = GroupLearner(made, outbox, prompts, ready, probe)
+    service._ready = replace(ready, refs=service.offered())
+    return service

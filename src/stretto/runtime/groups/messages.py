@@ -1,0 +1,103 @@
+"""The messages between a run's processes at its start and at hand-overs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import nn
+
+from stretto.assembly.models import Given, prepare_torch
+from stretto.config import Config
+from stretto.models.weights import fingerprint
+from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
+
+PROBE_ROWS, PROBE_TOKENS = 4, 17
+"""Sequences of the probe, and tokens of each; all but the first are looked at: 64 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The facts from which every process of a run starts.
+
+    Attributes:
+        config: of the run; ``model.device`` is the process's own.
+        given: what the caller brings.
+        threads: of torch in this process.
+    """
+
+    config: Config
+    given: Given
+    threads: int
+
+    def prepare(self) -> None:
+        """Set memory, threads and torch's seed."""
+        prepare_torch(self.config.model_copy(update={"threads": self.threads}))
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The message of the learner's process to the others, once its models are loaded.
+
+    Attributes:
+        refs: tickets for the trained weights, as training starts.
+        frozen: fingerprint of the actor's parameters that are not trained.
+        said: lines for people.
+    """
+
+    refs: Mapping[str, WeightsRef]
+    frozen: str
+    said: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The message of the learner before its weights travel.
+
+    Attributes:
+        mark: of the plan by which they do.
+        size: bytes.
+        probe: log-probs of the probe under them, [n, t]; ``None`` where it is not the actor.
+    """
+
+    mark: str
+    size: int
+    probe: FloatArray | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The message of a follower that has loaded weights.
+
+    Attributes:
+        mark: of what was received.
+        probe: log-probs of the probe under them, [n, t]; ``None`` where it is no engine.
+    """
+
+    mark: str
+    probe: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The message of a generator about what moving rollouts costs.
+
+    Attributes:
+        prefill_tokens_per_s: how fast it prefills.
+        kv_bytes: of keys and values of one token.
+    """
+
+    prefill_tokens_per_s: float
+    kv_bytes: int
+
+
+def probe_of(prompts: Sequence[Prompt]) -> IntArray:
+    """Cut a probe [:data:`PROBE_ROWS`, :data:`PROBE_TOKENS`] out of the run's first prompts."""
+    tokens = [token for prompt in prompts for token in prompt.tokens]
+    return np.resize(np.array(tokens, np.int32), (PROBE_ROWS, PROBE_TOKENS))
+
+
+def frozen_mark(model: nn.Module) -> str:
+    """Return the fingerprint of the parameters that are not trained."""
+    return fingerprint((n, p) for n, p in model.named_parameters() if not p.requires_grad)

@@ -1,0 +1,224 @@
+"""The way of rollouts' keys and values from one generator's process to another's, point to point.
+
+The giver keeps them under a ticket. The ticket goes through the schedule, as a transfer without
+them would; when it comes to the taker, the giver sends them there, on a group of the two. Where
+that fails the taker prefills the tokens, as it would without keys and values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from stretto.errors import RankError, TransferError
+from stretto.rollout.rows import RowCache
+from stretto.types import KVTransfer, Reply, Response
+from stretto.weights.buckets import Plan, plan
+from stretto.weights.transfer import Meeting, Route, Transfers
+from stretto.workers.executor import Executor
+from stretto.workers.group import GroupExecutor
+
+BUCKET_BYTES = 16 << 20
+"""Bytes of keys and values that travel at a time."""
+
+
+SAMPLE_BYTES = 8 << 20
+"""Bytes by which the way between two generators is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The ticket of one rollout's keys and values, in place of them.
+
+    Attributes:
+        giver: the generator that keeps them.
+        parcel: number of what travels together, unique with one giver.
+        what: the plan by which the parcel travels.
+        version: of the weights under which they were begun.
+        route: the taker's way to the group, once the parcel is under way.
+    """
+
+    giver: str
+    parcel: int
+    what: Plan
+    version: int
+    route: Route | None = None
+
+
+class Parcels:
+    """The keys and values that a generator's process keeps for others, and fetches from them.
+
+    Args:
+        name: of the generator.
+        device: of the engine.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name, self._device, self._count = name, device, 0
+        self._giving, self._taking = Transfers(device), Transfers(device)
+        self._kept: dict[int, dict[str, torch.Tensor]] = {}
+
+    def keep(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
+        """Keep what transfers bring along, and put tickets in its place."""
+        tensors: dict[str, torch.Tensor] = {}
+        for transfer in transfers:
+            if transfer.cache is not None:
+                cache: RowCache = transfer.cache
+                for kind, layers in (("k", cache.keys), ("v", cache.values)):
+                    tensors |= {
+                        f"{transfer.rollout_id}/{kind}/{i}": t for i, t in enumerate(layers)
+                    }
+        if not tensors:
+            return list(transfers)
+        self._count += 1
+        self._kept[self._count] = tensors
+        what = plan(tensors.items(), BUCKET_BYTES)
+        return [
+            t if t.cache is None
+            else replace(t, cache=Ticket(self._name, self._count, what, t.cache.version))
+            for t in transfers
+        ]  # fmt: skip
+
+    def ship(self, parcel: int, route: Route) -> None:
+        """Send a parcel, and forget it."""
+        tensors = self._kept.pop(parcel, None)
+        if tensors is None:
+            raise TransferError(f"{self._name} does not keep the parcel {parcel}")
+        self._giving.send(route, plan(tensors.items(), BUCKET_BYTES), tensors)
+
+    def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
+        """Put keys and values in the place of tickets; nothing where they do not come."""
+        tickets = {
+            (t.cache.giver, t.cache.parcel): t.cache for t in transfers if t.cache is not None
+        }
+        came = {where: self._fetched(ticket) for where, ticket in tickets.items()}
+        found = []
+        for transfer in transfers:
+            cache = None
+            if (ticket := transfer.cache) is not None:
+                cache = _cache_of(transfer.rollout_id, came[ticket.giver, ticket.parcel], ticket)
+            kept = transfer.cached_tokens if cache else 0
+            found.append(replace(transfer, cache=cache, cached_tokens=kept))
+        return found
+
+    def sample(self) -> tuple[int, Plan]:
+        """Keep a parcel of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
+        self._count += 1
+        tensors = {"sample": torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)}
+        self._kept[self._count] = tensors
+        return self._count, plan(tensors.items(), BUCKET_BYTES)
+
+    def measure(self, route: Route, what: Plan) -> float:
+        """Receive a sample; return how long that took, in seconds."""
+        start_s = time.perf_counter()
+        for _ in self._taking.receive(route, what, []):
+            pass
+        return time.perf_counter() - start_s
+
+    def _fetched(self, ticket: Ticket) -> dict[str, torch.Tensor]:
+        if ticket.route is None:
+            return {}
+        try:
+            arriving = self._taking.receive(ticket.route, ticket.what, [])
+            return {name: tensor.to(self._device, copy=True) for name, tensor in arriving}
+        except TransferError:
+            return {}
+
+
+def _cache_of(id_: int, tensors: dict[str, torch.Tensor], ticket: Ticket) -> RowCache | None:
+    layers = range(sum(name.startswith(f"{id_}/k/") for name in tensors))
+    if not layers:
+        return None
+    keys, values = (tuple(tensors[f"{id_}/{kind}/{i}"] for i in layers) for kind in "kv")
+    return RowCache(keys, values, ticket.version)
+
+
+class Couriers:
+    """The driver's side: it has parcels sent when their tickets come to a taker.
+
+    Args:
+        meeting: where the groups meet.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting, self._count = meeting, 0
+        self._givers: dict[str, GroupExecutor] = {}
+
+    def serve(self, name: str, generator: GroupExecutor, executor: Executor) -> _Served:
+        """Return an executor of a generator that has parcels sent to it.
+
+        Args:
+            name: of the generator.
+            generator: its own executor.
+            executor: for all its other calls.
+        """
+        self._givers[name] = generator
+        return _Served(self, executor)
+
+    async def accept(
+        self, taker: Executor, responses: Sequence[Response], transfers: Sequence[KVTransfer]
+    ) -> Reply[None]:
+        """Have parcels sent while the taker waits for them."""
+        routes: dict[tuple[str, int], list[Route]] = {}
+        for transfer in transfers:
+            if (ticket := transfer.cache) is not None:
+                routes.setdefault((ticket.giver, ticket.parcel), self._new_routes())
+        told = [
+            t if t.cache is None
+            else replace(t, cache=replace(t.cache, route=routes[t.cache.giver, t.cache.parcel][1]))
+            for t in transfers
+        ]  # fmt: skip
+        shipping = [
+            asyncio.to_thread(self._ship, giver, parcel, ways[0])
+            for (giver, parcel), ways in routes.items()
+        ]
+        reply, *_ = await asyncio.gather(taker.call("accept", responses, told), *shipping)
+        accepted: Reply[None] = reply
+        return accepted
+
+    def bytes_per_s(self, giver: str, taker: str) -> float:
+        """Measure how fast keys and values travel from one generator to another. Blocks."""
+        ways, seconds = self._new_routes(), 0.0
+        for _ in range(2):  # in the first they meet
+            parcel, what = self._givers[giver].ask("sample")
+            with ThreadPoolExecutor(1) as pool:
+                shipped = pool.submit(self._ship, giver, parcel, ways[0])
+                seconds = self._givers[taker].ask("measure", ways[1], what)
+                shipped.result()
+        return SAMPLE_BYTES / seconds
+
+    def _ship(self, giver: str, parcel: int, route: Route) -> None:
+        """Send; a giver that cannot is found out by the taker, who waits no longer than may be."""
+        try:
+            self._givers[giver].aside(
+                "ship", parcel, route, timeout_s=self._meeting.timeout_s + 1.0
+            )
+        except (RankError, TransferError):
+            return
+
+    def _new_routes(self) -> list[Route]:
+        self._count += 1
+        return self._meeting.routes(f"parcel/{self._count}", 2)
+
+
+class _Served:
+    """An executor of a generator whose parcels are sent when it accepts their tickets."""
+
+    def __init__(self, couriers: Couriers, executor: Executor) -> None:
+        self._couriers, self._executor = couriers, executor
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """Call the method; see :class:`~stretto.workers.executor.Executor`."""
+        if method == "accept":
+            return await self._couriers.accept(self._executor, *args)
+        return await self._executor.call(method, *args)
+
+    async def restart(self) -> None:
+        """Start the generator again."""
+        await self._executor.restart()

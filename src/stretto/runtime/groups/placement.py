@@ -1,0 +1,217 @@
+"""The placement of roles on processes: which stand together, on what, with how many threads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stretto.assembly.cores import Threads, share_cores
+from stretto.assembly.scorers import MODEL
+from stretto.config import Config
+from stretto.errors import ConfigError, nearest
+from stretto.models.memory import format_size
+from stretto.runtime.clients import generator_names
+
+LEARNER = "learner"
+PROCESS_BYTES = 400 << 20
+"""Memory of a process with torch and transformers, before any model (measured: 300 to 420 MB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A role, and where in the schedule it sits.
+
+    Attributes:
+        role: unique name.
+        scorer: name of the scorer, which replicas share; empty for other roles.
+        host: the generator in whose process it sits, by number; ``None`` for none.
+    """
+
+    role: str
+    scorer: str = ""
+    host: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process.
+
+    Attributes:
+        name: for messages and files.
+        seats: its roles.
+        threads: of torch; 0 leaves its choice.
+        device: as torch names it.
+    """
+
+    name: str
+    seats: tuple[Seat, ...]
+    threads: int
+    device: str
+
+
+def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
+    """Return the names of all scorers that are models, in the order of the schedule's replicas.
+
+    Args:
+        config: of the run.
+        brought: sources that are models which the caller brings.
+    """
+    names = [s for s in config.reward.sources if s.startswith(MODEL) or s in brought]
+    if config.algorithm.has_reference:
+        names.append("reference")
+    if config.algorithm.definition.critic:
+        names.append("critic")
+    return names
+
+
+def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ()) -> list[Place]:
+    """Place all roles of a run on processes, the learner's first.
+
+    Args:
+        config: of the run.
+        cores: of the machine.
+        gpus: of the machine; 0 places all on the CPU.
+        brought: see :func:`model_scorers`.
+
+    Raises:
+        ConfigError: the settings place a role that the run has not, or on a GPU that is not there.
+    """
+    models = model_scorers(config, brought)
+    groups = _by_hand(config, models)
+    named = {seat.role for seats, _, _ in groups for seat in seats}
+    groups += [(seats, 0, "") for seats in _by_rule(config, named, models) if seats]
+    groups.sort(key=lambda group: group[0][0].role != LEARNER)
+    overlap = config.schedule.knobs.overlaps(config.rollout.engines)
+    shares = share_cores(config, cores) if overlap else None
+    found = []
+    for i, (seats, threads, device) in enumerate(groups):
+        if not threads and shares:
+            threads = _threads({_kind(seat) for seat in seats}, shares)
+        name = "+".join(seat.role.replace("/", "_") for seat in seats)
+        found.append(Place(name, seats, threads or config.threads, device or _device(i, gpus)))
+    _check_devices(found, gpus)
+    return found
+
+
+def remarks(config: Config, found: Sequence[Place], cores: int, gpus: int) -> list[str]:
+    """Return remarks on a placement that is possible, and wasteful."""
+    said = []
+    busy = sum(place.threads or cores for place in found if place.device == "cpu")
+    overlap = config.schedule.knobs.overlaps(config.rollout.engines)
+    if overlap and busy > 2 * cores:
+        said.append(
+            f"{busy} threads of {len(found)} processes share {cores} cores: put scorers together "
+            "(cluster.scorers = 'together'), or give processes fewer (cluster.processes)"
+        )
+    used = {place.device for place in found if place.device != "cpu"}
+    if 0 < len(used) < gpus:
+        said.append(f"{gpus - len(used)} of {gpus} GPUs have no role")
+    return said
+
+
+def memory(place: Place, role_bytes: Mapping[str, int]) -> int:
+    """Return about how many bytes of weights, gradients and optimizer states a process holds.
+
+    Args:
+        place: the process.
+        role_bytes: of ``learner`` (actor and critic as they are trained), and of a frozen copy of
+            each model: ``actor``, ``critic``, ``reference``, ``reward``.
+    """
+    total = 0
+    for seat in place.seats:
+        name = seat.scorer.split(":")[0] if seat.scorer else seat.role.split()[0]
+        model = {"generator": "actor", "model": "reward"}.get(name, name)
+        total += role_bytes.get(model, 0)
+    return total
+
+
+def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
+    """Return the placement as a table, with the memory of each process."""
+    wide = max(len("roles"), *(len(_roles(place)) for place in found))
+    lines = [f"  {'roles':<{wide}}  {'device':<8} {'threads':>7}  {'weights and states':>18}"]
+    for place in found:
+        size = format_size(memory(place, role_bytes))
+        lines.append(
+            f"  {_roles(place):<{wide}}  {place.device:<8} {place.threads or 'all':>7}  {size:>18}"
+        )
+    lines.append(
+        f"  On top come {PROCESS_BYTES >> 20} MiB a process, activations, the KV cache, and for "
+        "the learner two copies of the trained weights on their way."
+    )
+    return "\n".join(lines)
+
+
+def _roles(place: Place) -> str:
+    return ", ".join(seat.role for seat in place.seats)
+
+
+def _threads(kinds: set[str], shares: Threads) -> int:
+    """Return the threads of a process: a generator works beside others, whoever it hosts."""
+    if "generating" in kinds:
+        return shares.generating
+    return max(shares.training if kind == "training" else shares.scoring for kind in kinds)
+
+
+def _kind(seat: Seat) -> str:
+    if seat.role == LEARNER:
+        return "training"
+    return "scoring" if seat.scorer else "generating"
+
+
+def _by_hand(config: Config, models: Sequence[str]) -> list[tuple[tuple[Seat, ...], int, str]]:
+    """Return the processes that the settings list: seats, threads and device."""
+    generators = generator_names(config.rollout.engines)
+    known = [LEARNER, *generators, *models]
+    groups = []
+    for process in config.cluster.processes:
+        host = next((generators.index(r) for r in process.roles if r in generators), None)
+        seats = []
+        for role in process.roles:
+            if role not in known:
+                raise ConfigError(
+                    f"cluster.processes names the role '{role}', which this run has not. "
+                    f"{nearest(role, known)}"
+                )
+            scorer = role in known[1 + len(generators) :]
+            seats.append(Seat(role, role, host) if scorer else Seat(role))
+        groups.append((tuple(seats), process.threads, process.device))
+    return groups
+
+
+def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterator[tuple[Seat, ...]]:
+    """Yield the processes of all roles that are not placed yet."""
+    engines = config.rollout.engines
+    generators = generator_names(engines)
+    if LEARNER not in placed:
+        yield (Seat(LEARNER),)
+    rule = config.cluster.scorers
+    if rule == "auto":
+        rule = "generators" if config.schedule.knobs.hosts_scorers(engines) else "apart"
+    scorers = [name for name in models if name not in placed]
+    for i, generator in enumerate(generators):
+        if generator not in placed:
+            hosted = scorers if rule == "generators" else []
+            several = engines > 1
+            yield (
+                Seat(generator),
+                *(Seat(f"{n} {i}" if several else n, n, i) for n in hosted),
+            )
+    if rule == "together":
+        yield tuple(Seat(name, name) for name in scorers)
+    if rule == "apart":
+        for name in scorers:
+            yield (Seat(name, name),)
+
+
+def _device(i: int, gpus: int) -> str:
+    return f"cuda:{i % gpus}" if gpus else "cpu"
+
+
+def _check_devices(found: Sequence[Place], gpus: int) -> None:
+    for place in found:
+        kind, _, number = place.device.partition(":")
+        if kind == "cuda" and int(number or 0) >= gpus:
+            raise ConfigError(
+                f"cluster.processes places '{place.name}' on {place.device}, and this machine has "
+                f"{gpus} GPUs; name another device"
+            )

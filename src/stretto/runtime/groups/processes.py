@@ -1,0 +1,174 @@
+"""The processes of a run, started as its placement says."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+
+from stretto.assembly.models import Given, Say
+from stretto.config import Config
+from stretto.errors import ConfigError, first_line
+from stretto.models.load import pick_device
+from stretto.runtime.groups import learner, services
+from stretto.runtime.groups.messages import Ready, Setting
+from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remarks
+from stretto.types import IntArray, Prompt
+from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.workers.preflight import Facts, check
+from stretto.workers.ranks import Ranks
+
+
+class Processes:
+    """The processes of a run, opened one after another: the learner's, then all others at once.
+
+    Attributes:
+        places: of all processes, the learner's first.
+        ready: the message of the learner's process; only once that is open.
+    """
+
+    ready: Ready
+
+    def __init__(
+        self,
+        config: Config,
+        given: Given,
+        stack: ExitStack,
+        say: Say,
+        folder: Path | None,
+        probe: IntArray,
+        first: Sequence[Prompt],
+    ) -> None:
+        self._config, self._stack, self._say = config, stack, say
+        self._logs = folder / "logs" if folder else None
+        self._probe, self._first = probe, first
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-")))
+        self._given = replace(
+            given, functions={}, warmup=given.warmup or scratch / "warmup.safetensors"
+        )
+        on_gpus = pick_device(config.model.device).type == "cuda"
+        gpus = torch.cuda.device_count() if on_gpus else 0
+        cores = config.threads or torch.get_num_threads()
+        self.places = places(config, cores, gpus, given.reward_models)
+        for line in remarks(config, self.places, os.cpu_count() or 1, gpus):
+            say(line)
+        self._facts: dict[str, Facts] = {}
+        self._looking = Lock()
+
+    @property
+    def scorers(self) -> list[Seat]:
+        """The model scorers' seats, in the order in which the schedule gets them."""
+        seats = [seat for place in self.places for seat in place.seats if seat.scorer]
+        return sorted(seats, key=lambda seat: seat.host or 0)
+
+    def opened(self) -> tuple[list[ServiceGroup], dict[str, GroupExecutor]]:
+        """Open all processes; return them, and an executor for each role."""
+        with ThreadPoolExecutor(len(self.places)) as pool:
+            opening = [pool.submit(self._open, self.places[0])]
+            if self._config.warmup_examples:  # others read its outcome
+                wait(opening)
+            opening += [pool.submit(self._open, place) for place in self.places[1:]]
+        groups = [future.result() for future in opening]
+        executors = {
+            seat.role: GroupExecutor(group, seat.role)
+            for place, group in zip(self.places, groups, strict=True)
+            for seat in place.seats
+        }
+        self.ready = executors[LEARNER].ask("ready")
+        for line in self.ready.said:
+            self._say(line)
+        return groups, executors
+
+    def _open(self, place: Place) -> ServiceGroup:
+        group = ServiceGroup(place.name, partial(self._launch, place))
+        self._stack.callback(group.close)
+        return group
+
+    def _launch(self, place: Place) -> Ranks:
+        model = self._config.model.model_copy(update={"device": place.device})
+        config = self._config.model_copy(update={"model": model})
+        setting = Setting(config, self._given, place.threads)
+        makes = {seat.role: self._make(seat, setting) for seat in place.seats}
+        _require_sendable(makes)
+        logs = [self._logs / f"{place.name}.log"] if self._logs else []
+        return Ranks(
+            1,
+            Host,
+            (makes,),
+            threads=place.threads,
+            role=place.name,
+            devices=[place.device],
+            timeout_s=self._config.cluster.start_timeout_s,
+            logs=logs,
+            say=lambda line: self._say(f"{place.name}: {line}"),
+            check=lambda facts: self._check_facts(place, facts),
+        )
+
+    def _make(self, seat: Seat, setting: Setting) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Return how a role's service is made; with what it needs of what the caller brings."""
+        setting = replace(setting, given=_needed(seat, setting.given))
+        if seat.role == LEARNER:
+            return learner.learner, (setting, self._probe)
+        if not seat.scorer:
+            return services.generator, (setting, seat.role, self._probe)
+        if seat.scorer == "reference":
+            return services.reference, (setting,)
+        if seat.scorer == "critic":
+            return services.critic, (setting,)
+        return services.reward_model, (setting, seat.scorer, self._first)
+
+    def _check_facts(self, place: Place, facts: Sequence[Facts]) -> None:
+        with self._looking:
+            self._facts[place.name] = facts[0]
+            self._compare()
+
+    def _compare(self) -> None:
+        """Compare what all processes so far have found at their places."""
+        threads = {p.name: p.threads for p in self.places if p.threads and p.name in self._facts}
+        on: dict[str, set[str]] = {}
+        for p in self.places:
+            on.setdefault(p.device, set()).add(p.name)
+        check(self._facts, threads, [frozenset(names) for names in on.values()])
+
+
+def _needed(seat: Seat, given: Given) -> Given:
+    """Return what a role needs of what the caller brings: models may be large."""
+    wanted = {"reference": {"reference"}, "critic": {"critic"}, LEARNER: {"critic"}}
+    keep = wanted.get(seat.scorer or seat.role, set())
+    return replace(
+        given,
+        actor=None if seat.scorer in given.reward_models else given.actor,
+        reference=given.reference if "reference" in keep else None,
+        critic=given.critic if "critic" in keep else None,
+        reward_models={
+            source: model
+            for source, model in given.reward_models.items()
+            if source == seat.scorer or "critic" in keep  # which may start from it
+        },
+    )
+
+
+def _require_sendable(makes: Makes) -> None:
+    """Refuse what the caller brings and cannot go to another process.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+    """
+    try:
+        pickle.dumps(makes)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"what the caller brings cannot be sent to other processes: {first_line(error)}. "
+            "Define its classes at the top of a module, name folders instead of objects, or set "
+            "runtime = 'inline'"
+        ) from error

@@ -1,0 +1,249 @@
+"""A run whose roles work in processes of their own, behind a schedule in this one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from stretto.assembly.checks import look_at_prompts
+from stretto.assembly.controls import Migrating, controls_of, migrating_of
+from stretto.assembly.models import NOTHING, Given, Say, prepare_torch
+from stretto.assembly.parts import open_task
+from stretto.assembly.scorers import open_functions
+from stretto.clock import RealClock
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.models.load import pick_device, pick_dtype
+from stretto.models.weights import copy_into
+from stretto.observe.spans import Spans
+from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
+from stretto.runtime.groups.handover import TOLERANCE, Handover, hand_over
+from stretto.runtime.groups.messages import Rates, probe_of
+from stretto.runtime.groups.migration import Couriers
+from stretto.runtime.groups.placement import LEARNER
+from stretto.runtime.groups.processes import Processes
+from stretto.runtime.state import DRIVER, Staged, copied, write
+from stretto.runtime.state import LEARNER as LEARNER_FILE
+from stretto.schedules.schedule import Schedule
+from stretto.schedules.scoring import ScorerReplica
+from stretto.scoring.functions import FunctionScorer
+from stretto.tasks.prompts import PromptSource
+from stretto.weights.broadcast import Outbox
+from stretto.weights.transfer import Meeting, open_store
+from stretto.workers.executor import ThreadExecutor
+from stretto.workers.group import GroupExecutor, ServiceGroup
+from stretto.workers.services import ScorerService
+from stretto.workers.threads import WorkerThread
+
+LOOK_S = 0.1
+"""Seconds between two looks whether the learner's process has written its file."""
+
+PATIENCE_S = 30.0
+"""Seconds that the end of a run waits for the learner to come to the end of a call."""
+
+
+@dataclass(frozen=True)
+class GroupRun:
+    """A run over processes; see :class:`~stretto.runtime.base.Running`.
+
+    Attributes:
+        learner: its executor.
+        groups: all processes, the learner's first.
+        followers: roles that receive weights, by name, with the model that each follows.
+        lags: whether they may work with older weights than the learner's.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    learner: GroupExecutor
+    groups: Sequence[ServiceGroup]
+    followers: Mapping[str, tuple[GroupExecutor, str]]
+    functions: Sequence[FunctionScorer]
+    handover: Handover
+    schedule: Schedule
+    spans: Spans
+    lags: bool
+    given: Given
+
+    async def stage(self, *, copy: bool = True) -> Staged:
+        prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
+        held, pending = ({}, {}) if not self.lags else (self.schedule.held, self.schedule.pending)
+        kept = (await self.learner.call("kept", [*held.values(), *pending.values()])).value
+        weights = {
+            "followers": dict(zip(held, kept[: len(held)], strict=True)),
+            "offered": {
+                model: {ref.version: tensors}
+                for (model, ref), tensors in zip(pending.items(), kept[len(held) :], strict=True)
+            },
+        }
+        driver = {"prompts": prompts, "schedule": schedule, "weights": weights}
+        live = (await self.learner.call("stage", copy)).value
+        loop = asyncio.get_running_loop()
+
+        def write_learner(file: Path) -> None:
+            asyncio.run_coroutine_threadsafe(self._write_learner(file), loop).result()
+
+        return Staged({DRIVER: partial(write, state=driver), LEARNER_FILE: write_learner}, live)
+
+    async def _write_learner(self, file: Path) -> None:
+        """Have the learner's process write its state, and look now and then whether it has."""
+        await self.learner.call("write", file.absolute())
+        while not (await self.learner.call("written")).value:
+            await asyncio.sleep(LOOK_S)
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        driver = state[DRIVER]
+        self.prompts.load_state_dict(driver["prompts"])
+        self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, Outbox.name)
+        held, weights = self.schedule.held, driver["weights"]
+        kept = [(held[model], tensors) for model, tensors in weights["followers"].items()]
+        for model, ref in self.schedule.pending.items() if weights["offered"] else ():
+            kept.append((ref, weights["offered"][model][ref.version]))
+        newest = (await self.learner.call("load_state_dict", state[LEARNER_FILE], kept)).value
+        hand_over(self.handover, self.followers, held if weights["followers"] else newest)
+
+    def save(self, folder: Path) -> None:
+        self.learner.ask("save", folder.absolute())
+        brought = {"actor": self.given.actor, "critic": self.given.critic}
+        own = {name: model for name, model in brought.items() if model is not None}
+        if own:  # the caller's models are trained, as if in place
+            trained = self.learner.ask("trained").value
+            for name, model in own.items():
+                copy_into(model, trained[name])
+
+    def metrics(self) -> Mapping[str, float]:
+        used = {g.name: sum(g.ranks.used_bytes()) for g in self.groups}
+        memory = {f"memory/{name}_gb": n / 1e9 for name, n in used.items() if n}
+        return {**self.handover.metrics, **memory}
+
+    def stacks(self) -> str:
+        return "\n\n".join(group.ranks.stacks() for group in self.groups)
+
+    def halt(self) -> bool:
+        learner, *others = self.groups
+        for group in others:
+            group.close()
+        for function in self.functions:
+            function.close()
+        self.handover.close()
+        return learner.settle(PATIENCE_S)
+
+
+def start(
+    config: Config,
+    stack: ExitStack,
+    say: Say,
+    given: Given = NOTHING,
+    folder: Path | None = None,
+) -> GroupRun:
+    """Put a run together; arguments as those of :func:`~stretto.runtime.start.start`.
+
+    Raises:
+        ConfigError: a placement is impossible, or training is to go through pipelines.
+    """
+    _check(config, given)
+    prepare_torch(config)
+    tokenizer, task, prompts = open_task(config, given, say)
+    functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
+    first = look_at_prompts(prompts, say)
+    placing = Processes(config, given, stack, say, folder, probe_of(first), first)
+    groups, executors = placing.opened()
+    spans = Spans(RealClock())
+    device = pick_device(config.model.device)
+    coarse = pick_dtype(config.model.dtype, device).itemsize < 4
+    tolerance = config.cluster.probe_tolerance
+    store, port = open_store("127.0.0.1")
+    stack.callback(lambda: store)  # which ends when nobody holds it
+    meeting = Meeting("127.0.0.1", port, "gloo", config.cluster.handover_timeout_s)
+    couriers = Couriers(meeting)
+    handover = Handover(
+        executors[LEARNER],
+        meeting,
+        TOLERANCE[coarse] if tolerance == "auto" else tolerance,
+        spans,
+    )
+    stack.callback(handover.close)
+    names = generator_names(config.rollout.engines)
+    followers = {name: (executors[name], "actor") for name in names}
+    following = {name: handover.follow(name, executors[name]) for name in names}
+    generators = [
+        GeneratorClient(name, couriers.serve(name, executors[name], executor), spans)
+        for name, executor in following.items()
+    ]
+    replicas = [ScorerReplica(_function(f, stack, spans)) for f in functions]
+    for seat in placing.scorers:
+        executor = executors[seat.role]
+        info, said = executor.ask("ready")
+        for line in said:
+            say(line)
+        if seat.scorer == "reference" and given.reference is None:
+            executor.ask("require", placing.ready)
+        if info.follows:
+            followers[seat.role] = executor, info.follows
+        client = ScorerClient(info, handover.follow(seat.role, executor), spans)
+        replicas.append(ScorerReplica(client, seat.host))
+    hand_over(handover, followers, placing.ready.refs)
+    migrating = None
+    if config.schedule.knobs.migrates(len(names)):
+        migrating = _migrating(config, executors[names[0]].ask("rates"), couriers, names)
+    schedule = Schedule(
+        prompts.next,
+        generators,
+        replicas,
+        LearnerClient(LEARNER, executors[LEARNER], spans),
+        controls_of(config, migrating, restarts=config.cluster.restarts),
+        RealClock(),
+        spans,
+        placing.ready.refs,
+    )
+    return GroupRun(
+        tokenizer,
+        prompts,
+        executors[LEARNER],
+        groups,
+        followers,
+        functions,
+        handover,
+        schedule,
+        spans,
+        config.schedule.knobs.copies_weights,
+        given,
+    )
+
+
+def _migrating(config: Config, rates: Rates, couriers: Couriers, names: Sequence[str]) -> Migrating:
+    """Return the facts for moving stragglers, with the measured speed of the way between two."""
+    bytes_per_s = couriers.bytes_per_s(names[0], names[1])
+    return migrating_of(
+        config,
+        prefill_tokens_per_s=rates.prefill_tokens_per_s,
+        transfer_tokens_per_s=bytes_per_s / rates.kv_bytes,
+    )
+
+
+def _check(config: Config, given: Given) -> None:
+    if config.pipeline.ranks:
+        raise ConfigError(
+            f"runtime = '{config.runtime}' has one process for the learner, and pipeline.ranks = "
+            f"{config.pipeline.ranks} asks for several; set one of them back"
+        )
+    if config.model.lora_rank and given.actor is not None:
+        raise ConfigError(
+            f"runtime = '{config.runtime}' trains adapters in another process, and cannot merge "
+            "them into a model that the caller brings as an object; name its folder, or set "
+            "runtime = 'inline'"
+        )
+
+
+def _function(function: FunctionScorer, stack: ExitStack, spans: Spans) -> ScorerClient:
+    """Make the scorer of a reward function: it has its process already, a thread waits for it."""
+    service, worker = ScorerService(function), WorkerThread(function.name, 1)
+    stack.callback(worker.stop)
+    return ScorerClient(service.info(), ThreadExecutor(service, worker), spans)

@@ -1,0 +1,254 @@
+"""The services of roles in their processes, made from the settings.
+
+Each process loads its models itself, and the trained weights come from the learner. A model's
+fingerprint, of all its parameters, proves that both hold the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from torch import nn
+
+from stretto.assembly.checks import check_rewards
+from stretto.assembly.controls import most_in_flight
+from stretto.assembly.engines import make_engine, prefill_tokens_per_s, scorer_slots
+from stretto.assembly.models import (
+    load_reward_model,
+    made_ready,
+    make_actor,
+    make_critic,
+    with_adapters,
+)
+from stretto.assembly.parts import critic_rewards, open_task
+from stretto.assembly.scorers import MODEL, model_scorers, reward_scorer
+from stretto.assembly.warmup import warmed_up
+from stretto.config import Config
+from stretto.errors import EngineError
+from stretto.models.weights import fingerprint
+from stretto.rollout.engine import TorchEngine
+from stretto.runtime.groups.messages import Loaded, Rates, Ready, Setting, frozen_mark
+from stretto.runtime.groups.migration import Parcels
+from stretto.scoring.base import ModelScorer
+from stretto.tasks.prompts import PromptSource
+from stretto.types import (
+    IntArray,
+    KVTransfer,
+    Prompt,
+    Reply,
+    Response,
+    ScorerInfo,
+    WeightsRef,
+)
+from stretto.weights.broadcast import Inbox
+from stretto.weights.buckets import Plan
+from stretto.weights.transfer import Route
+from stretto.workers.services import GeneratorService, ScorerService
+
+
+class Follower:
+    """The part of a service that receives weights.
+
+    Args:
+        model: that they go to.
+        config: of the run.
+    """
+
+    def __init__(self, model: nn.Module, config: Config) -> None:
+        travelling = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        device = next(model.parameters()).device
+        self.inbox = Inbox(travelling, device, config.cluster.bucket_mb << 20)
+
+
+class GroupGenerator(GeneratorService):
+    """An engine over weights of its own, which come from the learner."""
+
+    def __init__(
+        self, engine: TorchEngine, follower: Follower, parcels: Parcels, probe: IntArray
+    ) -> None:
+        super().__init__(engine)
+        self._engine, self._inbox, self._probe = engine, follower.inbox, probe
+        self._parcels = parcels
+
+    def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
+        """Prepare to receive weights."""
+        self._inbox.expect(ref, mark, route)
+        return Reply(None)
+
+    def load(self, weights: WeightsRef) -> Reply[Loaded]:  # type: ignore[override]
+        """Load weights, and read the probe with them."""
+
+        def load() -> Loaded:
+            self._engine.load(weights)
+            return Loaded(self._inbox.mark, self._engine.logprobs(self._probe))
+
+        return self._timed("load", load, lambda _: {"version": weights.version})
+
+    def abort(self) -> None:
+        """Break off what is being received; on the side."""
+        self._inbox.abort()
+
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
+        """Let go of rollouts; keys and values stay here until they are sent."""
+        reply = super().export(rollout_ids, with_cache)
+        return Reply(self._parcels.keep(reply.value), reply.work)
+
+    def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
+        """Go on with rollouts, once their keys and values have come."""
+        about = {"rollouts": [r.id for r in responses]}
+
+        def accept() -> None:
+            self._engine.accept(responses, self._parcels.fetch(transfers))
+
+        return self._timed("migrate", accept, lambda _: about)
+
+    def ship(self, parcel: int, route: Route) -> None:
+        """Send keys and values that are kept here; on the side."""
+        self._parcels.ship(parcel, route)
+
+    def sample(self) -> tuple[int, Plan]:
+        """Keep a sample of bytes to be sent."""
+        return self._parcels.sample()
+
+    def measure(self, route: Route, what: Plan) -> float:
+        """Return how long a sample takes to come here, in seconds."""
+        return self._parcels.measure(route, what)
+
+    def rates(self) -> Rates:
+        """Measure what the rule for migration asks for."""
+        self._engine.logprobs(self._probe)
+        return Rates(prefill_tokens_per_s(self._engine.model), self._engine.kv_bytes_per_token)
+
+
+class GroupScorer(ScorerService):
+    """A model scorer; one that follows a trained model has weights of its own."""
+
+    def __init__(
+        self, scorer: ModelScorer, said: Sequence[str], follower: Follower | None = None
+    ) -> None:
+        super().__init__(scorer)
+        self._scorer, self._said, self._follower = scorer, said, follower
+
+    def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
+        """Return the facts about the scorer, and lines for people."""
+        return self.info(), self._said
+
+    def require(self, ready: Ready) -> None:
+        """See that the reference is the learner's actor as training starts.
+
+        Raises:
+            EngineError: it is another model.
+        """
+        _check_reference(self._scorer.model, ready)
+
+    def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
+        """Prepare to receive weights."""
+        assert self._follower is not None
+        self._follower.inbox.expect(ref, mark, route)
+        return Reply(None)
+
+    def load(self, weights: WeightsRef) -> Reply[Loaded]:  # type: ignore[override]
+        """Load weights."""
+        follower, reply = self._follower, super().load(weights)
+        assert follower is not None
+        return Reply(Loaded(follower.inbox.mark), reply.work)
+
+    def abort(self) -> None:
+        """Break off what is being received; on the side."""
+        if self._follower is not None:
+            self._follower.inbox.abort()
+
+
+def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
+    """Make a generator's service, in its process; parcels bear its name."""
+    setting.prepare()
+    config = setting.config
+    model, prompts = _actor(setting)
+    follower = Follower(model, config)
+    rows = most_in_flight(config)
+    ends = setting.given.end_tokens
+    engine = make_engine(config, model, prompts.tokenizer, rows, ends, follower.inbox)
+    device = next(model.parameters()).device
+    return GroupGenerator(engine, follower, Parcels(name, device), probe)
+
+
+def reference(setting: Setting) -> GroupScorer:
+    """Make the reference's service, in its process: the reference is the actor at the start."""
+    setting.prepare()
+    config, said = setting.config, list[str]()
+    model = setting.given.reference
+    if model is not None:
+        model = made_ready(model, config, "the reference").requires_grad_(False)
+    else:
+        model, _ = _actor(setting)
+    (scorer,) = model_scorers(config, model, None, None, said.append)
+    return GroupScorer(scorer, said)
+
+
+def critic(setting: Setting) -> GroupScorer:
+    """Make the service of the critic as a scorer, in its process."""
+    setting.prepare()
+    config, given, said = setting.config, setting.given, list[str]()
+    tokenizer, _, _ = open_task(config, given, _quiet)
+    rewards = critic_rewards(config, tokenizer, _quiet)
+    actor = make_actor(config, given, _quiet)
+    model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
+    assert model is not None
+    model = with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
+    follower = Follower(model, config)
+    (scorer,) = model_scorers(config, None, model, follower.inbox, said.append)
+    return GroupScorer(scorer, said, follower)
+
+
+def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> GroupScorer:
+    """Make a reward model's service, in its process.
+
+    Args:
+        setting: of the process.
+        source: as in ``reward.sources``.
+        prompts: some of the run's, to check that the model can read them.
+    """
+    setting.prepare()
+    config, given, said = setting.config, setting.given, list[str]()
+    tokenizer, _, _ = open_task(config, given, _quiet)
+    loaded = given.reward_models.get(source)
+    if loaded is None:
+        loaded = load_reward_model(config, source.removeprefix(MODEL), said.append)
+    else:
+        made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
+    slots = scorer_slots(config, loaded[0], said.append)
+    scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
+    check_rewards(config, [scorer], prompts)
+    return GroupScorer(scorer, said)
+
+
+def _actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
+    """Load the actor as training starts, in its adapters where it has any.
+
+    In the learner's order, as some of it draws random numbers.
+    """
+    config, given = setting.config, setting.given
+    tokenizer, task, prompts = open_task(config, given, _quiet)
+    critic_rewards(config, tokenizer, _quiet)
+    model = make_actor(config, given, _quiet)
+    warmed_up(model, config, task, prompts, given, _quiet)
+    return with_adapters(model, config, "CAUSAL_LM", ExitStack(), brought=False), prompts
+
+
+def _check_reference(model: nn.Module, ready: Ready) -> None:
+    """See that the reference is the learner's actor as training starts, but for adapters."""
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    frozen = len(trained) < len(list(model.parameters()))
+    whole = fingerprint(model.named_parameters())
+    if frozen_mark(model) != ready.frozen or (
+        not frozen and whole != ready.refs["actor"].fingerprint
+    ):
+        raise EngineError(
+            "the reference is not the actor that training starts from: its process has loaded "
+            "other weights; see whether all machines hold the same model files"
+        )
+
+
+def _quiet(_: str) -> None:
+    """Say nothing: the learner's process has said it."""

@@ -1,0 +1,251 @@
+"""Groups of ranks that hold services, and the executors that call these."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from stretto.clock import Clock, RealClock
+from stretto.errors import RankError, RoleLostError, StrettoError
+from stretto.types import Reply
+from stretto.workers.preflight import Facts
+from stretto.workers.threads import WorkerThread
+
+SAMPLES = 5
+"""Round trips by which the distance of two clocks is measured."""
+
+Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
+"""How each service is made, by name: an importable function, and its arguments."""
+
+
+class Group(Protocol):
+    """Ranks of one group, wherever a launcher has put them.
+
+    Attributes:
+        facts: what each rank found at its place.
+    """
+
+    facts: list[Facts]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks at once; return the results by rank.
+
+        Raises:
+            RankError: a rank failed, and all have been ended.
+        """
+        ...
+
+    def aside(self, rank: int, method: str, *args: Any, timeout_s: float = ...) -> Any:
+        """Call a method of one rank while another is under way; blocks."""
+        ...
+
+    def stacks(self) -> str:
+        """Return what every thread of every rank is doing, for people; for those that answer."""
+        ...
+
+    def used_bytes(self) -> list[int]:
+        """Return each rank's resident memory; 0 for one that does not answer."""
+        ...
+
+    def watch(self, tell: Callable[[RankError], None]) -> None:
+        """Have the death of a rank between two calls told at once."""
+        ...
+
+    def close(self) -> None:
+        """End all ranks, at work or not; from any thread, any number of times."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An error of Stretto that a call ended with; the process lives on."""
+
+    error: StrettoError
+
+
+class Host:
+    """The holder of services in a rank; keeps them alive through errors that a run may survive.
+
+    Args:
+        rank: of the process in its group.
+        makes: how the services are made, in this order.
+    """
+
+    def __init__(self, rank: int, makes: Makes) -> None:
+        self._services = {name: make(*arguments) for name, (make, arguments) in makes.items()}
+
+    def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
+        """Return a method's result, or the error of Stretto that it raised."""
+        try:
+            result: object = getattr(self._services[service], method)(*args)
+        except StrettoError as error:
+            return Raised(error)
+        return result
+
+    def now(self) -> float:
+        """Return the time by this process's clock."""
+        return RealClock().now()
+
+    def aside(self, service: str, method: str, *args: Any) -> object:
+        """Call a method of a service while another of its methods may be under way."""
+        result: object = getattr(self._services[service], method)(*args)
+        return result
+
+
+class ServiceGroup:
+    """A group of ranks with services, which can be replaced when it has died.
+
+    Calls of all its services are made one at a time, in the order in which they were asked for.
+
+    Args:
+        name: for messages.
+        launch: starts the ranks, each with a :class:`Host`; called again for a replacement.
+        clock: of this process.
+
+    Attributes:
+        generation: how many groups have died or been ended before this one.
+
+    Raises:
+        StrettoError: a service's ``make`` raised it.
+        RankError: a rank could not start, or ``make`` raised anything else.
+    """
+
+    def __init__(self, name: str, launch: Callable[[], Group], clock: Clock | None = None) -> None:
+        self.name, self._launch, self._clock = name, launch, clock or RealClock()
+        self.generation, self._restarting = 0, asyncio.Lock()
+        self._closed = False
+        self._open()
+
+    @property
+    def ranks(self) -> Group:
+        """The ranks of the present generation."""
+        return self._ranks
+
+    async def run(self, service: str, method: str, args: tuple[Any, ...]) -> Reply[Any]:
+        """Call a method of a service; return its reply, with times by this process's clock.
+
+        Raises:
+            RankError: a rank has died, or raised an error of no run that goes on.
+            StrettoError: the method raised it.
+        """
+        reply: Reply[Any] = await self._worker.run(lambda: self.ask(service, method, *args))
+        return reply
+
+    def ask(self, service: str, method: str, *args: Any) -> Any:
+        """Return a method's result; a reply with times by this process's clock. Blocks."""
+        answer = self._ranks.call("call", service, method, args)[0]
+        if isinstance(answer, Raised):
+            raise answer.error
+        return answer.shifted(self._ahead_s) if isinstance(answer, Reply) else answer
+
+    async def restart(self, seen: int) -> None:
+        """Replace the ranks, unless another role has done so since generation ``seen``."""
+        async with self._restarting:
+            if self.generation > seen:
+                return
+            await asyncio.to_thread(self._replace)
+
+    def settle(self, seconds: float) -> bool:
+        """Take no more calls, and wait for one under way; return whether it has ended."""
+        self._worker.stop()
+        return self._worker.join(seconds)
+
+    def close(self) -> None:
+        """End the ranks, at work or not; from any thread, any number of times."""
+        self._closed = True
+        self._end()
+
+    def _replace(self) -> None:
+        self._end()
+        self.generation += 1
+        if self._closed:
+            raise RankError(f"the process of the {self.name} was ended with the run")
+        self._open()
+        if self._closed:  # the run has ended meanwhile
+            self._end()
+
+    def _end(self) -> None:
+        self._ranks.close()
+        self._worker.stop()
+
+    def _open(self) -> None:
+        try:
+            self._ranks = self._launch()
+        except RankError as error:
+            if isinstance(error.__cause__, StrettoError):
+                raise error.__cause__ from None
+            raise
+        self._worker = WorkerThread(self.name, 0)
+        self._ahead_s = self._distance()
+        self._ranks.watch(self._worker.fail)
+
+    def _distance(self) -> float:
+        """Return the seconds that this process's clock is ahead, by the shortest of round trips."""
+        trips: list[tuple[float, float]] = []
+        for _ in range(SAMPLES):
+            before_s = self._clock.now()
+            (theirs_s,) = self._ranks.call("now")[:1]
+            after_s = self._clock.now()
+            trips.append((after_s - before_s, (before_s + after_s) / 2 - theirs_s))
+        return min(trips)[1]
+
+
+class GroupExecutor:
+    """An executor that calls one service of a group.
+
+    Args:
+        group: holds the service.
+        service: its name there.
+    """
+
+    def __init__(self, group: ServiceGroup, service: str) -> None:
+        self._group, self._service, self._generation = group, service, group.generation
+
+    @property
+    def generation(self) -> int:
+        """How many processes of the service have died or been ended before this one."""
+        return self._generation
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """Call the method; see :class:`~stretto.workers.executor.Executor`.
+
+        Raises:
+            RoleLostError: the service's process has died, or been replaced with what it held.
+        """
+        if self._group.generation != self._generation:
+            raise RoleLostError(
+                self._service,
+                f"the process of the {self._group.name} was replaced, and the {self._service} in "
+                "it; start it again",
+            )
+        try:
+            return await self._group.run(self._service, method, args)
+        except RankError as error:
+            raise _lost(self._service, error) from error
+
+    async def restart(self) -> None:
+        """Start the service again, in a new process; see :meth:`ServiceGroup.restart`."""
+        try:
+            await self._group.restart(self._generation)
+        except RankError as error:
+            raise _lost(self._service, error) from error
+        self._generation = self._group.generation
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Return a method's result; blocks."""
+        return self._group.ask(self._service, method, *args)
+
+    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method while another may be under way; blocks."""
+        ranks: Group = self._group.ranks
+        return ranks.aside(0, "aside", self._service, method, *args, timeout_s=timeout_s)
+
+
+def _lost(service: str, error: RankError) -> RoleLostError:
+    """Return the loss of a role whose process failed, with all that is known of that."""
+    lost = RoleLostError(service, str(error))
+    for note in getattr(error, "__notes__", ()):
+        lost.add_note(note)
+    return lost

@@ -1,0 +1,115 @@
+"""The preflight: what each rank finds at its place, compared before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from stretto.errors import RankError
+
+PACKAGES = ("stretto", "torch", "transformers", "ray")
+"""Packages of which all ranks must have one version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """The facts about one rank's place.
+
+    Attributes:
+        node: name of the machine.
+        pid: of the process.
+        versions: of Python and of :data:`PACKAGES`; empty for one that is not installed.
+        threads: of torch.
+        device: what the rank computes on: ``cpu``, or the GPU's name.
+        device_id: the GPU's UUID; empty on a CPU.
+        free_bytes: memory of that device that nobody uses.
+        environment: variables that were forwarded to it.
+    """
+
+    node: str
+    pid: int
+    versions: Mapping[str, str]
+    threads: int
+    device: str
+    device_id: str
+    free_bytes: int
+    environment: Mapping[str, str]
+
+
+def facts(device: str, environment: Mapping[str, str]) -> Facts:
+    """Look at this process's place.
+
+    Args:
+        device: as torch names it.
+        environment: variables that were forwarded here.
+    """
+    import psutil
+    import torch
+
+    name, id_, free_bytes = "cpu", "", psutil.virtual_memory().available
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(device)
+        name, id_ = properties.name, str(properties.uuid)
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+    return Facts(
+        node=socket.gethostname(),
+        pid=os.getpid(),
+        versions={"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        threads=torch.get_num_threads(),
+        device=name,
+        device_id=id_,
+        free_bytes=free_bytes,
+        environment=environment,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def check(
+    ranks: Mapping[str, Facts], threads: Mapping[str, int], shared: Sequence[frozenset[str]] = ()
+) -> None:
+    """Compare all ranks with each other, and with the plan.
+
+    Args:
+        ranks: what each found, by its name.
+        threads: of torch, that each was given.
+        shared: groups of ranks that are meant to share a GPU.
+
+    Raises:
+        RankError: versions differ, two ranks are on one GPU that were not to be, or a rank has
+            other threads than it was given.
+    """
+    names = list(ranks)
+    for name in names[1:]:
+        for package, here in ranks[names[0]].versions.items():
+            there = ranks[name].versions.get(package, "")
+            if here != there:
+                raise RankError(
+                    f"all ranks need one version of {package}: '{names[0]}' on "
+                    f"{ranks[names[0]].node} has {here or 'none'}, '{name}' on {ranks[name].node} "
+                    f"has {there or 'none'}; install the same on both"
+                )
+    for name, found in ranks.items():
+        if threads.get(name, found.threads) != found.threads:
+            raise RankError(
+                f"'{name}' on {found.node} was to use {threads[name]} CPU threads and uses "
+                f"{found.threads}; see whether OMP_NUM_THREADS or the like limits them there"
+            )
+    by_device: dict[str, str] = {}
+    for name, found in ranks.items():
+        other = by_device.setdefault(found.device_id, name) if found.device_id else name
+        if other != name and not any({name, other} <= group for group in shared):
+            raise RankError(
+                f"'{name}' and '{other}' are both on the GPU {found.device_id} of {found.node}, "
+                "and are not placed together; see whether CUDA_VISIBLE_DEVICES is set for both, or "
+                "place them on one device"
+            )

@@ -1,0 +1,132 @@
+"""Placements: which roles share a process, on what, with how many threads. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from stretto.config import ClusterConfig, Config
+from stretto.errors import ConfigError
+from stretto.runtime.groups.placement import Place, memory, places, remarks, table
+
+
+def config(**settings: Any) -> Config:
+    return Config.model_validate({"runtime": "local", **settings})
+
+
+def shown(found: list[Place]) -> list[tuple[tuple[str, ...], int, str]]:
+    return [(tuple(seat.role for seat in p.seats), p.threads, p.device) for p in found]
+
+
+def test_each_role_has_a_process_and_all_cores_where_nothing_overlaps() -> None:
+    found = places(config(reward={"sources": ("model:./rm", "task")}), 8, 0)
+    roles = ["learner", "generator", "model:./rm", "reference", "critic"]
+    assert shown(found) == [((role,), 0, "cpu") for role in roles]
+    assert found[2].name == "model:._rm"  # a file's name
+
+
+def test_cores_are_shared_out_among_roles_that_overlap() -> None:
+    found = places(config(schedule={"preset": "oppo"}), 8, 0)
+    assert [p.threads for p in found] == [8, 4, 4, 4]  # without lag the learner works alone
+    found = places(config(schedule={"preset": "async"}), 8, 0)
+    assert [p.threads for p in found] == [4, 2, 2, 2]
+    found = places(config(schedule={"preset": "async", "threads": (3, 2, 1)}), 8, 0)
+    assert [p.threads for p in found] == [1, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        ("apart", ["learner", "generator 0", "generator 1", "reference", "critic"]),
+        ("together", ["learner", "generator 0", "generator 1", "reference+critic"]),
+        (
+            "generators",
+            ["learner", "generator 0+reference 0+critic 0", "generator 1+reference 1+critic 1"],
+        ),
+    ],
+)
+def test_scorers_stand_where_the_rule_says(rule: str, expected: list[str]) -> None:
+    settings = config(rollout={"engines": 2}, cluster={"scorers": rule})
+    assert [p.name for p in places(settings, 4, 0)] == expected
+
+
+def test_where_stragglers_move_scorers_sit_with_the_generators_that_may_be_freed() -> None:
+    fused = config(rollout={"engines": 2}, schedule={"preset": "rlhfuse"})
+    seats = places(fused, 4, 0)[2].seats
+    assert [(s.role, s.scorer, s.host) for s in seats] == [
+        ("generator 1", "", None),
+        ("reference 1", "reference", 1),
+        ("critic 1", "critic", 1),
+    ]
+    streamed = config(rollout={"engines": 2}, schedule={"preset": "stretto"})
+    assert len(places(streamed, 4, 0)) == 5  # they work while all generators decode
+
+
+def test_processes_by_hand_come_first_and_the_rest_goes_by_the_rule() -> None:
+    by_hand = [
+        {"roles": ["generator", "reference"], "threads": 3, "device": "cuda:1"},
+        {"roles": ["learner", "critic"]},
+    ]
+    settings = config(
+        cluster={"processes": by_hand}, reward={"sources": ("model:rm",)},
+        schedule={"score_on": "rollout"},
+    )  # fmt: skip
+    found = places(settings, 4, 2)
+    assert shown(found) == [
+        (("learner", "critic"), 4, "cuda:0"),
+        (("generator", "reference"), 3, "cuda:1"),
+        (("model:rm",), 2, "cuda:0"),
+    ]
+    assert found[1].seats[1].host == 0  # it works when the generator has nothing left to decode
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        ([{"roles": ["referense"]}], "names the role 'referense', .* Did you mean 'reference'"),
+        ([{"roles": ["generator 1"]}], "names the role 'generator 1', which this run has not"),
+        ([{"roles": ["critic"], "device": "cuda:3"}], "'critic' on cuda:3, and this machine has 2"),
+    ],
+)
+def test_impossible_placements_are_refused(processes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        places(config(cluster={"processes": processes}), 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"processes": [{"roles": ["a"]}, {"roles": ["a"]}]}, "'a' has 2 places"),
+        ({"processes": [{"roles": []}]}, "a process without roles"),
+        ({"processes": [{"roles": ["a"], "device": "gpu"}]}, "'gpu' is none that torch knows"),
+        ({"processes": [{"roles": ["learner", "generator 0"]}]}, "is what runtime = 'inline' does"),
+        ({"processes": [{"roles": ["generator 0", "generator 1"]}]}, "two generators in one"),
+        ({"address": "somewhere"}, "is no address"),
+    ],
+)
+def test_contradictions_are_refused_with_the_settings(settings: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ClusterConfig.model_validate(settings)
+
+
+def test_waste_is_remarked_on() -> None:
+    crowded = config(schedule={"preset": "oppo"}, reward={"sources": ("model:a", "model:b")})
+    (line,) = remarks(crowded, places(crowded, 2, 0), 2, 0)
+    assert line.startswith("7 threads of 6 processes share 2 cores: put scorers together")
+    assert not remarks(config(), places(config(), 2, 0), 2, 0)  # they take turns
+    together = config(cluster={"scorers": "together"})
+    (line,) = remarks(together, places(together, 8, 4), 8, 4)
+    assert line == "1 of 4 GPUs have no role"
+
+
+def test_the_table_says_what_each_process_holds() -> None:
+    fused = config(rollout={"engines": 2}, schedule={"preset": "rlhfuse"})
+    found = places(fused, 2, 0)
+    sizes = {"learner": 32_000_000, "actor": 2_000_000, "reference": 2_000_000, "critic": 3_000_000}
+    assert [memory(p, sizes) for p in found] == [32_000_000, 7_000_000, 7_000_000]
+    lines = table(found, sizes).splitlines()
+    assert lines[1].split() == ["learner", "cpu", "2", "32", "MB"]
+    assert lines[2].split()[-4:] == ["cpu", "1", "7", "MB"]
+    assert lines[2].lstrip().startswith("generator 0, reference 0, critic 0")

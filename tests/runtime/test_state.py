@@ -1,0 +1,159 @@
+"""A run's state: copied, written by whoever has it, and taken up on another runtime."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from helpers import full_beyond
+from run_helpers import Kill, assert_same_run, run, settings, weights
+from stretto import runs
+from stretto.config import Config, recipes
+from stretto.errors import StorageError
+from stretto.observe import RunDirectory
+from stretto.observe.progress import NoProgress
+from stretto.runs import checkpoint
+from stretto.runtime.state import BackgroundWriter, copied, copied_if_room, write
+
+
+def test_a_copy_does_not_change_with_what_was_copied() -> None:
+    tensor, numbers = torch.arange(3.0, requires_grad=True), [1, {"a": (2, None)}]
+    state = {"tensor": tensor, 7: numbers}
+    copy = copied(state)
+    with torch.no_grad():
+        tensor += 1
+    numbers.append(3)
+    assert copy["tensor"].tolist() == [0.0, 1.0, 2.0]
+    assert not copy["tensor"].requires_grad
+    assert copy[7] == [1, {"a": (2, None)}]
+
+
+def test_a_state_that_would_fill_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"a": torch.zeros(100), "b": [torch.zeros(100, dtype=torch.bfloat16)]}  # 600 bytes
+    for available, live in ((1200, False), (1199, True)):
+        memory = SimpleNamespace(available=available)
+        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        found, is_live = copied_if_room(state)
+        assert (is_live, found is state) == (live, live)
+        assert copied_if_room(state, copy=False) == (state, True)
+
+
+def written(writer: BackgroundWriter) -> None:
+    while not writer.written():
+        time.sleep(0.001)
+
+
+def test_a_background_writer_writes_what_was_staged(tmp_path: Path) -> None:
+    writer, tensor = BackgroundWriter(), torch.zeros(2)
+    assert not writer.stage({"w": tensor}, copy=True)
+    tensor += 1
+    writer.begin(tmp_path / "learner.pt")
+    written(writer)
+    assert torch.load(tmp_path / "learner.pt")["w"].tolist() == [0.0, 0.0]
+    assert writer.stage({"w": torch.zeros(4000)}, copy=False)
+    with full_beyond(1000):
+        writer.begin(tmp_path / "full.pt")
+        with pytest.raises(StorageError, match=r"full.pt': File too large; make room there"):
+            written(writer)
+
+
+def test_the_systems_error_is_raised_not_torchs(tmp_path: Path) -> None:
+    with full_beyond(1000), pytest.raises(OSError, match="File too large"):
+        write(tmp_path / "x.pt", {"w": torch.zeros(4000)})
+
+
+# -- on another runtime --------------------------------------------------------------------------
+
+LAGS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"preset": "async"},
+    "carried": {"lag": 1, "overcommit": 3},
+}
+
+
+def of(config: Config, runtime: str) -> Config:
+    return config.model_copy(update={"runtime": runtime})
+
+
+@pytest.mark.parametrize("lag", ["sync", "async", pytest.param("carried", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("begun", "resumed"), [("inline", "local"), ("local", "inline")])
+def test_a_run_goes_on_elsewhere_bit_for_bit(
+    lag: str, begun: str, resumed: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """As one that was never killed, in one process."""
+    config = settings(
+        tiny_folder,
+        steps=4,
+        schedule=LAGS[lag],
+        rollout={"batch": 4, "max_new_tokens": 12},
+        observe={"checkpoint_every": 2},
+    )
+    whole, _ = run(config, tmp_path)
+    killed = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(of(config, begun), run_dir=killed, progress=Kill(3))
+    step, parts = checkpoint.load_latest(killed.checkpoints, print)
+    assert step == 2
+    held = parts["driver.pt"]["weights"]["followers"]
+    assert held.keys() == (set() if lag == "sync" else {"actor", "critic"})
+    runs.train(of(config, resumed), run_dir=killed, resume=True, progress=NoProgress())
+    assert_same_run(killed, whole)
+
+
+@pytest.mark.slow
+def test_adapters_go_on_elsewhere_bit_for_bit(tiny_folder: Path, tmp_path: Path) -> None:
+    config = settings(
+        tiny_folder,
+        steps=4,
+        model={"lora_rank": 2},
+        schedule={"preset": "async"},
+        observe={"checkpoint_every": 2},
+    )
+    whole, _ = run(config, tmp_path)
+    killed = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(config, run_dir=killed, progress=Kill(3))
+    runs.train(of(config, "local"), run_dir=killed, resume=True, progress=NoProgress())
+    assert_same_run(killed, whole)
+
+
+@pytest.mark.parametrize("runtime", ["inline", pytest.param("local", marks=pytest.mark.slow)])
+def test_a_run_killed_in_the_midst_of_everything_goes_on(
+    runtime: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Checkpoints are written one after the other, so that the kill may strike one half-way."""
+    config = of(
+        settings(
+            tiny_folder,
+            steps=30,
+            schedule={"lag": 1, "overcommit": 3},
+            rollout={"batch": 4, "max_new_tokens": 20},
+            observe={"checkpoint_minutes": 1e-4},
+            out=str(tmp_path),
+        ),
+        runtime,
+    )
+    (tmp_path / "killed.toml").write_text(recipes.dump(config))
+    command = [sys.executable, "-m", "stretto", "train", str(tmp_path / "killed.toml")]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        metrics = tmp_path / "killed-001" / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < 7:
+            assert process.poll() is None
+            time.sleep(0.001)
+        os.kill(process.pid, signal.SIGKILL)
+    killed = RunDirectory.open(tmp_path / "killed-001")
+    assert 0 < checkpoint.newest(killed.checkpoints) < 30
+    runs.train(config, run_dir=killed, resume=True, progress=NoProgress())
+    whole, _ = run(of(config, "inline"), tmp_path)
+    ours, theirs = weights(killed), weights(whole)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

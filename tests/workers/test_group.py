@@ -1,0 +1,204 @@
+"""Groups of services in processes: what they answer, and how they end and start again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
+from stretto.types import Reply
+from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.workers.preflight import Facts, check
+from stretto.workers.ranks import Ranks
+from stretto.workers.services import Service
+
+
+class Counter(Service):
+    """A service that counts, and can misbehave."""
+
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        if not factor:
+            raise ConfigError("a factor of 0")
+        self.factor, self.calls = factor, 0
+
+    def times(self, number: int) -> Reply[int]:
+        self.calls += 1
+        return self._timed("work", lambda: self.factor * number, lambda _: {"of": number})
+
+    def count(self) -> Reply[int]:
+        return Reply(self.calls)
+
+    def refuse(self) -> Reply[None]:
+        raise EngineError("not so")
+
+    def stumble(self) -> Reply[None]:
+        raise ValueError("a bug")
+
+    def sleep(self, seconds: float) -> Reply[None]:
+        time.sleep(seconds)
+        return Reply(None)
+
+    def warn(self) -> Reply[None]:
+        import warnings
+
+        warnings.warn("mind the gap", UserWarning, stacklevel=1)
+        return Reply(None)
+
+    def pid(self) -> Reply[int]:
+        return Reply(os.getpid())
+
+
+def launch(makes: Makes, **options: Any) -> Ranks:
+    return Ranks(1, Host, (makes,), role="counter", **options)
+
+
+@pytest.fixture
+def group() -> Iterator[ServiceGroup]:
+    makes: Makes = {"two": (Counter, (2,)), "three": (Counter, (3,))}
+    group = ServiceGroup("counter", partial(launch, makes))
+    yield group
+    group.close()
+
+
+def test_services_of_one_process_answer_by_this_clock_and_survive_errors(
+    group: ServiceGroup,
+) -> None:
+    two, three = GroupExecutor(group, "two"), GroupExecutor(group, "three")
+
+    async def body() -> None:
+        before_s = time.perf_counter()
+        replies = await asyncio.gather(two.call("times", 4), three.call("times", 4))
+        after_s = time.perf_counter()
+        assert [r.value for r in replies] == [8, 12]
+        works = [r.work[0] for r in replies]
+        assert all(before_s - 0.05 <= w.start_s <= w.end_s <= after_s + 0.05 for w in works)
+        with pytest.raises(EngineError, match="not so"):
+            await two.call("refuse")
+        assert (await two.call("times", 5)).value == 10
+        assert (await two.call("count")).value == 2
+
+    asyncio.run(body())
+
+
+def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: ServiceGroup) -> None:
+    two, three = GroupExecutor(group, "two"), GroupExecutor(group, "three")
+
+    async def body() -> None:
+        await two.call("times", 1)
+        pid = (await two.call("pid")).value
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RoleLostError, match="the process of the counter was killed by SIGKILL"):
+            await two.call("sleep", 5.0)
+        await two.restart()
+        assert (await two.call("count")).value == 0  # what it held is gone
+        with pytest.raises(RoleLostError, match="was replaced, and the three in it") as lost:
+            await three.call("count")
+        assert lost.value.role == "three"
+        await three.restart()  # which starts no other process
+        pids = [(await e.call("pid")).value for e in (two, three)]
+        assert pids[0] == pids[1] != pid
+        assert group.generation == 1
+
+    asyncio.run(body())
+
+
+def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: ServiceGroup) -> None:
+    two = GroupExecutor(group, "two")
+
+    async def body() -> None:
+        with pytest.raises(RoleLostError, match="ValueError: a bug") as lost:
+            await two.call("stumble")
+        assert "in stumble" in lost.value.__cause__.__notes__[0]  # type: ignore[union-attr]
+
+    asyncio.run(body())
+
+
+def test_a_process_at_work_answers_on_the_side(group: ServiceGroup) -> None:
+    two = GroupExecutor(group, "two")
+    worker = threading.Thread(target=lambda: two.ask("sleep", 1.5))
+    worker.start()
+    time.sleep(0.3)
+    assert two.aside("count", timeout_s=5.0) == Reply(0)
+    assert "time.sleep(seconds)" in group.ranks.stacks()
+    assert group.ranks.used_bytes()[0] > 10 << 20
+    worker.join()
+
+
+def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
+    two = GroupExecutor(group, "two")
+    pid = two.ask("pid").value
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankError, match=r"no answer to 'aside' within 0\.2 s"):
+        two.aside("count", timeout_s=0.2)
+    assert "no answer to 'stacks'" in group.ranks.stacks()
+    group.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_what_a_process_prints_goes_to_its_log_and_warnings_are_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = tmp_path / "logs" / "counter.log"
+    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.append)
+    try:
+        ranks.call("call", "two", "warn", ())
+        ranks.call("call", "two", "pid", ())
+        until_s = time.monotonic() + 5
+        while not said and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert said == ["UserWarning: mind the gap"]
+        with pytest.raises(RankError) as died:
+            ranks.call("call", "two", "stumble", ())
+        assert "a bug" in str(died.value)
+        assert log.exists()
+    finally:
+        ranks.close()
+
+
+def test_an_error_of_the_start_is_raised_as_it_is() -> None:
+    with pytest.raises(ConfigError, match="a factor of 0"):
+        ServiceGroup("counter", partial(launch, {"none": (Counter, (0,))}))
+
+
+def test_the_preflight_may_refuse_before_anything_is_made() -> None:
+    seen: list[Facts] = []
+
+    def refuse(facts: Any) -> None:
+        seen.extend(facts)
+        raise RankError("not here")
+
+    with pytest.raises(RankError, match="not here"):
+        launch({"none": (Counter, (0,))}, check=refuse, threads=1)
+    assert seen[0].threads == 1
+    assert seen[0].pid != os.getpid()
+    assert {"python", "torch", "stretto", "transformers"} <= seen[0].versions.keys()
+
+
+def facts(**changes: Any) -> Facts:
+    given: dict[str, Any] = {
+        "node": "one", "pid": 1, "versions": {"torch": "2.13"}, "threads": 2, "device": "GPU",
+        "device_id": "", "free_bytes": 1, "environment": {},
+    }  # fmt: skip
+    return Facts(**{**given, **changes})
+
+
+def test_the_preflight_names_ranks_that_differ() -> None:
+    check({"a": facts(), "b": facts()}, {"a": 2})
+    with pytest.raises(RankError, match=r"'a' on one has 2.13, 'b' on two has 2.12"):
+        check({"a": facts(), "b": facts(node="two", versions={"torch": "2.12"})}, {})
+    with pytest.raises(RankError, match="'a' on one was to use 1 CPU threads and uses 2"):
+        check({"a": facts()}, {"a": 1})
+    shared = {"a": facts(device_id="G"), "b": facts(device_id="G")}
+    with pytest.raises(RankError, match="'b' and 'a' are both on the GPU G of one"):
+        check(shared, {})
+    check(shared, {}, [frozenset({"a", "b"})])
