@@ -33,7 +33,7 @@ class Span:
             checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
-            the ``cause``: data, stragglers, scores, weights.
+            the ``cause``: data, stragglers, scores, weights; down for :data:`DOWN`.
     """
 
     role: str
@@ -50,8 +50,6 @@ class Span:
     @property
     def cause(self) -> str:
         """Cause of a wait; 'other' if none was recorded."""
-        if self.name == DOWN:
-            return DOWN
         return str(self.attributes.get("cause", "other"))
 
 

@@ -82,7 +82,7 @@ class Phases:
 
     def down(self, role: str, since_s: float) -> None:
         """Record that ``role`` was lost at ``since_s``, and serves again or is given up now."""
-        self._tracer.add(role, "down", since_s, self._clock.now())
+        self._tracer.add(role, "down", since_s, self._clock.now(), cause="down")
 
     def _split(self, start_s: float, end_s: float) -> Iterator[tuple[float, float, str]]:
         at = max(bisect_right(self._times, start_s) - 1, 0)
