@@ -33,9 +33,6 @@ WINDOW_S = 0.005
 CONTROL_S = 30.0
 """Seconds in which a process answers on the side, at most; whoever does not is taken to hang."""
 
-TOLERANCE = {True: 0.2, False: 1e-3}
-"""Largest difference on the probe, in nats, by whether the weights are of a coarse type."""
-
 
 class Handover:
     """The hand-over, driven from the schedule's process.
