@@ -23,6 +23,7 @@ from stretto.config import Config, recipes
 from stretto.errors import ConfigError, EngineError, RankError, RewardError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.runtime.groups.migration import Couriers
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.forkserver import NAME
@@ -192,6 +193,28 @@ def test_a_role_that_dies_is_replaced_and_nothing_changes(
     assert [r.id for r in one] == [r.id for r in two] == list(range(18))
     assert [r.tokens for r in one] == [r.tokens for r in two]
     assert not processes()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_stragglers_move_between_processes_and_nothing_changes(
+    tiny_folder: Path, tmp_path: Path, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sends:  # then their tokens are prefilled again
+        monkeypatch.setattr(Couriers, "bytes_per_s", lambda *_: 1.0)
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        rollout={"batch": 8, "max_new_tokens": 24, "engines": 2},
+        schedule={"preset": "rlhfuse", "migrate": 0.75, "chunk_tokens": 2},
+        reward={"missing_eos": "off"},
+        warmup_examples=64,  # so that some responses end before others
+    )
+    there = trained(config, tmp_path / "there")
+    spans = json.loads((there.path / "trace.json").read_text())
+    assert sum(span["name"] == "migrate" for span in spans) >= 2  # given, and taken
+    here = trained(config.model_copy(update={"runtime": "inline"}), tmp_path / "here")
+    one, two = (sorted(run.read_rollouts(), key=lambda r: r.id) for run in (there, here))
+    assert [(r.id, r.tokens) for r in one] == [(r.id, r.tokens) for r in two]
 
 
 def test_without_restarts_the_first_death_ends_the_run_and_the_model_is_saved(
