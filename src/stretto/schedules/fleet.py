@@ -149,6 +149,7 @@ class Fleet:
         self.restarts = restarts
         self.held: Mapping[str, WeightsRef] = dict(initial or {})
         self._members: list[Member] = []
+        self._told: dict[str, int] = {}  # deaths that a line was returned about
         self._before = [0, 0]  # deaths and restarts before the run was taken up again
 
     def member(self, name: str) -> Member:
@@ -165,6 +166,16 @@ class Fleet:
     def replacements(self) -> int:
         """Processes started in place of others in the whole run."""
         return self._before[1] + sum(m.lives for m in self._members)
+
+    def losses(self) -> list[str]:
+        """Return a line for people about each member lost since the last call."""
+        lines = []
+        for member in self._members if self.restarts else ():
+            if member.deaths > self._told.get(member.name, 0):
+                self._told[member.name] = member.deaths
+                what = member.cause.partition("; mend the cause")[0]  # the run goes on by itself
+                lines.append(f"{what} (restart {member.lives} of {self.restarts})")
+        return lines
 
     def metrics(self) -> dict[str, float]:
         """Return the totals, where members may be replaced."""

@@ -174,5 +174,6 @@ class Guard:
         self._loss = error
         if served:
             self._down_since_s = self._clock.now()
+            self._phases.lost(short_name(self._name))
             self.lost.set()
             self._on_loss()

@@ -23,7 +23,7 @@ from stretto.models.load import pick_device
 from stretto.runtime.groups import learner, services
 from stretto.runtime.groups.messages import Ready, Setting
 from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remarks
-from stretto.types import IntArray, Prompt
+from stretto.types import IntArray, Prompt, short_name
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
 from stretto.workers.preflight import Facts, check
 from stretto.workers.ranks import Ranks
@@ -71,6 +71,16 @@ class Processes:
         seats = [seat for place in self.places for seat in place.seats if seat.scorer]
         return sorted(seats, key=lambda seat: seat.host or 0)
 
+    @property
+    def devices(self) -> dict[str, str]:
+        """The device of each role, by the role's name in traces: a GPU, or a process on CPUs."""
+        ids = {name: facts.device_id for name, facts in self._facts.items()}
+        return {
+            short_name(seat.role): ids.get(place.name) or place.name
+            for place in self.places
+            for seat in place.seats
+        }
+
     def opened(self) -> tuple[list[ServiceGroup], dict[str, GroupExecutor]]:
         """Open all processes; return them, and an executor for each role."""
         with ThreadPoolExecutor(len(self.places)) as pool:
@@ -107,6 +117,7 @@ class Processes:
             (makes,),
             threads=place.threads,
             role=place.name,
+            words={"call": "its work"},
             devices=[place.device],
             timeout_s=self._config.cluster.start_timeout_s,
             logs=logs,
