@@ -78,7 +78,7 @@ def victims_of(pid: int) -> dict[str, int]:
     """Ids of the run's processes that may be lost, by the name of their log."""
     found = {}
     try:
-        for child in psutil.Process(pid).children():
+        for child in psutil.Process(pid).children(recursive=True):
             log = Path(f"/proc/{child.pid}/fd/2").readlink()
             if log.suffix == ".log" and log.stem != "learner":
                 found[log.stem] = child.pid

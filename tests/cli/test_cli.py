@@ -17,6 +17,7 @@ from stretto.config import Config, SftConfig, recipes
 from stretto.errors import RewardError
 from stretto.evaluation import EvalResult, answers
 from stretto.observe import RunDirectory
+from stretto.workers import ray_cluster
 
 EVALUATED = EvalResult(
     rows="rows.jsonl",
@@ -383,6 +384,7 @@ def _doctor_with(monkeypatch: pytest.MonkeyPatch, cached: bool, cache: Path) -> 
 
     monkeypatch.setattr(resolve, "is_cached", lambda name: cached, raising=False)
     monkeypatch.setattr(resolve, "cache_dir", lambda: cache)
+    monkeypatch.setattr(ray_cluster, "find", lambda: None)
 
 
 def test_doctor_reports_what_is_missing(
@@ -396,6 +398,33 @@ def test_doctor_reports_what_is_missing(
     assert "smollm2-135m is not cached; the first use downloads it" in text
     assert "observe.trackers wandb would not work; pip install 'stretto[wandb]'" in text
     assert text.endswith("ready\n")
+
+
+def test_doctor_tells_of_ray(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _doctor_with(monkeypatch, cached=True, cache=tmp_path)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name == "ray")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run("doctor") == 0
+    assert "ray cluster   none answers at 10.0.0.1:6379 (RAY_ADDRESS)" in capsys.readouterr().out
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert run("doctor") == 0
+    assert "ray cluster   none runs here, nor is" in capsys.readouterr().out
+    there = ray_cluster.Cluster("10.0.0.1:6379", nodes=2, cpus=64, gpus=8)
+    monkeypatch.setattr(ray_cluster, "find", lambda: there)
+    assert run("doctor") == 0
+    text = capsys.readouterr().out
+    assert "ray cluster   10.0.0.1:6379; nodes: 2, CPUs: 64, GPUs: 8" in text
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    versions = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", _without("ray", versions))
+    needs = ["ray<3,>=2.50; extra == 'ray'"]
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: needs)
+    assert run("doctor") == 0
+    text = capsys.readouterr().out
+    assert "ranks on several machines would not work; pip install 'stretto[ray]'" in text
+    assert "ray cluster" not in text
 
 
 def test_doctor_fails_when_something_required_is_broken(

@@ -428,6 +428,26 @@ def test_a_wait_of_ones_own_comes_first_and_work_before_any_wait() -> None:
     }
 
 
+def test_a_lost_process_is_the_cause_of_its_own_idle_time_and_of_others_that_nobody_explains() -> (
+    None
+):
+    spans = [
+        wait("generator 0", "data", 0, 8),
+        Span("generator 0", "down", 1, 6, {"cause": "down"}),
+        work("generator 1", "gen", 0, 4),
+    ]
+    times = time_of_roles(spans, 0, 8, ["learner"])
+    assert times["generator 0"].idle == {"down": [(1, 6)], "data": [(0, 1), (6, 8)]}
+    assert times["generator 1"].idle == {"data": [(4, 8)]}
+    lost = time_of_roles([*spans[1:], wait("critic", "scores", 6, 7)], 0, 8, ["learner"])
+    assert lost["learner"].idle == {
+        "data": [(0, 4)],
+        "down": [(4, 6)],
+        "scores": [(6, 7)],
+        "other": [(7, 8)],
+    }
+
+
 def test_the_time_sheet_adds_up() -> None:
     sheet = TimeSheet()
     assert sheet.table() == ""

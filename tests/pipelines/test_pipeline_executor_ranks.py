@@ -24,6 +24,7 @@ from stretto.errors import LearnerError, RankError
 from stretto.pipelines.baselines import greedy
 from stretto.pipelines.executor.executor import StageLayout
 from stretto.pipelines.executor.stages import cut
+from stretto.workers.forkserver import NAME
 from stretto.workers.ranks import Ranks
 
 LIMIT_S = 10.0
@@ -38,7 +39,7 @@ def ranks() -> Iterator[Ranks]:
 
 def require_none_left() -> None:
     for child in psutil.Process().children(recursive=True):
-        assert "workers.rank" not in " ".join(child.cmdline())
+        assert child.name() != NAME or child.status() == psutil.STATUS_ZOMBIE
 
 
 def require_gone(pids: list[int]) -> None:
@@ -74,7 +75,8 @@ def test_calls_answer_by_rank(ranks: Ranks) -> None:
             "rank 1 of 2 failed in 'fail': ValueError: no such luck (pipeline_misbehaving",
         ),
         ("own", "rank 1 of 2 failed in 'fail': LearnerError: the loss is not finite. All ranks"),
-        ("exit", "rank 1 of 2 ended with exit code 3 in the middle of 'fail'. All ranks have been"),
+        # Whether the other has noticed by then is a matter of luck.
+        ("exit", "rank 1 of 2 ended with exit code 3 in the middle of 'fail'"),
         ("kill", "rank 1 of 2 was killed by SIGKILL (by hand, or for want of memory) in the mi"),
     ],
 )

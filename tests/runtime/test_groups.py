@@ -22,6 +22,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
+from stretto.workers.forkserver import NAME
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
@@ -131,9 +132,9 @@ class Killer(NoProgress):
 def processes() -> dict[str, int]:
     """Ids of the run's processes, by the name of their log."""
     found = {}
-    for child in psutil.Process().children():
-        if any("workers.rank" in word for word in child.cmdline()):
-            log = Path(f"/proc/{child.pid}/fd/2").readlink()
+    for child in psutil.Process().children(recursive=True):
+        log = Path(f"/proc/{child.pid}/fd/2").readlink()
+        if child.name() == NAME and log.suffix == ".log":
             found[log.stem] = child.pid
     return found
 

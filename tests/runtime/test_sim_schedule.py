@@ -254,6 +254,26 @@ def test_a_description_is_read_from_toml(tmp_path: Path) -> None:
         Cluster.read(file)
 
 
+def test_a_description_can_have_processes_that_die() -> None:
+    """The generator dies in a call, for 7 s, and as it has loaded, for 7 s and the load again."""
+    schedule = ScheduleConfig(score_on="chunk", chunk_tokens=5)
+    whole = small_cluster(schedule, (10, 20), 0)
+    faults = {"dies": 0.2, "restart_s": 7}
+    mortal = Cluster.model_validate({**whole.model_dump(), "faults": faults, "restarts": 50})
+    result, undisturbed = simulate(mortal), simulate(whole)
+    stats = result.steps[-1]
+    assert stats["cluster/deaths"] == stats["cluster/restarts"] == 2
+    lost = [s for s in result.spans if s.name == "down"]
+    assert [s.end_s - s.start_s for s in lost] == pytest.approx([7.0, 7.25])
+    assert result.idle_s["generator", "down"] == pytest.approx(14.0)
+    wasted_s = lost[0].start_s % 5  # of a chunk of 5 s
+    assert result.makespan_s == pytest.approx(undisturbed.makespan_s + 14.25 + wasted_s)
+    assert result.ledger == undisturbed.ledger
+    assert "cluster/deaths" not in undisturbed.steps[-1]
+    with pytest.raises(RoleLostError, match="its process was made to die in call"):
+        simulate(mortal.model_copy(update={"restarts": 0}))
+
+
 def test_wrong_descriptions_are_refused() -> None:
     def described(**changes: Any) -> Cluster:
         cluster = small_cluster(ScheduleConfig(), (1,), 0)
@@ -529,7 +549,8 @@ def test_faults_over_ten_thousand_seeds() -> None:
 
 
 def test_runs_go_on_without_the_processes_that_they_lose() -> None:
-    seen = [check(seed, mortal_cluster) for seed in range(300)]
+    # In 1399 the last critic is given up while a hand-over waits for its turn.
+    seen = [check(seed, mortal_cluster) for seed in (*range(300), 1399)]
     kinds = {"": 0, "cancelled": 0, "was made to die": 0, "has not answered": 0}
     for kind in kinds:
         kinds[kind] = sum(kind in o.error if kind else not o.error for o in seen)

@@ -31,6 +31,7 @@ from stretto.training.learner import PolicyLearner
 from stretto.training.partition import into_micro_batches
 from stretto.training.planner import Planner
 from stretto.training.trained import Course
+from stretto.workers.forkserver import NAME
 from stretto.workers.ranks import Ranks
 
 SHAPES = [(3, 7), (20, 5), (5, 1), (2, 9), (8, 6), (3, 4), (4, 12), (2, 3)]
@@ -369,8 +370,8 @@ def test_a_rank_that_dies_in_the_middle_of_a_step_ends_it_with_the_cause() -> No
 
 
 def ranks_of_this_process() -> list[psutil.Process]:
-    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in alive if any("workers.rank" in word for word in p.cmdline())]
+    started = psutil.Process().children(recursive=True)
+    return [p for p in started if p.name() == NAME and p.status() != psutil.STATUS_ZOMBIE]
 
 
 # -- a whole run ---------------------------------------------------------------------------------

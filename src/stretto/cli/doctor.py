@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -63,6 +63,7 @@ def examine() -> Iterator[Finding]:
         yield from _accelerator()
         yield from _models()
     yield from _extras()
+    yield from _cluster()
 
 
 def _machine() -> Iterator[Finding]:
@@ -174,6 +175,7 @@ def _extras() -> Iterator[Finding]:
     for extra, use in (
         ("tensorboard", "observe.trackers tensorboard"),
         ("wandb", "observe.trackers wandb"),
+        ("ray", "ranks on several machines"),
     ):
         for requirement in _requirements(extra):
             found = _package(requirement, "note")
@@ -182,3 +184,21 @@ def _extras() -> Iterator[Finding]:
             else:
                 text = f"{found.text.partition(';')[0]}: {use} would not work"
                 yield Finding("note", extra, f"{text}; pip install 'stretto[{extra}]'")
+
+
+def _cluster() -> Iterator[Finding]:
+    """Look for a cluster, where Ray is installed."""
+    from stretto.workers import ray_cluster
+
+    if not importlib.util.find_spec("ray"):
+        return
+    found = ray_cluster.find()
+    if found:
+        has = f"nodes: {found.nodes}, CPUs: {found.cpus:g}, GPUs: {found.gpus:g}"
+        yield Finding("ok", "ray cluster", f"{found.address}; {has}")
+    elif address := os.environ.get("RAY_ADDRESS"):
+        text = f"none answers at {address} (RAY_ADDRESS); start it, or unset the variable"
+        yield Finding("note", "ray cluster", text)
+    else:
+        text = "none runs here, nor is RAY_ADDRESS set; 'ray start --head' would start one"
+        yield Finding("note", "ray cluster", text)

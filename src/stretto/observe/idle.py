@@ -3,12 +3,13 @@
 A schedule records a wait where it waits. Most idle time is no such wait: a scorer just has nothing
 to do. Its cause follows from what the others do at that moment:
 
-1. the role itself waits: its own cause, before all others ``down``, while its process is lost;
+1. the role itself waits: its own cause, and ``down`` while its process is lost;
 2. another role waits: that one's cause;
 3. a generator generates: ``data``, or ``stragglers`` for another generator, out of rows itself;
 4. a scorer works: ``scores``;
 5. the learner works, or anyone loads weights: ``weights``;
-6. nobody does anything: ``other`` (writing records, checkpoints, the schedule itself).
+6. nobody does anything while another role's process is lost: ``down``;
+7. nobody does anything: ``other`` (writing records, checkpoints, the schedule itself).
 """
 
 from __future__ import annotations
@@ -123,9 +124,10 @@ def _idle(
 ) -> dict[str, Intervals]:
     """Put the window's time without a role's own work down to causes."""
     own = [(cause, parts) for (who, cause), parts in waited.items() if who == role]
+    others = [(cause, parts) for (who, cause), parts in waited.items() if who != role]
     reasons = sorted(own, key=lambda reason: reason[0] != DOWN)
     reasons += sorted(
-        ((cause, parts) for (who, cause), parts in waited.items() if who != role),
+        (reason for reason in others if reason[0] != DOWN),
         key=lambda reason: CAUSES.index(reason[0]) if reason[0] in CAUSES else len(CAUSES),
     )
     for wanted in ("data", "scores", "weights"):
@@ -135,6 +137,7 @@ def _idle(
             for (who, what), parts in worked.items()
             if who != role and what == wanted
         ]
+    reasons += [reason for reason in others if reason[0] == DOWN]
     idle: defaultdict[str, Intervals] = defaultdict(list)
     for cause, parts in reasons:
         idle[cause] += intersect(left, parts)

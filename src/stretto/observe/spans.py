@@ -40,7 +40,7 @@ class Span:
             checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
-            the ``cause``: data, stragglers, scores, weights.
+            the ``cause``: data, stragglers, scores, weights; down for :data:`DOWN`.
     """
 
     role: str

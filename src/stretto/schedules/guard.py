@@ -132,14 +132,20 @@ class Guard:
         """
         while not self.member.serves:
             assert self._loss is not None
+            if self.retired:
+                raise self._loss
             if self.member.exhausted:
                 self.member.retired()
                 self._phases.down(short_name(self._name), self._down_since_s)
+                self._phases.lost(short_name(self._name))  # from now on, for good
                 raise self._loss
             try:
                 await self._start()
             except (RoleLostError, StalledError) as error:
                 self._note(error)
+            except BaseException:
+                self.member.died("its start was broken off")
+                raise
         self.lost.clear()
         self._phases.down(short_name(self._name), self._down_since_s)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from stretto.errors import LifecycleError, StrettoError
@@ -71,7 +72,7 @@ class Feed:
         self._tokens = 0  # in all of these
         self._worthwhile = asyncio.Event()
         self._turn = asyncio.Lock()
-        self.paused = False
+        self.paused = self._left = False
 
     def admit(self, rollout: Rollout) -> None:
         """Take a rollout whose chunks will follow; the tokens it has now are in it already."""
@@ -108,7 +109,7 @@ class Feed:
 
     async def run(self) -> None:
         """Serve for ever, or until the scorer is given up and other replicas go on."""
-        while not self._guard.retired:
+        while not self._left:
             idle_since_s = self._clock.now()
             await self._worthwhile.wait()
             async with self._turn:
@@ -122,12 +123,12 @@ class Feed:
             self.admit(rollout)
             self.finish(rollout.id)
             self._worthwhile.set()  # look again afterwards: there may be more
-        while not self._guard.retired:
-            try:
+        while not self._left:
+            if not self._guard.serves:
+                await self._replace()
+            with suppress(GoneError):
                 await self._hand_over()
                 break
-            except GoneError:
-                await self._replace()
 
     async def _hand_over(self) -> None:
         """Tell the scorer what it has not been told.
@@ -173,7 +174,8 @@ class Feed:
         except StrettoError:
             if not self._guard.retired or not self.leave(self):
                 raise
-            self.unscored, self.asked_for, self.draw = {}, {}, list
+            self._left, self.draw = True, list
+            self.unscored, self.asked_for = {}, {}
             self._begin_anew()
 
     async def pause(self) -> None:
@@ -255,8 +257,8 @@ class _ScorerGroup:
         late = [feed for feed in feeds if not feed.paused]
         for feed in late:
             await feed.pause()
-        while late and (self._backlog or any(feed.asked for feed in late)):
-            for feed in late:
+        while late and (self._backlog or any(feed.asked for feed in feeds)):
+            for feed in feeds:
                 await feed.serve()
         async with asyncio.TaskGroup() as group:  # together: it may be one broadcast to all
             for feed in feeds[1:]:

@@ -92,7 +92,7 @@ class Phases:
         """Record that ``role`` was lost at ``since_s``, and serves again or is given up now."""
         if shown := self._lost.pop(role, None):
             shown.__exit__(None, None, None)
-        self._tracer.add(role, "down", since_s, self._clock.now())
+        self._tracer.add(role, "down", since_s, self._clock.now(), cause="down")
 
     def _split(self, start_s: float, end_s: float) -> Iterator[tuple[float, float, str]]:
         at = max(bisect_right(self._times, start_s) - 1, 0)

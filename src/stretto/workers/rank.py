@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -198,11 +198,12 @@ def tell_warnings(say: Callable[[str], None]) -> None:
         logging.getLogger(name).addHandler(Saying(logging.WARNING))
 
 
-def main(calls: int, side: int) -> None:
+def main(calls: int, side: int, listener: int | None) -> None:
     """Join the group, make the object, and answer calls until the parent goes.
 
     Args:
         calls, side: file descriptors of the connections.
+        listener: file descriptor of the socket on which the group's store listens, on rank 0.
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # the parent decides
@@ -216,7 +217,7 @@ def main(calls: int, side: int) -> None:
 
     def join() -> object:
         nonlocal number
-        opening: Opening = pickle.loads(inbox.get())
+        opening: Opening = replace(pickle.loads(inbox.get()), listener=listener)
         number = opening.rank
         if opening.log:
             tell_warnings(server.say)

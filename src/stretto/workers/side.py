@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from stretto.errors import RankError, StrettoError
@@ -32,12 +32,17 @@ class SideServer:
     Args:
         connection: to the driver.
         handle: called with the method's name and arguments, on any thread.
+        ended: called when the driver's end has closed, on a thread of its own.
     """
 
     def __init__(
-        self, connection: Connection[Any, Any], handle: Callable[[str, tuple[Any, ...]], Any]
+        self,
+        connection: Connection[Any, Any],
+        handle: Callable[[str, tuple[Any, ...]], Any],
+        ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection, self._handle, self._sending = connection, handle, Lock()
+        self._ended = ended
         Thread(target=self._serve, name="side channel", daemon=True).start()
 
     def say(self, line: str) -> None:
@@ -49,6 +54,7 @@ class SideServer:
             while True:
                 call = self._connection.recv()
                 Thread(target=self._answer, args=call, name="side call", daemon=True).start()
+        self._ended()
 
     def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
@@ -67,16 +73,26 @@ class SideServer:
 class SideClient:
     """The driver's end.
 
-    Args:
-        connection: to the rank.
-        say: called with each line of the rank, on a thread of its own.
+        Args:
+            connection: to the rank.
+            say: called with each line of the rank, on a thread of its own.
+    <<<<<<< HEAD
+            ended: called when the rank's end has closed, on that thread.
+    =======
 
-    Attributes:
-        gone: whether the connection has ended, on either side.
+        Attributes:
+            gone: whether the connection has ended, on either side.
+    >>>>>>> main
     """
 
-    def __init__(self, connection: Connection[Any, Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        connection: Connection[Any, Any],
+        say: Callable[[str], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         self._connection, self._say, self._sending = connection, say, Lock()
+        self._ended, self._over = ended, Event()
         self._numbers = itertools.count(1)
         self._open: dict[int, Future[Any]] = {}
         self.gone = False
@@ -101,6 +117,10 @@ class SideClient:
             self._open.pop(number, None)
             raise RankError(f"no answer to '{method}' within {timeout_s:g} s") from None
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until the rank's end has closed, as when its process ends; return whether it has."""
+        return self._over.wait(seconds)
+
     def close(self) -> None:
         """Close the connection."""
         self.gone = True
@@ -115,7 +135,9 @@ class SideClient:
                 elif future := self._open.pop(number, None):
                     future.set_result(result) if good else future.set_exception(result)
         self.gone = True
+        self._over.set()
         self._fail()
+        self._ended()
 
     def _fail(self) -> None:
         for number in list(self._open):

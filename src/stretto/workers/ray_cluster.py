@@ -1,0 +1,311 @@
+"""Ray for one run: a cluster to be on, and places for the ranks there."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import ConfigError, MissingExtraError, first_line
+from stretto.workers.environment import described, forwarded
+
+OBJECT_STORE_BYTES = 200 * 2**20
+"""Shared memory of a cluster that is started here; calls' arguments and results pass through it."""
+_LOOPBACK = "127.0.0.1"
+_CONNECT_S = 10.0
+_SAY_EVERY_S = 30.0
+_MISSED = (ConnectionError, RuntimeError, ValueError, TimeoutError)
+"""What Ray raises where it cannot connect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What a place holds: CPUs and GPUs of one node."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster that was found.
+
+    Attributes:
+        address: of its head.
+        nodes: how many are alive.
+        cpus, gpus: of all of them.
+    """
+
+    address: str
+    nodes: int
+    cpus: float
+    gpus: float
+
+
+class RayCluster:
+    """Ray's places for the ranks of one run, all of one placement group.
+
+    Args:
+        bundles: the places, by position; each is on one node.
+        address: of a running cluster, as ``host:port``, or ``auto`` for the one that this machine
+            belongs to. Without one, a cluster of this machine alone is started, and ends with this
+            object. Where the process is connected already, that cluster is taken.
+        cpus, gpus: of a cluster that is started here; without them Ray counts.
+        timeout_s: for the places to be free.
+        also: more names of variables that are forwarded to the ranks; see :func:`forwarded`.
+        say: called with lines for people.
+
+    Attributes:
+        environment: variables that are forwarded.
+        alone: whether all places are on this machine.
+        host: address at which this process listens for its ranks.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: no cluster answers, or it has not got the places within the time.
+    """
+
+    def __init__(
+        self,
+        bundles: Sequence[Bundle],
+        *,
+        address: str = "",
+        cpus: int | None = None,
+        gpus: int | None = None,
+        timeout_s: float = 600.0,
+        also: Iterable[str] = (),
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.bundles = tuple(bundles)
+        self.environment = forwarded(os.environ, also)
+        self._group: Any = None
+        self._started = _connect(address, cpus, gpus)
+        try:
+            import ray
+            from ray.util.placement_group import placement_group
+
+            wanted = [{"CPU": b.cpus, "GPU": b.gpus} for b in bundles]
+            self._group = placement_group([_without_zeros(w) for w in wanted], strategy="PACK")
+            self._wait(timeout_s, say)
+            nodes = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+            hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            here = ray.get_runtime_context().get_node_id()
+            self._indices = by_node(
+                self.bundles, [(hosts[nodes[i]], nodes[i]) for i in sorted(nodes)]
+            )
+            self.alone = set(nodes.values()) == {here}
+            self.host = _LOOPBACK if self.alone else hosts[here]
+            say(described(self.environment))
+        except BaseException:
+            self.close()
+            raise
+
+    def scheduling(self, place: int) -> Any:
+        """Return Ray's name for a place."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(self._group, self._indices[place])
+
+    def close(self) -> None:
+        """Give the places back, and end the cluster if it was started here; any number of times."""
+        import ray
+
+        group, self._group = self._group, None
+        if group is not None and ray.is_initialized():
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.util.remove_placement_group(group)
+        if self._started:
+            self._started = False
+            ray.shutdown()
+
+    def _wait(self, timeout_s: float, say: Callable[[str], None]) -> None:
+        """Wait for the places.
+
+        Raises:
+            ConfigError: the time is over.
+        """
+        began_s = said_s = time.monotonic()
+        while not self._group.wait(1):  # short, so that Ctrl-C is heard
+            now_s = time.monotonic()
+            if now_s - began_s >= timeout_s:
+                raise ConfigError(
+                    f"the run needs {self._needs()} of Ray, and did not get them within "
+                    f"{timeout_s:g} s: {_has()}; add nodes ('ray start --address=HOST:PORT' on "
+                    "each), end what else runs there, or ask for less"
+                )
+            if now_s - said_s >= _SAY_EVERY_S:
+                said_s = now_s
+                say(f"waiting for {self._needs()} of Ray: {_has()}")
+
+    def _needs(self) -> str:
+        largest = max(self.bundles, key=lambda b: (b.gpus, b.cpus))
+        return (
+            f"{_amount(sum(b.cpus for b in self.bundles), sum(b.gpus for b in self.bundles))} "
+            f"(on one node {_amount(largest.cpus, largest.gpus)} at least)"
+        )
+
+
+def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list[int]:
+    """Order bundles so that neighbours are on one node, and that the order is always the same.
+
+    Ray puts them where there is room. Positions keep what was asked for them: bundles change
+    places with equal ones only.
+
+    Args:
+        bundles: what was asked for, by position.
+        nodes: address and id of the node of each.
+
+    Returns:
+        For each position the bundle that it gets.
+    """
+
+    def by_address(index: int) -> tuple[int, str, str, int]:
+        address, node = nodes[index]
+        with contextlib.suppress(ValueError):  # of names
+            return int(ipaddress.ip_address(address)), address, node, index
+        return 0, address, node, index
+
+    order = sorted(range(len(bundles)), key=by_address)
+    equal = {bundle: iter([i for i in order if bundles[i] == bundle]) for bundle in bundles}
+    return [next(equal[bundle]) for bundle in bundles]
+
+
+def code_paths(paths: Sequence[str]) -> list[str]:
+    """Return where modules come from that are not installed, such as a checkout of sources.
+
+    Args:
+        paths: as in ``sys.path``.
+    """
+    own = []
+    for path in paths:
+        absolute = Path(path).absolute()  # '' is the working directory
+        installed = {"site-packages", "dist-packages"}.intersection(absolute.parts)
+        library = absolute.is_relative_to(sysconfig.get_path("stdlib"))
+        if not installed and not library and absolute.suffix != ".zip":
+            own.append(str(absolute))
+    return list(dict.fromkeys(own))
+
+
+def find(timeout_s: float = 20.0) -> Cluster | None:
+    """Look for the cluster that ``auto`` stands for, in a process of its own; for reports.
+
+    Args:
+        timeout_s: after which there is none: one that does not answer keeps Ray waiting.
+    """
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        "from stretto.workers.ray_cluster import _describe; _describe()"
+    )
+    with contextlib.suppress(subprocess.SubprocessError, ValueError):
+        told = subprocess.run(
+            [sys.executable, "-P", "-c", code], capture_output=True, timeout=timeout_s, check=True
+        )
+        return Cluster(**json.loads(told.stdout.splitlines()[-1]))
+    return None
+
+
+def _describe() -> None:
+    """Print the facts about the cluster, as JSON."""
+    import ray
+
+    _connect("auto", None, None)
+    address: str = ray.get_runtime_context().gcs_address
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    total = ray.cluster_resources()
+    found = Cluster(address, len(alive), total.get("CPU", 0.0), total.get("GPU", 0.0))
+    print(json.dumps(asdict(found)))
+
+
+def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
+    """Connect to a cluster, or start one; return whether the connection is ours to close.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: no cluster answers.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray", "a cluster") from error
+    if ray.is_initialized():
+        return False
+    if not address:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to others
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            num_gpus=gpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+        )
+        return True
+    _require_answer(address)
+    try:
+        ray.init(address=address, logging_level=logging.ERROR)
+    except _MISSED as error:
+        raise _no_cluster(address, first_line(error)) from error
+    return True
+
+
+def _require_answer(address: str) -> None:
+    """Knock at an address: where nobody answers, Ray would go on trying for many minutes.
+
+    Raises:
+        ConfigError: it cannot be an address, or nobody answers.
+    """
+    if address == "auto" and not os.environ.get("RAY_ADDRESS"):
+        return
+    address = os.environ["RAY_ADDRESS"] if address == "auto" else address
+    if "://" in address:
+        raise ConfigError(
+            f"the address of a Ray cluster is 'auto' or HOST:PORT, and '{address}' is neither; "
+            "run Stretto on a node of the cluster, as with 'ray job submit'"
+        )
+    host, _, port = address.rpartition(":")
+    if address in ("auto", "local") or not port.isdigit():
+        return  # Ray has names of its own
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"no Ray cluster answers at '{address}': {why}; start one ('ray start --head' here, "
+        "'ray start --address=HOST:PORT' on the other nodes), or leave the address out for a "
+        "cluster of this machine"
+    )
+
+
+def _has() -> str:
+    """Say what the cluster has."""
+    import ray
+
+    total, free = ray.cluster_resources(), ray.available_resources()
+    alive = sum(node["Alive"] for node in ray.nodes())
+    return (
+        f"its {alive} node{'s' if alive > 1 else ''} have "
+        f"{_amount(total.get('CPU', 0), total.get('GPU', 0))}, of which "
+        f"{_amount(free.get('CPU', 0), free.get('GPU', 0))} are free"
+    )
+
+
+def _amount(cpus: float, gpus: float) -> str:
+    return f"{gpus:g} GPUs and {cpus:g} CPUs"
+
+
+def _without_zeros(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in resources.items() if amount}

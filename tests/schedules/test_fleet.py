@@ -1,0 +1,106 @@
+"""What may become of a role's process: edges, budgets, totals. No torch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto.errors import LifecycleError
+from stretto.schedules.fleet import Fleet, Member, MemberState
+from stretto.types import WeightsRef
+
+EVENTS = ("late", "answered", "died", "starting", "started", "loaded", "retired")
+EDGES = {
+    "healthy": {"late": "suspect", "answered": "healthy", "died": "dead", "loaded": "healthy"},
+    "suspect": {"late": "suspect", "answered": "healthy", "died": "dead", "loaded": "healthy"},
+    "dead": {"starting": "starting", "retired": "retired"},
+    "starting": {"started": "stale", "died": "dead"},
+    "stale": {"loaded": "healthy", "died": "dead"},
+    "retired": {},
+}
+WAY_TO = {
+    "healthy": (),
+    "suspect": ("late",),
+    "dead": ("died",),
+    "starting": ("died", "starting"),
+    "stale": ("died", "starting", "started"),
+    "retired": ("died", "retired"),
+}
+
+
+def tell(member: Member, event: str) -> None:
+    given = {"died": ("out of memory",), "loaded": (7,)}.get(event, ())
+    getattr(member, event)(*given)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("start", MemberState)
+def test_a_member_moves_along_its_edges_only(start: MemberState, event: str) -> None:
+    member = Member("critic", 3)
+    for before in WAY_TO[start]:
+        tell(member, before)
+    assert member.state is start
+    if after := EDGES[start].get(event):
+        tell(member, event)
+        assert member.state == after
+    else:
+        with pytest.raises(LifecycleError, match=f"critic is {start}; '{event}' cannot happen"):
+            tell(member, event)
+        assert member.state is start
+
+
+@given(st.lists(st.sampled_from(EVENTS), max_size=60), st.integers(0, 3))
+def test_a_new_member_serves_after_a_hand_over_and_within_the_budget(
+    events: list[str], restarts: int
+) -> None:
+    """Whatever is tried: what is refused leaves no trace, and what happened adds up."""
+    fleet = Fleet(restarts)
+    member, happened = fleet.member("critic"), []
+    for event in events:
+        before = vars(member).copy()
+        try:
+            tell(member, event)
+        except LifecycleError:
+            assert vars(member) == before
+        else:
+            happened.append(event)
+    assert member.deaths == fleet.deaths == happened.count("died")
+    assert member.lives == fleet.replacements == happened.count("starting") <= restarts
+    assert member.deaths - member.lives == (member.state in ("dead", "retired"))
+    assert "retired" not in happened[:-1]
+    changes = [e for e in happened if e not in ("late", "answered")]
+    for first, second in pairwise(changes):
+        assert (first == "starting") <= (second in ("started", "died"))
+        assert (first == "started") <= (second in ("loaded", "died"))
+    last = next((e for e in reversed(changes)), "loaded")
+    assert member.serves == (last == "loaded")
+    assert member.version == (7 if "loaded" in happened else 0)
+
+
+def test_the_budget_is_each_member_s_own() -> None:
+    fleet = Fleet(1)
+    first, second = fleet.member("generator 0"), fleet.member("generator 1")
+    for event in ("died", "starting", "died"):
+        tell(first, event)
+    assert (first.exhausted, second.exhausted) == (True, False)
+    with pytest.raises(LifecycleError, match="generator 0 has been replaced 1 times, and may be 1"):
+        first.starting()
+    assert first.cause == "out of memory"
+    assert fleet.metrics() == {"cluster/deaths": 2.0, "cluster/restarts": 1.0}
+    assert Fleet(0).metrics() == {}
+
+
+def test_tickets_and_totals_outlive_the_run() -> None:
+    zero, one = (WeightsRef(m, v, "x") for m, v in (("actor", 0), ("actor", 1)))
+    fleet = Fleet(2, {"actor": zero, "critic": zero})
+    tell(fleet.member("critic"), "died")
+    fleet.held = {"actor": one}
+    again = Fleet(2, {"actor": zero, "critic": zero})
+    again.load_state_dict(fleet.state_dict())
+    assert again.held == {"actor": one, "critic": zero}
+    assert again.metrics() == {"cluster/deaths": 1.0, "cluster/restarts": 0.0}
+    tell(again.member("critic"), "died")
+    assert again.deaths == 2

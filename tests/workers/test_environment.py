@@ -1,0 +1,49 @@
+"""Which variables go along to ranks, and which of their values are said."""
+
+from __future__ import annotations
+
+import pytest
+
+from stretto.errors import ConfigError
+from stretto.workers.environment import described, forwarded
+
+
+def test_only_listed_variables_are_forwarded() -> None:
+    environment = {
+        "WANDB_API_KEY": "k",
+        "NCCL_DEBUG": "INFO",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NVIDIA_VISIBLE_DEVICES": "all",
+        "PATH": "/bin",
+        "MASTER_ADDR": "10.0.0.1",
+        "MY_A": "1",
+        "MY_B": "2",
+        "OTHER": "3",
+    }
+    usual = ["CUDA_LAUNCH_BLOCKING", "NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "WANDB_API_KEY"]
+    assert list(forwarded(environment)) == usual
+    more = forwarded(environment, ["MY_*", "OTHER", "CUDA_VISIBLE*"])
+    assert set(more) == {*usual, "MY_A", "MY_B", "OTHER"}
+    assert more["NCCL_DEBUG"] == "INFO"
+    with pytest.raises(ConfigError, match="'CUDA_VISIBLE_DEVICES' cannot be forwarded"):
+        forwarded(environment, ["CUDA_VISIBLE_DEVICES"])
+
+
+def test_secrets_are_named_and_not_shown() -> None:
+    variables = {
+        "HF_ENDPOINT": "https://me:hunter2@hub.example/",
+        "HF_HOME": "/data",
+        "HF_TOKEN": "hf_hunter2",
+        "MY_HOST": "hunter2",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_API_KEY": "hunter2",
+        "WANDB_API_KEY": "hunter2",
+        "WANDB_KEYS": "hunter2",
+    }
+    assert described(variables) == (
+        "environment of the ranks: HF_ENDPOINT, HF_HOME=/data, HF_TOKEN, MY_HOST, "
+        "TOKENIZERS_PARALLELISM=false, VLLM_API_KEY, WANDB_API_KEY, WANDB_KEYS"
+    )
+    assert described({}) == "environment of the ranks: nothing"

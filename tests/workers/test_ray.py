@@ -1,0 +1,356 @@
+"""Ranks as Ray actors: what they answer, how they fail and end, and where they are put."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pipeline_misbehaving import Misbehaving
+from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
+from stretto.types import Reply
+from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.workers.ray_actor import _address_of, _interface_of
+from stretto.workers.ray_cluster import Bundle, RayCluster, by_node, code_paths, find
+from stretto.workers.ray_ranks import RayRanks, explained
+from stretto.workers.services import Service
+
+ray = pytest.importorskip("ray")
+
+LIMIT_S = 20.0
+START_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRETTO_ECHO", "over there")
+        patch.setenv("STRETTO_STAYS", "here")
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        cluster = RayCluster([Bundle(1, 1)] * 2, cpus=4, gpus=4, timeout_s=START_S)
+    yield cluster
+    cluster.close()
+    assert not ray.is_initialized()
+
+
+def launch(cluster: RayCluster, size: int, *arguments: Any, **options: Any) -> RayRanks:
+    given = arguments or ("hello",)
+    return RayRanks(size, Misbehaving, given, cluster=cluster, timeout_s=START_S, **options)
+
+
+def require_gone(pids: list[int], seconds: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
+    ranks = launch(cluster, 2, threads=3, words={"hang": "a long wait"})
+    assert ranks.call("greet", "you") == ["hello you, from 0", "hello you, from 1"]
+    assert ranks.call_each("total", [(3,), (4,)]) == [7.0, 7.0]
+    assert ranks.call("threads") == [3, 3]
+    assert [facts.threads for facts in ranks.facts] == [3, 3]
+    for facts in ranks.facts:
+        assert facts.environment["STRETTO_ECHO"] == "over there"
+        assert facts.environment["OMP_NUM_THREADS"] == "3"
+        assert facts.versions["ray"] == ray.__version__
+    big = bytes(300_000)
+    ranks.call("take", big)
+    pids = ranks.call("pid")
+    assert pids == [facts.pid for facts in ranks.facts]
+
+    seen: list[str] = []
+
+    def look() -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while "in hang" not in (stacks := ranks.stacks()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        seen.append(stacks)
+        assert all(used > 10**7 for used in ranks.used_bytes())
+        ranks.close()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    with pytest.raises(RankError, match="the ranks were ended in the middle of a long wait"):
+        ranks.call("hang")
+    looking.join()
+    assert f"rank 1 of 2 (pid {pids[1]} on {socket.gethostname()}):" in seen[0]
+    assert "in hang" in seen[0]
+    require_gone(pids)
+    ranks.close()
+    with pytest.raises(RankError, match="the ranks have been ended; start new ones"):
+        ranks.call("pid")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "rank 0 of 1 failed in 'fail': ValueError: no such luck (pipeline_misbehaving"),
+        ("own", "rank 0 of 1 failed in 'fail': LearnerError: the loss is not finite. All ranks"),
+    ],
+)
+def test_an_error_is_told_with_its_cause(cluster: RayCluster, how: str, said: str) -> None:
+    ranks = launch(cluster, 1)
+    with pytest.raises(RankError) as caught:
+        ranks.call("fail", how, 0)
+    assert str(caught.value).startswith(said)
+    assert caught.value.rank == 0
+    assert isinstance(caught.value.__cause__, LearnerError) == (how == "own")
+    notes = getattr(caught.value, "__notes__", [])
+    assert len([n for n in notes if n.startswith("On rank 0:\nTraceback")]) == (how == "raise")
+    require_gone([ranks.facts[0].pid])
+
+
+def test_a_killed_rank_ends_a_call_of_all(cluster: RayCluster, tmp_path: Path) -> None:
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = launch(cluster, 2, logs=logs)
+    logs[1].write_text("last words\n")
+    with pytest.raises(RankError) as caught:
+        ranks.call("fail", "kill", 1)
+    assert str(caught.value).startswith(
+        "rank 1 of 2 ended unexpectedly (it crashed, or was killed by hand or for want of memory) "
+        "in the middle of 'fail'"
+    )
+    assert caught.value.rank == 1
+    if "rank 0 had raised" not in str(caught.value):  # it may have noticed first
+        assert any("last words" in note for note in caught.value.__notes__)
+        assert any(note.startswith("Ray says: The actor died") for note in caught.value.__notes__)
+    require_gone([facts.pid for facts in ranks.facts])
+
+
+def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
+    ranks = launch(cluster, 2)
+    told: list[RankError] = []
+    there = threading.Event()
+    ranks.watch(lambda error: (told.append(error), there.set())[0])
+    ranks.remedy = "try again"
+    assert not there.wait(0.2)
+    os.kill(ranks.facts[0].pid, signal.SIGKILL)
+    assert there.wait(LIMIT_S)
+    assert str(told[0]) == (
+        "rank 0 of 2 ended unexpectedly (it crashed, or was killed by hand or for want of memory) "
+        "between two calls. All ranks have been ended; mend the cause, and try again"
+    )
+    with pytest.raises(RankError) as caught:
+        ranks.call("pid")
+    assert caught.value is told[0]
+    require_gone([facts.pid for facts in ranks.facts])
+
+
+def test_a_rank_that_cannot_start_is_named(cluster: RayCluster) -> None:
+    with pytest.raises(RankError, match=r"rank 0 of 1 failed in its start: TypeError: Misbehaving"):
+        launch(cluster, 1, 1, 2, 3)
+
+
+def test_a_rank_that_cannot_listen_is_named(cluster: RayCluster) -> None:
+    with pytest.raises(RankError, match="has no network interface 'nosuch0' with an addr"):
+        launch(cluster, 1, interface="nosuch0")
+
+
+def test_groups_may_share_a_place_and_more_do_not_fit(cluster: RayCluster) -> None:
+    one = launch(cluster, 1, share=0.5, python=sys.executable)
+    other = launch(cluster, 1, share=0.5)
+    assert one.call("pid") != other.call("pid")
+    with pytest.raises(RankError, match=r"rank 0 of 1 did not start within 1 s: its place on th"):
+        RayRanks(1, Misbehaving, ("hello",), cluster=cluster, share=0.5, timeout_s=1)
+    one.close()
+    other.close()
+
+
+class Counter(Service):
+    """A service that counts."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.count = start
+
+    def add(self, number: int) -> Reply[int]:
+        self.count += number
+        return Reply(self.count)
+
+    def pid(self) -> Reply[int]:
+        return Reply(os.getpid())
+
+
+def test_a_group_of_services_is_lost_and_started_again(cluster: RayCluster) -> None:
+    makes: Makes = {"counter": (Counter, (5,))}
+    start = partial(RayRanks, 1, Host, (makes,), cluster=cluster, role="counter", places=[1])
+    group = ServiceGroup("counter", start)
+    executor = GroupExecutor(group, "counter")
+
+    async def body() -> None:
+        assert (await executor.call("add", 2)).value == 7
+        os.kill(executor.ask("pid").value, signal.SIGKILL)
+        with pytest.raises(RoleLostError, match="the process of the counter ended unexpectedly"):
+            await executor.call("add", 2)
+        await executor.restart()
+        assert (await executor.call("add", 2)).value == 7
+
+    try:
+        asyncio.run(body())
+    finally:
+        group.close()
+
+
+def test_places_that_there_are_not_are_waited_for_and_missed(cluster: RayCluster) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RayCluster([Bundle(1, 8), Bundle(2)], timeout_s=1)
+    assert str(caught.value).startswith(
+        "the run needs 8 GPUs and 3 CPUs (on one node 8 GPUs and 1 CPUs at least) of Ray, and did "
+        "not get them within 1 s: its 1 node have 4 GPUs and 4 CPUs, of which 2 GPUs and 2 CPUs "
+        "are free; add nodes"
+    )
+    assert ray.is_initialized()  # by another, who needs it still
+
+
+def test_how_an_actor_ended_is_told_by_what_ray_says() -> None:
+    errors = ray.exceptions
+    memory = "2 worker(s) were killed due to the node running low on memory."
+    assert "for want of memory on its node" in explained(errors.OutOfMemoryError(memory))
+    gone = errors.ActorUnavailableError("Socket closed", None)
+    assert explained(gone) == "was lost with its node, or the connection to it,"
+    died = errors.RayActorError(error_msg="The actor died because its node has died. Node Id: x")
+    assert explained(died) == "was lost with its node"
+    killed = errors.RayActorError(error_msg="it was killed by `ray.kill`.")
+    assert explained(killed) == "was killed through Ray"
+    other = errors.RayActorError(error_msg="connection error code 2; prevent node deaths; died")
+    assert explained(other).startswith("ended unexpectedly")
+
+
+def test_interfaces_are_found_by_address_and_by_name() -> None:
+    loopback = "lo" if sys.platform == "linux" else "lo0"
+    assert _address_of(loopback) == "127.0.0.1"
+    assert _interface_of("127.0.0.1") == loopback
+    with pytest.raises(RankError, match=r"has the address 203\.0\.113\.9, by which Ray knows it"):
+        _interface_of("203.0.113.9")
+
+
+def test_neighbours_are_on_one_node_and_the_order_is_always_the_same() -> None:
+    nodes = [("10.0.0.12", "b"), ("10.0.0.9", "a"), ("10.0.0.12", "b"), ("10.0.0.9", "a")]
+    assert by_node([Bundle(1, 1)] * 4, nodes) == [1, 3, 0, 2]
+    unlike = [Bundle(2), Bundle(1, 1), Bundle(1, 1), Bundle(2)]
+    assert by_node(unlike, nodes) == [3, 1, 2, 0]
+    same = [("node", "d"), ("node", "c"), ("node", "d")]
+    assert by_node([Bundle()] * 3, same) == [1, 0, 2]
+
+
+def test_only_paths_that_are_not_installed_go_along(tmp_path: Path) -> None:
+    own, library = str(tmp_path), sysconfig.get_path("stdlib")
+    paths = [own, library, f"{library}/lib-dynload", "/x/python311.zip", "/x/site-packages", own]
+    assert code_paths(paths) == [own]
+    assert code_paths([""]) == [str(Path.cwd())]
+
+
+def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'stretto\[ray\]'"):
+        RayCluster([Bundle()])
+
+
+@pytest.fixture
+def unconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+
+@pytest.mark.usefixtures("unconnected")
+def test_an_address_where_nobody_answers_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at '127.0.0.1:{port}'"):
+        RayCluster([Bundle()], address=f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="run Stretto on a node of the cluster"):
+        RayCluster([Bundle()], address="ray://head:10001")
+
+
+SCRIPT = """
+import sys; sys.path.insert(0, {tests!r})
+from pipeline_misbehaving import Misbehaving
+from stretto.workers.ray_cluster import Bundle, RayCluster
+from stretto.workers.ray_ranks import RayRanks
+cluster = RayCluster([Bundle()], cpus=1)
+ranks = RayRanks(1, Misbehaving, ("hello",), cluster=cluster)
+print("pids", *ranks.call("pid"), flush=True)
+ranks.call("hang")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_their_driver(how: signal.Signals) -> None:
+    script = SCRIPT.format(tests=str(Path(__file__).parents[1]))
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().removeprefix("pids ").split()]
+    assert pids
+    assert all(alive(pid) for pid in pids)
+    processes = psutil.Process(driver.pid).children(recursive=True)
+    driver.send_signal(how)
+    require_gone(pids)
+    _, said = driver.communicate(timeout=LIMIT_S)
+    assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
+    require_gone([process.pid for process in processes], 120.0)  # Ray's own take their time
+
+
+@pytest.mark.slow
+def test_ranks_on_two_nodes_are_stable_and_lost_with_one() -> None:
+    from ray.cluster_utils import Cluster
+
+    options: dict[str, Any] = {"object_store_memory": 80 * 2**20}
+    nodes = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 1, "include_dashboard": False} | options,
+    )
+    other = nodes.add_node(num_cpus=2, **options)
+    try:
+        cluster = RayCluster([Bundle()] * 3, address=nodes.address, timeout_s=START_S)
+        assert not cluster.alone
+        assert cluster.host == ray.util.get_node_ip_address()
+        at = find()
+        assert at
+        assert (at.nodes, at.cpus, at.gpus) == (2, 3.0, 0.0)
+        ranks = launch(cluster, 3)
+        assert ranks.call_each("total", [(1,), (2,), (4,)]) == [7.0] * 3
+        first = [psutil.Process(pid).ppid() for pid in ranks.call("pid")]  # each node's own process
+        assert first[0] == first[1] or first[1] == first[2]
+        assert len(set(first)) == 2
+        ranks.close()
+        ranks = launch(cluster, 3)
+        pids = ranks.call("pid")
+        assert [psutil.Process(pid).ppid() for pid in pids] == first
+        theirs = [rank for rank in range(3) if first.count(first[rank]) == 2]
+        threading.Timer(0.5, lambda: nodes.remove_node(other, allow_graceful=False)).start()
+        with pytest.raises(RankError, match=r"was lost with its node.* in the middle") as caught:
+            ranks.call("hang")
+        assert caught.value.rank in theirs
+        require_gone(pids)
+        cluster.close()
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
