@@ -174,6 +174,10 @@ def test_a_role_that_dies_is_replaced_and_nothing_changes(
     last = disturbed.read_metrics()[-1]
     assert (last["cluster/deaths"], last["cluster/restarts"]) == (1.0, 1.0)
     assert last["handover/logprob_gap"] < 1e-3
+    assert any(f"{role} was lost: " in note and "(restart 1 of 2)" in note for note in killer.notes)
+    assert sum(m.get(f"idle_s/{role}/down", 0.0) for m in disturbed.read_metrics()) > 0
+    assert {"utilisation/all devices", "perf/throughput_per_device"} <= last.keys()
+    assert "utilisation/weights" not in last
     whole = trained(config.model_copy(update={"runtime": "inline"}), tmp_path / "whole")
     one, two = (sorted(run.read_rollouts(), key=lambda r: r.id) for run in (disturbed, whole))
     assert [r.id for r in one] == [r.id for r in two] == list(range(18))
