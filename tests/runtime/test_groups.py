@@ -26,6 +26,10 @@ from stretto.workers.forkserver import NAME
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
+RLOO = {
+    "algorithm": {"name": "rloo"},
+    "rollout": {"batch": 4, "max_new_tokens": 6, "samples_per_prompt": 2},
+}
 
 
 def settings(tiny_folder: Path, **changes: Any) -> Config:
@@ -65,19 +69,25 @@ def assert_same(one: RunDirectory, two: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("runtime", "changes"),
     [
-        {},
-        pytest.param({"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
+        ("local", {}),
+        ("ray", {}),
+        pytest.param("local", {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
+        pytest.param("local", RLOO, marks=pytest.mark.slow),
+        pytest.param("local", {"cluster": {"scorers": "together"}}, marks=pytest.mark.slow),
+        pytest.param("local", {"cluster": {"scorers": "generators"}}, marks=pytest.mark.slow),
     ],
 )
 def test_sync_is_the_same_on_threads_and_on_processes(
-    tiny_folder: Path, tmp_path: Path, changes: dict[str, Any]
+    tiny_folder: Path, tmp_path: Path, runtime: str, changes: dict[str, Any]
 ) -> None:
+    if runtime == "ray":
+        pytest.importorskip("ray")
     model = {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})}
     config = settings(tiny_folder, **{**changes, "model": model})
     here = trained(config, tmp_path / "inline")
-    there = trained(config.model_copy(update={"runtime": "local"}), tmp_path / "local")
+    there = trained(config.model_copy(update={"runtime": runtime}), tmp_path / "there")
     assert_same(here, there)
 
 

@@ -14,7 +14,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,7 @@ WINDOW_S = 0.005
 """Seconds in which followers that ask for the same weights join one transfer."""
 
 CONTROL_S = 30.0
-"""Seconds in which the learner answers a question about what it offers."""
-
-SUSPECT_S = 2.0
-"""Seconds in which a follower shows, after a transfer that failed, that it is alive."""
+"""Seconds in which a process answers on the side, at most; whoever does not is taken to hang."""
 
 TOLERANCE = {True: 0.2, False: 1e-3}
 """Largest difference on the probe, in nats, by whether the weights are of a coarse type."""
@@ -60,6 +57,7 @@ class Handover:
         self._learner, self._meeting, self._tolerance = learner, meeting, tolerance
         self._tracer = tracer
         self._asking: list[tuple[str, GroupExecutor, WeightsRef, asyncio.Future[Any]]] = []
+        self._control_s = min(CONTROL_S, meeting.timeout_s)
         self._worker = WorkerThread("weights", 0)
         self._epoch = 0
         self._members: tuple[Any, ...] = ()
@@ -126,7 +124,7 @@ class Handover:
         left, tries = dict(followers), 0
         while left and tries < 2:
             tries += 1
-            offer: Offer = self._learner.aside("offer", ref, timeout_s=CONTROL_S)
+            offer: Offer = self._learner.aside("offer", ref, timeout_s=self._control_s)
             found = self._try(ref, offer, left)
             outcomes.update(found)
             left = {n: left[n] for n, o in found.items() if isinstance(o, TransferError)}
@@ -148,34 +146,23 @@ class Handover:
         routes = self._routes(ref, followers)
         for i, (name, follower) in enumerate(followers.items(), 1):
             try:
-                follower.ask("expect", ref, offer.mark, routes[i])
+                follower.aside("expect", ref, offer.mark, routes[i], timeout_s=self._control_s)
             except RankError as error:
-                rest = dict.fromkeys(followers, TransferError(f"'{name}' is gone: {error}"))
+                rest = dict.fromkeys(followers, TransferError(f"{name} is gone: {error}"))
                 self._prefix = ""
                 return {**rest, name: RoleLostError(name, str(error))}
-        with ThreadPoolExecutor(len(followers) + 1) as pool:
-            sending = pool.submit(
-                self._learner.aside,
-                "send",
-                ref,
-                routes[0],
-                timeout_s=self._meeting.timeout_s + CONTROL_S,
-            )
-            loading = {n: pool.submit(f.ask, "load", ref) for n, f in followers.items()}
-            outcomes: dict[str, Reply[Loaded] | Exception] = {}
-            for name, future in loading.items():
-                match future.exception():
-                    case None:
-                        outcomes[name] = future.result()
-                    case RankError() as died:
-                        outcomes[name] = RoleLostError(name, str(died))
-                    case Exception() as raised:
-                        outcomes[name] = raised
-            failure = sending.exception()
+        limit_s = self._meeting.timeout_s + self._control_s
+        pool = ThreadPoolExecutor(len(followers) + 1)
+        sending = pool.submit(self._learner.aside, "send", ref, routes[0], timeout_s=limit_s)
+        loading = {n: pool.submit(f.ask, "load", ref) for n, f in followers.items()}
+        wait(loading.values(), timeout=limit_s)
+        pool.shutdown(wait=False)  # who hangs is waited for by a thread until it is ended
+        failure = sending.exception()
+        outcomes = {n: _outcome(n, future) for n, future in loading.items()}
         if failure is not None or any(isinstance(o, Exception) for o in outcomes.values()):
             self._prefix = ""  # the group is broken: the next one is another
         if failure is not None and not isinstance(failure, TransferError):
-            raise RankError(f"the learner could not send its weights: {failure}") from failure
+            raise failure
         sent = "" if failure else sending.result()
         return {n: self._proved(n, o, ref, offer, sent) for n, o in outcomes.items()}
 
@@ -216,7 +203,7 @@ class Handover:
         """Take out of ``left`` who does not answer on the side: it is why the transfer failed."""
         for name, follower in list(left.items()):
             try:
-                follower.aside("abort", timeout_s=SUSPECT_S)
+                follower.aside("abort", timeout_s=self._control_s)
             except RankError as error:
                 del left[name]
                 outcomes[name] = RoleLostError(name, f"{name} hangs in a hand-over: {error}")
@@ -245,6 +232,21 @@ class _Following:
     async def restart(self) -> None:
         """Start the follower again; see :class:`~stretto.workers.group.GroupExecutor`."""
         await self._follower.restart()
+
+
+def _outcome(name: str, future: Future[Reply[Loaded]]) -> Reply[Loaded] | Exception:
+    """Return what came of a follower's loading."""
+    if not future.done():
+        return RoleLostError(name, f"{name} hangs in a hand-over")
+    match future.exception():
+        case None:
+            return future.result()
+        case RankError() as died:
+            return RoleLostError(name, str(died))
+        case Exception() as raised:
+            return raised
+        case other:  # an interruption
+            raise other
 
 
 def hand_over(

@@ -19,14 +19,14 @@ import torch
 from stretto.assembly.models import Given, Say
 from stretto.config import Config
 from stretto.errors import ConfigError, first_line
-from stretto.models.load import pick_device
 from stretto.runtime.groups import learner, services
+from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
 from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remarks
 from stretto.types import IntArray, Prompt, short_name
-from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.weights.transfer import Backend
+from stretto.workers.group import Group, GroupExecutor, Makes, ServiceGroup
 from stretto.workers.preflight import Facts, check
-from stretto.workers.ranks import Ranks
 
 
 class Processes:
@@ -52,16 +52,20 @@ class Processes:
         self._config, self._stack, self._say = config, stack, say
         self._logs = folder / "logs" if folder else None
         self._probe, self._first = probe, first
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-")))
+        # Processes on other machines see the run's folder, and not this machine's temporary one.
+        where = folder if config.runtime == "ray" else None
+        scratch = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
+        ).absolute()
         self._given = replace(
             given, functions={}, warmup=given.warmup or scratch / "warmup.safetensors"
         )
-        on_gpus = pick_device(config.model.device).type == "cuda"
-        gpus = torch.cuda.device_count() if on_gpus else 0
-        cores = config.threads or torch.get_num_threads()
+        self._launcher = launcher_of(config, say)
+        cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
         self.places = places(config, cores, gpus, given.reward_models)
         for line in remarks(config, self.places, os.cpu_count() or 1, gpus):
             say(line)
+        self._launcher.prepare(self.places, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
 
@@ -104,25 +108,22 @@ class Processes:
         self._stack.callback(group.close)
         return group
 
-    def _launch(self, place: Place) -> Ranks:
+    @property
+    def meeting(self) -> tuple[str, Backend]:
+        """Where transfers meet, and how they go: NCCL where every process has a GPU of its own."""
+        devices = [place.device for place in self.places]
+        apart = len(set(devices)) == len(devices) and "cpu" not in devices
+        return self._launcher.host, "nccl" if apart else "gloo"
+
+    def _launch(self, place: Place) -> Group:
         model = self._config.model.model_copy(update={"device": place.device})
         config = self._config.model_copy(update={"model": model})
         setting = Setting(config, self._given, place.threads)
         makes = {seat.role: self._make(seat, setting) for seat in place.seats}
         _require_sendable(makes)
-        logs = [self._logs / f"{place.name}.log"] if self._logs else []
-        return Ranks(
-            1,
-            Host,
-            (makes,),
-            threads=place.threads,
-            role=place.name,
-            words={"call": "its work"},
-            devices=[place.device],
-            timeout_s=self._config.cluster.start_timeout_s,
-            logs=logs,
-            say=lambda line: self._say(f"{place.name}: {line}"),
-            check=lambda facts: self._check_facts(place, facts),
+        log = self._logs / f"{place.name}.log" if self._logs else None
+        return self._launcher.launch(
+            place, makes, log, lambda facts: self._check_facts(place, facts)
         )
 
     def _make(self, seat: Seat, setting: Setting) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -148,7 +149,8 @@ class Processes:
         threads = {p.name: p.threads for p in self.places if p.threads and p.name in self._facts}
         on: dict[str, set[str]] = {}
         for p in self.places:
-            on.setdefault(p.device, set()).add(p.name)
+            alone = self._launcher.gpus >= len(self.places)
+            on.setdefault(p.device if alone else "", set()).add(p.name)
         check(self._facts, threads, [frozenset(names) for names in on.values()])
 
 

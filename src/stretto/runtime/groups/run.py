@@ -160,9 +160,12 @@ def start(
     device = pick_device(config.model.device)
     coarse = pick_dtype(config.model.dtype, device).itemsize < 4
     tolerance = config.cluster.probe_tolerance
-    store, port = open_store("127.0.0.1")
+    host, backend = placing.meeting
+    store, port = open_store(host)
     stack.callback(lambda: store)  # which ends when nobody holds it
-    meeting = Meeting("127.0.0.1", port, "gloo", config.cluster.handover_timeout_s)
+    # Two tries, and finding out who hangs, come before the schedule gives up all who take part.
+    timeout_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
+    meeting = Meeting(host, port, backend, timeout_s)
     couriers = Couriers(meeting)
     handover = Handover(
         executors[LEARNER],

@@ -125,10 +125,14 @@ class GroupScorer(ScorerService):
     """A model scorer; one that follows a trained model has weights of its own."""
 
     def __init__(
-        self, scorer: ModelScorer, said: Sequence[str], follower: Follower | None = None
+        self,
+        scorer: ModelScorer,
+        said: Sequence[str],
+        follower: Follower | None = None,
+        marks: tuple[str, str] = ("", ""),
     ) -> None:
         super().__init__(scorer)
-        self._scorer, self._said, self._follower = scorer, said, follower
+        self._said, self._follower, self._marks = said, follower, marks
 
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         """Return the facts about the scorer, and lines for people."""
@@ -140,7 +144,12 @@ class GroupScorer(ScorerService):
         Raises:
             EngineError: it is another model.
         """
-        _check_reference(self._scorer.model, ready)
+        theirs = (ready.frozen, ready.refs["actor"].fingerprint if self._marks[1] else "")
+        if self._marks != theirs:
+            raise EngineError(
+                "the reference is not the actor that training starts from: its process has loaded "
+                "other weights; see whether all machines hold the same model files"
+            )
 
     def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
         """Prepare to receive weights."""
@@ -182,8 +191,9 @@ def reference(setting: Setting) -> GroupScorer:
         model = made_ready(model, config, "the reference").requires_grad_(False)
     else:
         model, _ = _actor(setting)
+    marks = _marks_of(model)
     (scorer,) = model_scorers(config, model, None, None, said.append)
-    return GroupScorer(scorer, said)
+    return GroupScorer(scorer, said, marks=marks)
 
 
 def critic(setting: Setting) -> GroupScorer:
@@ -236,18 +246,13 @@ def _actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     return with_adapters(model, config, "CAUSAL_LM", ExitStack(), brought=False), prompts
 
 
-def _check_reference(model: nn.Module, ready: Ready) -> None:
-    """See that the reference is the learner's actor as training starts, but for adapters."""
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    frozen = len(trained) < len(list(model.parameters()))
-    whole = fingerprint(model.named_parameters())
-    if frozen_mark(model) != ready.frozen or (
-        not frozen and whole != ready.refs["actor"].fingerprint
-    ):
-        raise EngineError(
-            "the reference is not the actor that training starts from: its process has loaded "
-            "other weights; see whether all machines hold the same model files"
-        )
+def _marks_of(model: nn.Module) -> tuple[str, str]:
+    """Return fingerprints of what is not trained, and of all where everything is.
+
+    Adapters are drawn at random, and make no difference before they have learned.
+    """
+    whole = all(p.requires_grad for p in model.parameters())
+    return frozen_mark(model), fingerprint(model.named_parameters()) if whole else ""
 
 
 def _quiet(_: str) -> None:

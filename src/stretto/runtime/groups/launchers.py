@@ -1,0 +1,161 @@
+"""Launchers: what starts a run's processes, on this machine or on a Ray cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from stretto.assembly.models import Say
+from stretto.config import Config
+from stretto.models.load import pick_device
+from stretto.runtime.groups.placement import Place
+from stretto.workers.forkserver import SERVER
+from stretto.workers.group import Group, Host, Makes
+from stretto.workers.preflight import Facts
+from stretto.workers.ranks import Ranks
+
+if TYPE_CHECKING:
+    from stretto.workers.ray_cluster import RayCluster
+
+Check = Callable[[Sequence[Facts]], None]
+
+
+class Launcher(Protocol):
+    """A launcher of the processes of one run.
+
+    Attributes:
+        gpus: there are for it; 0 places all on CPUs.
+        host: address of this process, as the others reach it; known once it is prepared.
+    """
+
+    gpus: int
+    host: str
+
+    def prepare(self, places: Sequence[Place], stack: ExitStack) -> None:
+        """Make ready for these processes; the stack undoes it."""
+        ...
+
+    def launch(self, place: Place, makes: Makes, log: Path | None, check: Check) -> Group:
+        """Start a process, with its services.
+
+        Args:
+            place: of the process.
+            makes: how its services are made.
+            log: for what it prints.
+            check: called with what it found at its place, before anything is made.
+        """
+        ...
+
+
+def launcher_of(config: Config, say: Say) -> Launcher:
+    """Return the launcher that the settings name."""
+    return RayLauncher(config, say) if config.runtime == "ray" else LocalLauncher(config, say)
+
+
+class LocalLauncher:
+    """A launcher of processes on this machine."""
+
+    host = "127.0.0.1"
+
+    def __init__(self, config: Config, say: Say) -> None:
+        self._timeout_s, self._say = config.cluster.start_timeout_s, say
+        self.gpus = _gpus_here(config)
+
+    def prepare(self, places: Sequence[Place], stack: ExitStack) -> None:
+        """Have libraries imported while this process goes on."""
+        SERVER.start()
+
+    def launch(self, place: Place, makes: Makes, log: Path | None, check: Check) -> Group:
+        """Start a process; see :class:`Launcher`."""
+        return Ranks(1, Host, (makes,), devices=[place.device], **self._options(place, log, check))
+
+    def _options(self, place: Place, log: Path | None, check: Check) -> dict[str, Any]:
+        return {
+            "threads": place.threads,
+            "role": place.name,
+            "words": {"call": "its work"},
+            "timeout_s": self._timeout_s,
+            "logs": [log] if log else [],
+            "say": lambda line: self._say(f"{place.name}: {line}"),
+            "check": check,
+        }
+
+
+class RayLauncher(LocalLauncher):
+    """A launcher of processes on a Ray cluster: one placement group, a bundle for each process."""
+
+    def __init__(self, config: Config, say: Say) -> None:
+        super().__init__(config, say)
+        self._config = config.cluster
+        self._cluster: RayCluster | None = None
+        self._positions: dict[str, int] = {}
+        if config.cluster.address and config.model.device != "cpu":
+            from stretto.workers.ray_cluster import find
+
+            found = find()
+            self.gpus = int(found.gpus) if found else 0
+
+    def prepare(self, places: Sequence[Place], stack: ExitStack) -> None:
+        """Start or find the cluster, and wait for the bundles.
+
+        Raises:
+            MissingExtraError: Ray is not installed.
+            ConfigError: no cluster answers, or it has not got the bundles in time.
+        """
+        from stretto.workers.ray_cluster import Bundle, RayCluster
+
+        bundles = [
+            Bundle(float(max(place.threads, 1)), gpus_each(place.device, len(places), self.gpus))
+            for place in places
+        ]
+        self._positions = {place.name: i for i, place in enumerate(places)}
+        self._cluster = cluster = RayCluster(
+            bundles,
+            address=self._config.address,
+            cpus=math.ceil(sum(b.cpus for b in bundles)) if not self._config.address else None,
+            gpus=self.gpus if not self._config.address else None,
+            timeout_s=self._config.start_timeout_s,
+            also=self._config.forward,
+            say=self._say,
+        )
+        stack.callback(cluster.close)
+        self.host = cluster.host
+
+    def launch(self, place: Place, makes: Makes, log: Path | None, check: Check) -> Group:
+        """Start a process; see :class:`Launcher`."""
+        from stretto.workers.ray_ranks import RayRanks
+
+        assert self._cluster is not None
+        return RayRanks(
+            1,
+            Host,
+            (makes,),
+            cluster=self._cluster,
+            places=[self._positions[place.name]],
+            devices=["cuda:0" if place.device.startswith("cuda") else "cpu"],  # Ray shows no other
+            interface=self._config.interface,
+            **self._options(place, log, check),
+        )
+
+
+def gpus_each(device: str, processes: int, gpus: int) -> float:
+    """Return a process's share of GPUs: one, or an even part where there are too few.
+
+    Args:
+        device: that the process is planned on.
+        processes: in all.
+        gpus: there are.
+    """
+    if not device.startswith("cuda") or not gpus:
+        return 0.0
+    return 1.0 if gpus >= processes else 1.0 / math.ceil(processes / gpus)
+
+
+def _gpus_here(config: Config) -> int:
+    on_gpus = pick_device(config.model.device).type == "cuda"
+    return torch.cuda.device_count() if on_gpus else 0
