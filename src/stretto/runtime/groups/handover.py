@@ -34,9 +34,6 @@ WINDOW_S = 0.005
 CONTROL_S = 30.0
 """Seconds in which a process answers on the side, at most; whoever does not is taken to hang."""
 
-TOLERANCE = {True: 0.2, False: 1e-3}
-"""Largest difference on the probe, in nats, by whether the weights are of a coarse type."""
-
 
 class Handover:
     """The hand-over, driven from the schedule's process.
@@ -159,12 +156,13 @@ class Handover:
         pool.shutdown(wait=False)  # who hangs is waited for by a thread until it is ended
         failure = sending.exception()
         outcomes = {n: _outcome(n, future) for n, future in loading.items()}
-        if failure is not None or any(isinstance(o, Exception) for o in outcomes.values()):
-            self._prefix = ""  # the group is broken: the next one is another
         if failure is not None and not isinstance(failure, TransferError):
             raise failure
         sent = "" if failure else sending.result()
-        return {n: self._proved(n, o, ref, offer, sent) for n, o in outcomes.items()}
+        proved = {n: self._proved(n, o, ref, offer, sent) for n, o in outcomes.items()}
+        if failure is not None or any(isinstance(o, Exception) for o in proved.values()):
+            self._prefix = ""  # the group is broken: the next one is another
+        return proved
 
     def _proved(
         self,

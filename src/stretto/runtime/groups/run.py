@@ -24,7 +24,7 @@ from stretto.models.load import pick_device, pick_dtype
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
-from stretto.runtime.groups.handover import TOLERANCE, Handover, hand_over
+from stretto.runtime.groups.handover import Handover, hand_over
 from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
 from stretto.runtime.groups.placement import LEARNER
@@ -35,9 +35,9 @@ from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
-from stretto.types import short_name
+from stretto.training.agreement import LIMITS, is_coarse
 from stretto.weights.broadcast import Outbox
-from stretto.weights.transfer import Meeting, open_store
+from stretto.weights.transfer import Backend, Meeting, open_store
 from stretto.workers.executor import ThreadExecutor
 from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.services import ScorerService
@@ -157,30 +157,16 @@ def start(
     placing = Processes(config, given, stack, say, folder, probe_of(first), first)
     groups, executors = placing.opened()
     spans = Spans(RealClock(), placing.devices)
-    device = pick_device(config.model.device)
-    coarse = pick_dtype(config.model.dtype, device).itemsize < 4
-    tolerance = config.cluster.probe_tolerance
-    host, backend = placing.meeting
-    store, port = open_store(host)
-    stack.callback(lambda: store)  # which ends when nobody holds it
-    # Two tries, and finding out who hangs, come before the schedule gives up all who take part.
-    timeout_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
-    meeting = Meeting(host, port, backend, timeout_s)
-    couriers = Couriers(meeting)
-    handover = Handover(
-        executors[LEARNER],
-        meeting,
-        TOLERANCE[coarse] if tolerance == "auto" else tolerance,
-        spans,
-    )
+    meeting = _meeting(config, placing.meeting, stack)
+    handover = Handover(executors[LEARNER], meeting, _tolerance(config), spans)
     stack.callback(handover.close)
+    couriers = Couriers(meeting)
     names = generator_names(config.rollout.engines)
-    followers = {name: (executors[name], "actor") for name in names}
-    following = {name: handover.follow(name, executors[name]) for name in names}
     generators = [
-        GeneratorClient(name, couriers.serve(name, executors[name], executor), spans)
-        for name, executor in following.items()
+        GeneratorClient(n, couriers.serve(n, executors[n], handover.follow(n, executors[n])), spans)
+        for n in names
     ]
+    followers = {name: (executors[name], "actor") for name in names}
     replicas = [ScorerReplica(_function(f, stack, spans)) for f in functions]
     for seat in placing.scorers:
         executor = executors[seat.role]
@@ -209,18 +195,36 @@ def start(
         placing.ready.refs,
     )
     return GroupRun(
-        tokenizer,
-        prompts,
-        executors[LEARNER],
-        groups,
-        followers,
-        functions,
-        handover,
-        schedule,
-        spans,
-        config.schedule.knobs.copies_weights,
-        given,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        learner=executors[LEARNER],
+        groups=groups,
+        followers=followers,
+        functions=functions,
+        handover=handover,
+        schedule=schedule,
+        spans=spans,
+        lags=config.schedule.knobs.copies_weights,
+        given=given,
     )
+
+
+def _meeting(config: Config, at: tuple[str, Backend], stack: ExitStack) -> Meeting:
+    """Open the store on which the groups of transfers meet."""
+    host, backend = at
+    store, port = open_store(host)
+    stack.callback(lambda: store)  # which ends when nobody holds it
+    # Two tries, and finding out who hangs, come before the schedule gives up all who take part.
+    timeout_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
+    return Meeting(host, port, backend, timeout_s)
+
+
+def _tolerance(config: Config) -> float:
+    """Return the largest difference on the probe, in nats."""
+    if config.cluster.probe_tolerance != "auto":
+        return config.cluster.probe_tolerance
+    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
+    return LIMITS[is_coarse(dtype)]
 
 
 def _migrating(config: Config, rates: Rates, couriers: Couriers, names: Sequence[str]) -> Migrating:
