@@ -36,6 +36,7 @@ from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.agreement import LIMITS, is_coarse
+from stretto.types import short_name
 from stretto.weights.broadcast import Outbox
 from stretto.weights.transfer import Backend, Meeting, open_store
 from stretto.workers.executor import ThreadExecutor
