@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,50 @@ def test_without_restarts_the_first_death_ends_the_run_and_the_model_is_saved(
         trained(config, tmp_path, Killer("generator"))
     (run,) = tmp_path.glob("run-*")
     assert load_file(run / "model" / "model.safetensors")
+
+
+class Starting:
+    """A process that has not started when the run ends."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Refusing:
+    """A launcher whose generator starts for ever, and whose reference is refused."""
+
+    gpus, host = 0, "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.generator = Starting()
+
+    def prepare(self, places: Any, stack: Any) -> None:
+        pass
+
+    def launch(self, place: Any, makes: Any, log: Any, check: Any, begun: Any) -> Any:
+        if place.name == "reference":
+            self.begun.wait(60)
+            raise ConfigError("no such reference")
+        if place.name == "generator":
+            begun(self.generator)
+            self.begun.set()
+        assert self.generator.closed.wait(60)
+        raise RankError("ended")
+
+
+def test_what_cannot_start_ends_what_is_starting(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Refusing()
+    monkeypatch.setattr("stretto.runtime.groups.processes.launcher_of", lambda *_: launcher)
+    config = settings(tiny_folder, runtime="local")
+    with pytest.raises(ConfigError, match="no such reference"):
+        trained(config, tmp_path)
+    assert launcher.generator.closed.is_set()
 
 
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:

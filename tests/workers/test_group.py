@@ -18,6 +18,7 @@ import pytest
 from stretto.clock import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
 from stretto.types import Reply, Work
+from stretto.workers.base import BaseRanks
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead
 from stretto.workers.preflight import Facts, check
 from stretto.workers.ranks import Ranks
@@ -238,6 +239,28 @@ def test_spans_stay_in_place_when_clocks_drift_apart() -> None:
         assert abs(work.start_s - (sent_s + 0.25)) <= 0.5
         assert abs(work.end_s - (clock.now() - 0.25)) <= 0.5
     group.close()
+
+
+class Slow(Service):
+    """A service that takes a minute to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(60)
+
+
+def test_a_process_can_be_ended_while_it_starts() -> None:
+    begun: list[BaseRanks] = []
+
+    def note(ranks: BaseRanks) -> None:
+        begun.append(ranks)
+        threading.Timer(0.5, ranks.close).start()
+
+    since_s = time.monotonic()
+    with pytest.raises(RankError, match="the ranks were ended in the middle of its start"):
+        launch({"slow": (Slow, ())}, begun=note)
+    assert time.monotonic() - since_s < 60
+    assert len(begun) == 1
 
 
 def test_an_error_of_the_start_is_raised_as_it_is() -> None:
