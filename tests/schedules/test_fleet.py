@@ -101,8 +101,11 @@ def test_each_loss_is_told_once_and_without_the_advice_to_start_again() -> None:
     tell(member, "starting")
     assert fleet.losses() == ["critic was lost: it was killed (restart 1 of 2)"]
     assert fleet.losses() == []
+    tell(member, "died")  # and is about to be started
+    assert fleet.losses() == ["out of memory (restart 2 of 2)"]
+    tell(member, "starting")
     tell(member, "died")
-    assert fleet.losses() == ["out of memory (restart 1 of 2)"]
+    assert fleet.losses() == ["out of memory (not replaced)"]
 
 
 def test_tickets_and_totals_outlive_the_run() -> None:

@@ -27,7 +27,7 @@ CAUSES = ("data", "stragglers", "scores", "weights", DOWN, "other")
 ALL_DEVICES = "all devices"
 """Stands where a role does, for the mean over devices."""
 
-NOT_KNOWN: Mapping[str, str] = MappingProxyType({})
+_NO_DEVICES_KNOWN: Mapping[str, str] = MappingProxyType({})
 
 Intervals = list[tuple[float, float]]
 """Disjoint stretches of time [s], in order."""
@@ -72,7 +72,7 @@ def time_of_roles(
     start_s: float,
     end_s: float,
     roles: Iterable[str] = (),
-    devices: Mapping[str, str] = NOT_KNOWN,
+    devices: Mapping[str, str] = _NO_DEVICES_KNOWN,
 ) -> dict[str, RoleTime]:
     """Work and idle time of each role between two moments, by the rules on top of this file.
 
