@@ -479,6 +479,47 @@ def test_the_time_sheet_adds_up() -> None:
     ]
 
 
+def test_roles_on_one_device_count_once_and_a_hand_over_is_on_none() -> None:
+    spans = (
+        work("generator 0", "gen", 0, 4),
+        work("reference 0", "score", 4, 6),
+        work("weights", "send", 0, 8),
+        work("checkpoint", "checkpoint/write", 0, 8),
+        work("learner", "update", 6, 8),
+    )
+    devices = {"generator 0": "first", "reference 0": "first", "learner": "second"}
+    sheet = TimeSheet()
+    metrics = sheet.add(Window(0, 8, spans, devices=devices))
+    shares = {key: value for key, value in metrics.items() if key.startswith("utilisation/")}
+    assert shares == {
+        "utilisation/generator 0": 0.5,
+        "utilisation/reference 0": 0.25,
+        "utilisation/learner": 0.25,
+        "utilisation/all devices": 0.5,  # the first 6 s of 8 s, the second 2 s
+    }
+    assert {k: v for k, v in metrics.items() if k.startswith("idle_s/all devices/")} == {
+        "idle_s/all devices/data": 2.0,
+        "idle_s/all devices/scores": 1.0,
+        "idle_s/all devices/weights": 1.0,
+    }
+    assert sheet.table().splitlines()[1:] == [
+        "                 busy    data  scores  weights  other",
+        "  generator 0  50.0 %       -  25.0 %   25.0 %      -",
+        "  reference 0  25.0 %  50.0 %       -   25.0 %      -",
+        "  learner      25.0 %  50.0 %  25.0 %        -      -",
+        "  all devices  50.0 %  25.0 %  12.5 %   12.5 %      -",
+    ]
+
+
+def test_a_device_with_a_generator_waits_for_stragglers_of_another() -> None:
+    spans = [work("generator 1", "gen", 0, 2), work("reference 0", "score", 2, 3)]
+    devices = {"generator 0": "a", "reference 0": "a", "generator 1": "b"}
+    times = time_of_roles(spans, 0, 4, devices=devices)
+    assert list(times) == ["a", "b"]
+    assert times["a"].busy == [(2, 3)]
+    assert times["a"].idle == {"stragglers": [(0, 2)], "other": [(3, 4)]}
+
+
 def traced(file: Path, steps: Sequence[int] = (1, 2, 3)) -> TraceFile:
     """Steps of 2 s on a clock that starts at 100 s."""
     trace = TraceFile(file)
@@ -639,3 +680,19 @@ def test_the_recorder_writes_all_records_and_time_goes_on_after_a_resume(tmp_pat
     ]
     assert [s.start_s for s in trace.spans if s.role == "learner"] == [3.0, 7.0, 11.0, 15.0]
     assert "8.0 s" in table
+
+
+def test_a_lost_process_is_still_lost_when_the_trace_is_read(tmp_path: Path) -> None:
+    trace = TraceFile(tmp_path / "trace.json")
+    down = Span("critic", "down", 0.0, 1.0, {"cause": "down"})
+    trace.append(1, Window(0.0, 2.0, (down, wait("critic", "data", 1.0, 2.0))), 0.0)
+    assert [(s.name, s.cause) for s in trace.read().spans] == [("down", "down"), ("wait", "data")]
+
+
+def test_throughput_is_also_that_of_a_device(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "tiny", Config())
+    devices = {"learner": "a", "generator": "b", "critic": "b"}
+    with Recorder(Config(), run, NoProgress()) as recorder:
+        recorder.step(1, {"perf/throughput": 90.0}, window=Window(0.0, 1.0, (), (), devices))
+    (step,) = run.read_metrics()
+    assert step["perf/throughput_per_device"] == 45.0

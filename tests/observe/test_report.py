@@ -247,6 +247,16 @@ def test_shares_agree_with_the_table_of_the_run(pair: list[Path]) -> None:
         assert share.busy_s == pytest.approx(naive)
 
 
+def test_roles_of_several_runs_are_in_one_order() -> None:
+    def run(*roles: str) -> Run:
+        return made(metrics=[{"step": 1, "time_s": 1.0} | {f"utilisation/{r}": 1.0 for r in roles}])
+
+    runs = [run("all devices", "learner", "critic"), run("critic 0", "generator 1", "generator 0")]
+    assert payload(runs)["roles"] == [
+        *("generator 0", "generator 1", "critic", "critic 0", "learner", "all devices"),
+    ]
+
+
 def test_only_settings_that_differ_are_listed() -> None:
     runs = [
         made(settings={"seed": 0, "out": "a", "observe.samples": 1, "rollout.batch": 8}),

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -216,6 +217,10 @@ def test_a_role_that_dies_is_replaced_and_nothing_changes(
     last = disturbed.read_metrics()[-1]
     assert (last["cluster/deaths"], last["cluster/restarts"]) == (1.0, 1.0)
     assert last["handover/logprob_gap"] < 1e-3
+    assert any(f"{role} was lost: " in note and "(restart 1 of 2)" in note for note in killer.notes)
+    assert sum(m.get(f"idle_s/{role}/down", 0.0) for m in disturbed.read_metrics()) > 0
+    assert {"utilisation/all devices", "perf/throughput_per_device"} <= last.keys()
+    assert "utilisation/weights" not in last
     whole = trained(config.model_copy(update={"runtime": "inline"}), tmp_path / "whole")
     one, two = (sorted(run.read_rollouts(), key=lambda r: r.id) for run in (disturbed, whole))
     assert [r.id for r in one] == [r.id for r in two] == list(range(18))
@@ -270,6 +275,50 @@ def test_no_process_outlives_a_driver_that_is_killed(tiny_folder: Path, tmp_path
     driver.wait()
     _, alive = psutil.wait_procs(started, timeout=15)
     assert not alive
+
+
+class Starting:
+    """A process that has not started when the run ends."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Refusing:
+    """A launcher whose generator starts for ever, and whose reference is refused."""
+
+    gpus, host = 0, "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.generator = Starting()
+
+    def prepare(self, places: Any, stack: Any) -> None:
+        pass
+
+    def launch(self, place: Any, makes: Any, log: Any, check: Any, begun: Any) -> Any:
+        if place.name == "reference":
+            self.begun.wait(60)
+            raise ConfigError("no such reference")
+        if place.name == "generator":
+            begun(self.generator)
+            self.begun.set()
+        assert self.generator.closed.wait(60)
+        raise RankError("ended")
+
+
+def test_what_cannot_start_ends_what_is_starting(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher = Refusing()
+    monkeypatch.setattr("stretto.runtime.groups.processes.launcher_of", lambda *_: launcher)
+    config = settings(tiny_folder, runtime="local")
+    with pytest.raises(ConfigError, match="no such reference"):
+        trained(config, tmp_path)
+    assert launcher.generator.closed.is_set()
 
 
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import ticket, told
+from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.observe.spans import Spans
@@ -626,6 +627,20 @@ def test_a_fit_stands_a_slow_first_call_and_stays_positive() -> None:
     assert per_step == pytest.approx(0.02, rel=0.03)
     assert per_token == pytest.approx(1e-4, rel=0.03)
     assert 0 <= extra < 0.01
+
+
+def test_replicas_of_a_scorer_have_one_cost_and_a_hand_over_has_none() -> None:
+    spans = Spans(ManualClock())
+    spans.add("generator", "gen", 0.0, 1.0, steps=10, tokens=10)
+    spans.add("learner", "update", 0.0, 1.0, tokens=10)
+    for i in range(2):
+        spans.add(f"critic {i}", "score/critic", 0.0, 3.0, rollouts=[1, 2, 3])
+        spans.add(f"critic {i}", "score/critic", 0.0, 1.0, rollouts=[1])
+        spans.add(f"critic {i}", "load", 0.0, 1.0, version=1)
+    spans.add("weights", "send", 0.0, 1.0, version=1)
+    found = calibrate(spans.records)
+    assert list(found.scorers) == ["critic"]
+    assert numbers(found.scorers["critic"]) == pytest.approx({"call_s": 0.0, "sample_s": 1.0})
 
 
 def test_calibration_needs_a_run() -> None:

@@ -93,6 +93,21 @@ def test_the_budget_is_each_member_s_own() -> None:
     assert Fleet(0).metrics() == {}
 
 
+def test_each_loss_is_told_once_and_without_the_advice_to_start_again() -> None:
+    fleet = Fleet(2)
+    member = fleet.member("critic")
+    assert fleet.losses() == []
+    member.died("critic was lost: it was killed; mend the cause, and start again")
+    tell(member, "starting")
+    assert fleet.losses() == ["critic was lost: it was killed (restart 1 of 2)"]
+    assert fleet.losses() == []
+    tell(member, "died")  # and is about to be started
+    assert fleet.losses() == ["out of memory (restart 2 of 2)"]
+    tell(member, "starting")
+    tell(member, "died")
+    assert fleet.losses() == ["out of memory (not replaced)"]
+
+
 def test_tickets_and_totals_outlive_the_run() -> None:
     zero, one = (WeightsRef(m, v, "x") for m, v in (("actor", 0), ("actor", 1)))
     fleet = Fleet(2, {"actor": zero, "critic": zero})

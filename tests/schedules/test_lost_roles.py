@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from stretto.clock import ManualClock
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
+from stretto.observe.spans import Spans
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.loop import run
 from stretto.schedules.chunking import FixedChunk
@@ -17,6 +19,7 @@ from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.schedules.settings import Controls, Settings, Step
+from stretto.schedules.waits import Phases
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 from stretto.types import Chunk, WeightsRef
 
@@ -505,3 +508,24 @@ def test_errors_of_losses_travel() -> None:
     error = pickle.loads(pickle.dumps(RoleLostError("critic", "killed by signal 9")))
     assert (error.role, isinstance(error, StrettoError)) == ("critic", True)
     assert "critic was lost: killed by signal 9" in str(error)
+
+
+def test_a_role_is_shown_as_lost_while_it_is_and_as_a_whole_afterwards() -> None:
+    clock = ManualClock()
+    spans = Spans(clock)
+    phases = Phases(clock, spans)
+    clock.advance(1.0)
+    phases.lost("critic")
+    clock.advance(2.0)
+    phases.lost("critic")  # its new process is lost too
+    window = spans.take()
+    assert [(s.role, s.cause, s.start_s, s.end_s) for s in window.open] == [
+        ("critic", "down", 1.0, 3.0)
+    ]
+    clock.advance(2.0)
+    phases.down("critic", 1.0)
+    window = spans.take()
+    assert not window.open
+    assert [(s.role, s.cause, s.start_s, s.end_s) for s in window.ended] == [
+        ("critic", "down", 1.0, 5.0)
+    ]

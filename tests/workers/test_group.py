@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
+from stretto.clock import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
-from stretto.types import Reply
-from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
+from stretto.types import Reply, Work
+from stretto.workers.base import BaseRanks
+from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead
 from stretto.workers.preflight import Facts, check
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service
@@ -53,6 +55,14 @@ class Counter(Service):
         import warnings
 
         warnings.warn("mind the gap", UserWarning, stacklevel=1)
+        return Reply(None)
+
+    def chatter(self) -> Reply[None]:
+        import logging
+
+        print("a bar")
+        logging.getLogger("stretto").warning("slow %s", "disk")
+        logging.getLogger("transformers.x").warning("old name")
         return Reply(None)
 
     def pid(self) -> Reply[int]:
@@ -163,6 +173,94 @@ def test_what_a_process_prints_goes_to_its_log_and_warnings_are_said(tmp_path: P
         assert log.exists()
     finally:
         ranks.close()
+
+
+def test_a_line_is_said_once_and_logged_each_time(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = tmp_path / "counter.log"
+    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.append)
+    try:
+        for _ in range(3):
+            ranks.call("call", "two", "chatter", ())
+        until_s = time.monotonic() + 5
+        while len(said) < 2 and time.monotonic() < until_s:
+            time.sleep(0.05)
+        ranks.call("call", "two", "pid", ())
+        assert said == ["WARNING stretto: slow disk", "WARNING transformers.x: old name"]
+        text = log.read_text()
+        assert (text.count("slow disk"), text.count("old name")) == (3, 3)
+        assert text.count("a bar") == 3
+    finally:
+        ranks.close()
+
+
+def test_clocks_are_moved_as_little_as_calls_and_answers_ask_for() -> None:
+    def work(start_s: float, end_s: float) -> list[Work]:
+        return [Work("work", start_s, end_s, {})]
+
+    assert ahead(5.0, [], 10.0, 11.0) == 5.0
+    assert ahead(5.0, work(5.2, 5.8), 10.0, 11.0) == 5.0  # 10.2 to 10.8
+    assert ahead(5.0, work(4.5, 5.0), 10.0, 11.0) == 5.5  # it would begin before the call
+    assert ahead(5.0, work(5.5, 6.25), 10.0, 11.0) == 4.75  # it would end after the answer
+    assert ahead(5.0, work(5.0, 6.5), 10.0, 11.0) == 4.75  # too long: as much on either side
+    two = [*work(5.0, 5.5), *work(5.5, 6.25)]
+    assert ahead(4.0, two, 10.0, 11.5) == 5.0
+
+
+class Drifting:
+    """Ranks of one service, in this process, whose clock runs 1 % too fast."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self.clock = clock
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "now":
+            return [self.clock.now() * 1.01]
+        self.clock.advance(0.25)
+        start_s = self.clock.now() * 1.01
+        self.clock.advance(50.0)
+        end_s = self.clock.now() * 1.01
+        self.clock.advance(0.25)
+        return [Reply(None, (Work("work", start_s, end_s, {}),))]
+
+    def watch(self, tell: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_spans_stay_in_place_when_clocks_drift_apart() -> None:
+    clock = ManualClock()
+    group = ServiceGroup("drifting", lambda: Drifting(clock), clock)  # type: ignore[arg-type,return-value]
+    for _ in range(1000):  # after which clocks are 500 s apart
+        sent_s = clock.now()
+        (work,) = group.ask("any", "work").work
+        assert abs(work.start_s - (sent_s + 0.25)) <= 0.5
+        assert abs(work.end_s - (clock.now() - 0.25)) <= 0.5
+    group.close()
+
+
+class Slow(Service):
+    """A service that takes a minute to make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(60)
+
+
+def test_a_process_can_be_ended_while_it_starts() -> None:
+    begun: list[BaseRanks] = []
+
+    def note(ranks: BaseRanks) -> None:
+        begun.append(ranks)
+        threading.Timer(0.5, ranks.close).start()
+
+    since_s = time.monotonic()
+    with pytest.raises(RankError, match="the ranks were ended in the middle of its start"):
+        launch({"slow": (Slow, ())}, begun=note)
+    assert time.monotonic() - since_s < 60
+    assert len(begun) == 1
 
 
 def test_an_error_of_the_start_is_raised_as_it_is() -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from stretto.api.variants import Job, config_of, schedule_of
 from stretto.config import recipes
 from stretto.observe import RunDirectory
-from stretto.observe.compare import ALL_DEVICES, Outcome
+from stretto.observe.compare import Outcome
+from stretto.observe.idle import ALL_DEVICES
 from stretto.observe.progress import REWARD
 from stretto.observe.trace import Trace
 

@@ -40,8 +40,9 @@ def run(arguments: Sequence[str]) -> int:
         print(dry_run.describe_run(config))
         return 0
 
+    given = _given(own["warmup_file"])  # which imports much: before there is a folder
     begun = begin(config, recipes.name_of(recipe), resume=own["resume"])
-    execute(begun, given=_given(own["warmup_file"]))
+    execute(begun, given=given)
     return 0
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Self
 
-from stretto.observe.idle import is_generator, role_order
+from stretto.observe.idle import ALL_DEVICES, is_generator, role_order
 from stretto.observe.progress import REWARD
 from stretto.observe.report.runs import Run, shares
 
@@ -27,9 +27,6 @@ SMOOTHED_STEPS = 10
 
 TARGET_SHARE = 0.95
 """Share of the baseline's own rise in reward that is the target, if none is given."""
-
-ALL_DEVICES = "all devices"
-"""Name, among the roles, of the mean over all devices, which simulated runs know."""
 
 Figures = Mapping[str, float | None]
 """A run's figures by key; ``None`` for one that it does not have, or a target not reached."""

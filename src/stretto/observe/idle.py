@@ -17,18 +17,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from stretto.observe.spans import CHECKPOINT, DOWN, Span, Window
+from stretto.observe.spans import DOWN, NO_DEVICES, Span, Window
 
-CAUSES = ("data", "stragglers", "scores", "weights", "other")
+CAUSES = ("data", "stragglers", "scores", "weights", DOWN, "other")
 """Causes of idle time, in the order in which they are shown."""
+
+ALL_DEVICES = "all devices"
+"""Stands where a role does, for the mean over devices."""
+
+_NO_DEVICES_KNOWN: Mapping[str, str] = MappingProxyType({})
 
 Intervals = list[tuple[float, float]]
 """Disjoint stretches of time [s], in order."""
 
 
 def role_order(role: str) -> tuple[int, int, str]:
-    """Sort key of roles as they are shown: generators by number, scorers by name, the learner."""
+    """Sort key of roles as they are shown: generators by number, scorers by name, the learner.
+
+    Behind these come roles without a device, and the mean over all.
+    """
+    if role == ALL_DEVICES:
+        return 4, 0, role
+    if role in NO_DEVICES:
+        return 3, 0, role
     if is_generator(role):
         number = role.removeprefix("generator").strip()
         return 0, int(number or 0), role
@@ -55,7 +68,11 @@ class RoleTime:
 
 
 def time_of_roles(
-    spans: Iterable[Span], start_s: float, end_s: float, roles: Iterable[str] = ()
+    spans: Iterable[Span],
+    start_s: float,
+    end_s: float,
+    roles: Iterable[str] = (),
+    devices: Mapping[str, str] = _NO_DEVICES_KNOWN,
 ) -> dict[str, RoleTime]:
     """Work and idle time of each role between two moments, by the rules on top of this file.
 
@@ -63,26 +80,31 @@ def time_of_roles(
         spans: those that touch the window; parts outside of it are cut off.
         start_s, end_s: the window.
         roles: further ones, which may have no span in it.
+        devices: by role; roles that have one are taken together, as one role by its name.
     """
     work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
     waits: defaultdict[tuple[str, str], Intervals] = defaultdict(list)
-    known = set(roles) - {CHECKPOINT}
+    named = {*roles, *devices} - NO_DEVICES
+    known = {devices.get(role, role) for role in named}
+    generates = {devices.get(role, role) for role in named if is_generator(role)}
     for span in spans:
-        if span.role == CHECKPOINT:
+        if span.role in NO_DEVICES:
             continue
-        known.add(span.role)
+        who = devices.get(span.role, span.role)
+        known.add(who)
+        if is_generator(span.role):
+            generates.add(who)
         part = (max(span.start_s, start_s), min(span.end_s, end_s))
         if part[0] < part[1]:
-            (waits[span.role, span.cause] if span.waits else work[span.role, _yields(span)]).append(
-                part
-            )
+            (waits[who, span.cause] if span.waits else work[who, _yields(span)]).append(part)
     worked = {key: union(parts) for key, parts in work.items()}
     waited = {key: union(parts) for key, parts in waits.items()}
     window = [(start_s, end_s)] if end_s > start_s else []
     times = {}
     for role in sorted(known, key=role_order):
         busy = union(part for (who, _), parts in worked.items() if who == role for part in parts)
-        times[role] = RoleTime(busy, _idle(role, subtract(window, busy), worked, waited))
+        left = subtract(window, busy)
+        times[role] = RoleTime(busy, _idle(role, role in generates, left, worked, waited))
     return times
 
 
@@ -95,6 +117,7 @@ def _yields(span: Span) -> str:
 
 def _idle(
     role: str,
+    generates: bool,
     left: Intervals,
     worked: Mapping[tuple[str, str], Intervals],
     waited: Mapping[tuple[str, str], Intervals],
@@ -108,7 +131,7 @@ def _idle(
         key=lambda reason: CAUSES.index(reason[0]) if reason[0] in CAUSES else len(CAUSES),
     )
     for wanted in ("data", "scores", "weights"):
-        cause = "stragglers" if wanted == "data" and is_generator(role) else wanted
+        cause = "stragglers" if wanted == "data" and generates else wanted
         reasons += [
             (cause, parts)
             for (who, what), parts in worked.items()
@@ -136,21 +159,28 @@ class TimeSheet:
 
         Returns:
             Its metrics: ``utilisation/<role>``, the share of the window in which the
-            role worked, and ``idle_s/<role>/<cause>``, seconds.
+            role worked, and ``idle_s/<role>/<cause>``, seconds. Where devices are known, also the
+            means over them, as those of the role :data:`ALL_DEVICES`.
         """
         length_s = window.end_s - window.start_s
-        spans = (*window.ended, *window.open)
+        spans, devices = (*window.ended, *window.open), window.devices
         metrics: dict[str, float] = {}
-        times = time_of_roles(spans, window.start_s, window.end_s, self._busy_s)
-        for role, time in times.items():
-            busy_s = seconds(time.busy)
+        roles = self._busy_s.keys() - {ALL_DEVICES}
+        found = {
+            role: (seconds(time.busy), {c: seconds(parts) for c, parts in time.idle.items()})
+            for role, time in time_of_roles(spans, window.start_s, window.end_s, roles).items()
+        }
+        if devices:
+            times = time_of_roles(spans, window.start_s, window.end_s, devices=devices)
+            found[ALL_DEVICES] = _mean([times[device] for device in set(devices.values())])
+        for role, (busy_s, idle_s) in found.items():
             if role not in self._busy_s:
                 self._idle_s[role, "other"] += self.total_s  # before it was first seen
             self._busy_s[role] += busy_s
             metrics[f"utilisation/{role}"] = busy_s / length_s if length_s else 0.0
-            for cause, parts in time.idle.items():
-                metrics[f"idle_s/{role}/{cause}"] = seconds(parts)
-                self._idle_s[role, cause] += seconds(parts)
+            for cause, idle in idle_s.items():
+                metrics[f"idle_s/{role}/{cause}"] = idle
+                self._idle_s[role, cause] += idle
         self.total_s += length_s
         return metrics
 
@@ -167,6 +197,15 @@ class TimeSheet:
             rows.append([role, *(_percent(share / self.total_s) for share in shares)])
         title = f"where time went ({self.total_s:.1f} s; a role was busy, or idle for want of ...)"
         return "\n".join([title, *_aligned(rows)])
+
+
+def _mean(times: Sequence[RoleTime]) -> tuple[float, dict[str, float]]:
+    """Mean of several roles' work, and of their idle time by cause, in seconds."""
+    idle_s: defaultdict[str, float] = defaultdict(float)
+    for time in times:
+        for cause, parts in time.idle.items():
+            idle_s[cause] += seconds(parts) / len(times)
+    return sum(seconds(time.busy) for time in times) / len(times), dict(idle_s)
 
 
 def _percent(share: float) -> str:

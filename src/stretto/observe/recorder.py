@@ -9,7 +9,7 @@ from typing import Self
 
 from stretto.config import Config, SupervisedConfig
 from stretto.observe.idle import TimeSheet
-from stretto.observe.progress import Progress
+from stretto.observe.progress import THROUGHPUT, Progress
 from stretto.observe.remarks import Remarks
 from stretto.observe.run_directory import RunDirectory, Sample
 from stretto.observe.spans import Window
@@ -75,12 +75,16 @@ class Recorder:
             stats: values by metric name.
             samples: responses of the step; the first ``observe.samples`` of them are kept.
             window: who did what since the step before. It adds to the metrics: ``time_s``, seconds
-                since the run's start, and the share of work and waiting of each role.
+                since the run's start, the share of work and waiting of each role, and, where
+                devices are known, the throughput of one.
             rollouts: those that ended with the step, trained and rejected ones.
             rewards: of the trained ones, by rollout id.
         """
         if window is not None:
             stats = {**stats, **self._take_in(step, window)}
+            if window.devices and THROUGHPUT in stats:
+                count = len(set(window.devices.values()))
+                stats[f"{THROUGHPUT}_per_device"] = stats[THROUGHPUT] / count
         self._run.append_rollouts(step, rollouts, rewards or {})
         kept = samples[: self._config.observe.samples]
         self._run.append_samples(step, kept)

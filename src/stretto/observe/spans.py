@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from stretto.clock import Clock
@@ -21,6 +22,12 @@ DOWN = "down"
 CHECKPOINT = "checkpoint"
 """The role of whoever takes and writes checkpoints; nobody is idle for want of it."""
 
+HANDOVER = "weights"
+"""The role of the hand-over between processes, seen from the one that drives it."""
+
+NO_DEVICES = frozenset({CHECKPOINT, HANDOVER})
+"""Roles that work beside the others and occupy no device: they are never busy or idle."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -28,9 +35,9 @@ class Span:
 
     Attributes:
         role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
-            'learner', :data:`CHECKPOINT`. One track of a timeline each.
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate, checkpoint/stage,
-            checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
+            'learner', :data:`CHECKPOINT`, :data:`HANDOVER`. One track of a timeline each.
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate,
+            checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
             the ``cause``: data, stragglers, scores, weights; down for :data:`DOWN`.
@@ -50,7 +57,7 @@ class Span:
     @property
     def cause(self) -> str:
         """Cause of a wait; 'other' if none was recorded."""
-        return str(self.attributes.get("cause", "other"))
+        return DOWN if self.name == DOWN else str(self.attributes.get("cause", "other"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +68,26 @@ class Window:
         start_s, end_s: the moments, by the recorder's clock.
         ended: spans that ended in between, in that order; one may have begun before ``start_s``.
         open: spans that still go on, cut at ``end_s``.
+        devices: on which roles work, by role; empty where that is not known.
     """
 
     start_s: float
     end_s: float
     ended: tuple[Span, ...]
     open: tuple[Span, ...] = ()
+    devices: Mapping[str, str] = field(default_factory=dict)
 
 
 class Spans:
-    """A recorder of spans, also from several threads and coroutines at once."""
+    """A recorder of spans, also from several threads and coroutines at once.
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    Args:
+        clock: that spans are measured by.
+        devices: see :class:`Window`.
+    """
+
+    def __init__(self, clock: Clock, devices: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._clock, self._devices = clock, devices
         self._lock = threading.Lock()
         self._records: list[Span] = []
         self._open: dict[int, Span] = {}
@@ -156,7 +170,7 @@ class Spans:
                 Span(s.role, s.name, s.start_s, now_s, dict(s.attributes))
                 for s in self._open.values()
             )
-            window = Window(self._since_s, now_s, tuple(self._records), cut)
+            window = Window(self._since_s, now_s, tuple(self._records), cut, self._devices)
             self._records.clear()
             self._since_s = now_s
         return window

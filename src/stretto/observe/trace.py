@@ -141,7 +141,7 @@ class TraceFile:
             if event["cat"] == _STEP:
                 steps.append(TracedStep(event["args"]["step"], start_s, end_s))
             else:
-                name = WAIT if event["cat"] == WAIT else event["name"]
+                name = WAIT if event["name"].startswith(f"{WAIT}: ") else event["name"]
                 spans.append(Span(names[event["tid"]], name, start_s, end_s, event["args"]))
         return Trace(tuple(steps), tuple(spans))
 
@@ -213,7 +213,7 @@ def _event(span: Span, offset_s: float, track: int) -> dict[str, Any]:
         "pid": _PROCESS,
         "tid": track,
         # The cause is in a wait's name as well: a viewer shows names without a click.
-        "name": f"{span.name}: {span.cause}" if span.waits else span.name,
+        "name": f"{WAIT}: {span.cause}" if span.name == WAIT else span.name,
         "cat": WAIT if span.waits else "work",
         "ts": round((span.start_s + offset_s) * 1e6, 3),
         "dur": round((span.end_s - span.start_s) * 1e6, 3),

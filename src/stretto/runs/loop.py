@@ -152,6 +152,8 @@ class _Run:
             rollouts=[*step.batch, *step.rejected],
             rewards=step.rewards,
         )
+        for line in step.losses:
+            recorder.note(f"step {self.done}: {line}")
         for rollout in step.rejected:
             recorder.note(f"step {self.done}: left out rollout {rollout.id}: {_reason(rollout)}")
 

@@ -77,10 +77,14 @@ class ScorerClient(_Client):
         info: the facts about the scorer, at the start.
         executor: carries its calls.
         tracer: gets its spans.
+        role: of one of several replicas, in traces; the scorer's short name by default.
     """
 
-    def __init__(self, info: ScorerInfo, executor: Executor, tracer: Tracer) -> None:
-        super().__init__(short_name(info.name), executor, tracer)
+    def __init__(
+        self, info: ScorerInfo, executor: Executor, tracer: Tracer, role: str = ""
+    ) -> None:
+        self._scorer = short_name(info.name)
+        super().__init__(role or self._scorer, executor, tracer)
         self._info = info
 
     @property
@@ -111,10 +115,10 @@ class ScorerClient(_Client):
         self._info = await self._ask("admit", responses)
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
-        self._info = await self._ask("extend", chunks, work=f"prefill/{self._role}")
+        self._info = await self._ask("extend", chunks, work=f"prefill/{self._scorer}")
 
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        work = f"score/{self._role}"
+        work = f"score/{self._scorer}"
         scores: Sequence[Score] = await self._ask("finish", rollout_ids, work=work)
         return scores
 

@@ -149,6 +149,7 @@ class Fleet:
         self.restarts = restarts
         self.held: Mapping[str, WeightsRef] = dict(initial or {})
         self._members: list[Member] = []
+        self._told: dict[int, int] = {}  # deaths that a line was returned about, by member
         self._before = [0, 0]  # deaths and restarts before the run was taken up again
 
     def member(self, name: str) -> Member:
@@ -165,6 +166,19 @@ class Fleet:
     def replacements(self) -> int:
         """Processes started in place of others in the whole run."""
         return self._before[1] + sum(m.lives for m in self._members)
+
+    def losses(self) -> list[str]:
+        """Return a line for people about each member lost since the last call."""
+        lines = []
+        for i, member in enumerate(self._members if self.restarts else ()):
+            if member.deaths > self._told.get(i, 0):
+                self._told[i] = member.deaths
+                what = member.cause.partition("; mend the cause")[0]  # the run goes on by itself
+                dead = member.state in (MemberState.DEAD, MemberState.RETIRED)
+                number = member.lives + dead
+                then = f"restart {number} of {self.restarts}"
+                lines.append(f"{what} ({then if number <= self.restarts else 'not replaced'})")
+        return lines
 
     def metrics(self) -> dict[str, float]:
         """Return the totals, where members may be replaced."""

@@ -137,6 +137,7 @@ class Guard:
             if self.member.exhausted:
                 self.member.retired()
                 self._phases.down(short_name(self._name), self._down_since_s)
+                self._phases.lost(short_name(self._name))  # from now on, for good
                 raise self._loss
             try:
                 await self._start()
@@ -179,5 +180,6 @@ class Guard:
         self._loss = error
         if served:
             self._down_since_s = self._clock.now()
+            self._phases.lost(short_name(self._name))
             self.lost.set()
             self._on_loss()

@@ -114,7 +114,8 @@ class Schedule:
         await self._publish()
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
-        return Step(kept, rejected, {**stats, **metrics, **self._fleet.metrics()}, rewards)
+        stats = {**stats, **metrics, **self._fleet.metrics()}
+        return Step(kept, rejected, stats, rewards, self._fleet.losses())
 
     async def _generate(self) -> None:
         """Make rounds of responses.

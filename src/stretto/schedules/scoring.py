@@ -27,10 +27,12 @@ class ScorerReplica:
     Attributes:
         host: the generator on whose device it lives, so that it gets to work on whole rollouts when
             that one has nothing left to decode; ``None`` for a scorer that is always free to work.
+        role: its name in traces; empty for the scorer's own.
     """
 
     scorer: Scorer
     host: int | None = None
+    role: str = ""
 
 
 class Feed:
@@ -53,7 +55,10 @@ class Feed:
     ) -> None:
         scorer = self.scorer = replica.scorer
         self.host = replica.host
-        self._guard = Guard(scorer, scorer.name, scorer.follows, around, self._begin_anew)
+        self._role = replica.role or short_name(scorer.name)
+        self._guard = Guard(
+            scorer, replica.role or scorer.name, scorer.follows, around, self._begin_anew
+        )
         self.free = replica.host is None
         self.load = 0  # rollouts given to it and not scored
         self.draw: Callable[[], Sequence[Rollout]] = list
@@ -108,7 +113,7 @@ class Feed:
             idle_since_s = self._clock.now()
             await self._worthwhile.wait()
             async with self._turn:
-                self._phases.waited(short_name(self.scorer.name), idle_since_s)
+                self._phases.waited(self._role, idle_since_s)
                 self._worthwhile.clear()
                 await self.serve()
 

@@ -77,9 +77,11 @@ class Step:
         rejected: the rollouts that were left out, each with its reason.
         stats: the learner's metrics, and the schedule's own.
         rewards: of the rollouts that were trained on, by id, as trained on.
+        losses: a line about each role whose process was lost since the step before.
     """
 
     batch: Sequence[Rollout]
     rejected: Sequence[Rollout]
     stats: Stats
     rewards: Mapping[int, float]
+    losses: Sequence[str] = ()

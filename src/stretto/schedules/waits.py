@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from stretto.clock import Clock
@@ -61,6 +62,7 @@ class Phases:
         self._clock, self._tracer = clock, tracer
         self._times: list[float] = [clock.now()]
         self._causes: list[str] = ["data"]
+        self._lost: dict[str, AbstractContextManager[None]] = {}
 
     @property
     def current(self) -> str:
@@ -80,8 +82,16 @@ class Phases:
         for start_s, end_s, cause in self._split(since_s, self._clock.now()):
             self._tracer.add(role, "wait", start_s, end_s, cause=cause)
 
+    def lost(self, role: str) -> None:
+        """Show from now on that ``role`` is lost, until :meth:`down`."""
+        if role not in self._lost:
+            self._lost[role] = self._tracer.awaiting(role, "down")
+            self._lost[role].__enter__()
+
     def down(self, role: str, since_s: float) -> None:
         """Record that ``role`` was lost at ``since_s``, and serves again or is given up now."""
+        if shown := self._lost.pop(role, None):
+            shown.__exit__(None, None, None)
         self._tracer.add(role, "down", since_s, self._clock.now(), cause="down")
 
     def _split(self, start_s: float, end_s: float) -> Iterator[tuple[float, float, str]]:

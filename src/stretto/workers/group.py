@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
-from stretto.types import Reply
+from stretto.types import Reply, Work
 from stretto.workers.preflight import Facts
 from stretto.workers.threads import WorkerThread
 
@@ -115,7 +115,7 @@ class ServiceGroup:
     def __init__(self, name: str, launch: Callable[[], Group], clock: Clock | None = None) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
         self.generation, self._restarting = 0, asyncio.Lock()
-        self._closed = False
+        self._closed, self._ahead_s = False, 0.0
         self._open()
 
     @property
@@ -135,10 +135,15 @@ class ServiceGroup:
 
     def ask(self, service: str, method: str, *args: Any) -> Any:
         """Return a method's result; a reply with times by this process's clock. Blocks."""
+        sent_s = self._clock.now()
         answer = self._ranks.call("call", service, method, args)[0]
+        came_s = self._clock.now()
         if isinstance(answer, Raised):
             raise answer.error
-        return answer.shifted(self._ahead_s) if isinstance(answer, Reply) else answer
+        if not isinstance(answer, Reply):
+            return answer
+        self._ahead_s = ahead(self._ahead_s, answer.work, sent_s, came_s)
+        return answer.shifted(self._ahead_s)
 
     async def restart(self, seen: int) -> None:
         """Replace the ranks, unless another role has done so since generation ``seen``."""
@@ -190,6 +195,26 @@ class ServiceGroup:
             after_s = self._clock.now()
             trips.append((after_s - before_s, (before_s + after_s) / 2 - theirs_s))
         return min(trips)[1]
+
+
+def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -> float:
+    """Return by how much this process's clock is ahead, corrected by a call and its answer.
+
+    Clocks drift apart over hours. But no work begins before it was asked for, and none ends after
+    its answer has come; what is known is moved as little as that asks for.
+
+    Args:
+        known_s: what it was before.
+        works: done for the call, by the other clock.
+        sent_s, came_s: when the call was sent and its answer came, by this process's clock.
+    """
+    if not works:
+        return known_s
+    least_s = sent_s - min(work.start_s for work in works)
+    most_s = came_s - max(work.end_s for work in works)
+    if least_s > most_s:  # the work took longer by its own clock than by this one
+        return (least_s + most_s) / 2
+    return min(max(known_s, least_s), most_s)
 
 
 class GroupExecutor:

@@ -172,17 +172,30 @@ def failed(error: BaseException) -> Failed:
 
 
 def tell_warnings(say: Callable[[str], None]) -> None:
-    """Have Python's warnings, and log records from WARNING up, said as lines for people."""
+    """Have Python's warnings, and log records from WARNING up, said as lines for people.
 
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        say(f"{category.__name__}: {message}")
+    Each line is said once; all of them, and all that libraries print, are in the log.
+    """
+    said: set[str] = set()
+    print_warning = warnings.showwarning
+
+    def once(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
+        print_warning(message, category, *where, **rest)
+        once(f"{category.__name__}: {message}")
 
     class Saying(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            say(f"{record.levelname} {record.name}: {record.getMessage()}")
+            once(f"{record.levelname} {record.name}: {record.getMessage()}")
 
     warnings.showwarning = show
-    logging.getLogger().addHandler(Saying(logging.WARNING))
+    logging.getLogger().addHandler(logging.StreamHandler())
+    for name in ("", "transformers"):  # which does not pass its records on
+        logging.getLogger(name).addHandler(Saying(logging.WARNING))
 
 
 def main(calls: int, side: int, listener: int | None) -> None:

@@ -50,6 +50,8 @@ class Ranks(BaseRanks):
         logs: files for what each rank prints; without them that goes to standard error.
         say: called with each rank's warnings, where there are logs; on a thread of its own.
         check: called with what the ranks found at their places, before ``make``.
+        begun: called with this object once there are processes, which may take long from here on;
+            to be able to :meth:`close` it meanwhile.
 
     Raises:
         RankError: a rank could not start, or ``make`` raised.
@@ -72,6 +74,7 @@ class Ranks(BaseRanks):
         logs: Sequence[Path] = (),
         say: Callable[[str], None] = lambda _: None,
         check: Callable[[Sequence[Facts]], None] = lambda _: None,
+        begun: Callable[[BaseRanks], None] = lambda _: None,
     ) -> None:
         super().__init__(size, patience_s, role, words, logs)
         self._say = say
@@ -97,6 +100,7 @@ class Ranks(BaseRanks):
                         log=str(logs[rank]) if logs else "",
                     )
                     self._start(opening)
+            begun(self)
             self.facts = self._answers(START, range(size), timeout_s)
             check(self.facts)
             for rank in range(size):

@@ -56,6 +56,8 @@ class RayRanks(BaseRanks):
             it.
         say: called with each rank's warnings, where there are logs; on a thread of its own.
         check: called with what the ranks found at their places, before ``make``.
+        begun: called with this object once there are processes, which may take long from here on;
+            to be able to :meth:`close` it meanwhile.
         interface: network interface of the group; without one, that of each node's address.
         python: interpreter of the ranks, with the same versions of Python and Ray; without one, the
             cluster's.
@@ -84,6 +86,7 @@ class RayRanks(BaseRanks):
         logs: Sequence[Path] = (),
         say: Callable[[str], None] = lambda _: None,
         check: Callable[[Sequence[Facts]], None] = lambda _: None,
+        begun: Callable[[BaseRanks], None] = lambda _: None,
         interface: str = "",
         python: str = "",
     ) -> None:
@@ -102,6 +105,7 @@ class RayRanks(BaseRanks):
             with self._calling:  # what dies now is told here
                 for rank in range(size):
                     self._start(rank, door, share, runtime)
+                begun(self)
                 self._let_in(door)
                 host, port = self._meet(interface)
                 for rank in range(size):

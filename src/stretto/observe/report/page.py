@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from stretto.errors import ConfigError
-from stretto.observe.idle import CAUSES
+from stretto.observe.idle import CAUSES, role_order
 from stretto.observe.progress import REWARD
 from stretto.observe.report import outcomes, style
 from stretto.observe.report.runs import Run, StepSpans, differing_settings, shares
@@ -89,6 +89,8 @@ def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
     kinds = list(style.KINDS)
     told_apart = len(runs) <= MAX_RUNS
     timelines = _timelines(runs, kinds, step) if told_apart else [{} for _ in runs]
+    where_time_went = [shares(run) for run in runs]
+    roles = {share.role for of_run in where_time_went for share in of_run}
     return {
         "step": step,
         "in_brief": not told_apart,
@@ -102,6 +104,7 @@ def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
         "causes": [[cause, style.CAUSE_TITLES[cause]] for cause in CAUSES],
         "resolution": _RESOLUTION,
         "edges": edges,
+        "roles": sorted(roles, key=role_order),
         "settings": [[key, values] for key, values in differing_settings(runs)],
         "runs": [
             {
@@ -111,13 +114,13 @@ def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
                 "seconds": _last_time(run),
                 "steps": len(run.metrics),
                 "rate": run.mean_over_time(CURVES["samples_per_s"]),
-                "shares": [[s.role, s.busy_s, dict(s.idle_s)] for s in shares(run)],
+                "shares": [[s.role, s.busy_s, dict(s.idle_s)] for s in of_run],
                 "verified": outcomes.verified(run),
                 "lengths": _lengths(run, edges),
                 "roles": list(run.roles),
                 "timeline": timeline,
             }
-            for run, timeline in zip(runs, timelines, strict=True)
+            for run, of_run, timeline in zip(runs, where_time_went, timelines, strict=True)
         ],
     }
 

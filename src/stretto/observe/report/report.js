@@ -165,7 +165,7 @@ const timeline = {
 function shareBars() {
   const host = at("shares");
   host.replaceChildren();
-  const roles = [...new Set(D.runs.flatMap((run) => run.shares.map(([role]) => role)))];
+  const roles = D.roles;
   const causes = new Set();
   const height = 14, gap = 4, between = 12, left = Math.min(150, Math.max(...roles.map((r) => 7 * r.length + 14), 70)), right = 92;
   const rows = roles.map((role) => D.runs.flatMap((run, i) => {

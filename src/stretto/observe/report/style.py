@@ -21,6 +21,8 @@ KINDS: Mapping[str, str] = {
     "publish": "#aa3377",
     "load": "#d08bb5",
     "migrate": "#ccbb44",
+    "send": "#bbbbbb",
+    "checkpoint": "#997755",
 }
 KINDS_DARK: Mapping[str, str] = {
     **KINDS,
@@ -31,7 +33,7 @@ KINDS_DARK: Mapping[str, str] = {
 GROUPS = ("#4477aa", "#ee6677", "#228833", "#aa3377", "#ccbb44", "#66ccee")
 GROUPS_DARK = ("#6fa8e0", "#ff8593", "#4fc465", "#d465ae", "#dccd5c", "#8adcf5")
 OTHER_KIND = "#8a8f98"
-PALE_KINDS = ("prefill", "load", "migrate")
+PALE_KINDS = ("prefill", "load", "migrate", "send")
 """Kinds of work with pale colours, on which text is dark."""
 
 HATCHES: Mapping[str, str] = {
@@ -39,6 +41,7 @@ HATCHES: Mapping[str, str] = {
     "stragglers": '<path d="M-1 1L1 -1M0 7L7 0M6 8L8 6"/>',
     "scores": '<path d="M-1 6L1 8M0 0L7 7M6 -1L8 1"/>',
     "weights": '<path d="M0 3.5H7"/>',
+    "down": '<path d="M0 0L7 7M7 0L0 7"/>',
 }
 """The lines of each cause's hatching, in a square of 7."""
 
@@ -47,12 +50,14 @@ _TINTS: Mapping[str, str] = {
     "stragglers": "#4477aa",
     "scores": "#228833",
     "weights": "#d0506a",
+    "down": "#b02020",
 }
 _TINTS_DARK: Mapping[str, str] = {
     "data": "#98a2b3",
     "stragglers": "#6fa8e0",
     "scores": "#4fc465",
     "weights": "#f0708a",
+    "down": "#ff5a4f",
 }
 
 KIND_TITLES: Mapping[str, str] = {
@@ -63,12 +68,15 @@ KIND_TITLES: Mapping[str, str] = {
     "publish": "publish weights",
     "load": "load weights",
     "migrate": "migrate",
+    "send": "hand over weights",
+    "checkpoint": "write a checkpoint",
 }
 CAUSE_TITLES: Mapping[str, str] = {
     "data": "waits for data",
     "stragglers": "waits for stragglers",
     "scores": "waits for scores",
     "weights": "waits for weights",
+    "down": "process lost",
     "other": "idle",
 }
 

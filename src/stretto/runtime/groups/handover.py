@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
+from stretto.observe.spans import HANDOVER
 from stretto.protocols import Tracer
 from stretto.runtime.groups.messages import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
@@ -127,7 +128,7 @@ class Handover:
             if left:
                 self._suspect(left, outcomes)
         seconds = time.perf_counter() - start_s
-        self._tracer.add("weights", "send", start_s, start_s + seconds, version=ref.version)
+        self._tracer.add(HANDOVER, "send", start_s, start_s + seconds, version=ref.version)
         self.metrics |= {
             f"handover/{ref.model}_s": seconds,
             f"handover/{ref.model}_mb": offer.size / 1e6,

@@ -14,6 +14,7 @@ from stretto.assembly.models import Say
 from stretto.config import Config
 from stretto.models.load import pick_device
 from stretto.runtime.groups.placement import Place
+from stretto.workers.base import BaseRanks
 from stretto.workers.forkserver import SERVER
 from stretto.workers.group import Group, Host, Makes
 from stretto.workers.preflight import Facts
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from stretto.workers.ray_cluster import RayCluster
 
 Check = Callable[[Sequence[Facts]], None]
+Begun = Callable[[BaseRanks], None]
 
 
 class Launcher(Protocol):
@@ -40,7 +42,9 @@ class Launcher(Protocol):
         """Make ready for these processes; the stack undoes it."""
         ...
 
-    def launch(self, place: Place, makes: Makes, log: Path | None, check: Check) -> Group:
+    def launch(
+        self, place: Place, makes: Makes, log: Path | None, check: Check, begun: Begun
+    ) -> Group:
         """Start a process, with its services.
 
         Args:
@@ -48,6 +52,7 @@ class Launcher(Protocol):
             makes: how its services are made.
             log: for what it prints.
             check: called with what it found at its place, before anything is made.
+            begun: called with the group while it starts, to be able to end it meanwhile.
         """
         ...
 
@@ -70,18 +75,25 @@ class LocalLauncher:
         """Have libraries imported while this process goes on."""
         SERVER.start()
 
-    def launch(self, place: Place, makes: Makes, log: Path | None, check: Check) -> Group:
+    def launch(
+        self, place: Place, makes: Makes, log: Path | None, check: Check, begun: Begun
+    ) -> Group:
         """Start a process; see :class:`Launcher`."""
-        return Ranks(1, Host, (makes,), devices=[place.device], **self._options(place, log, check))
+        options = self._options(place, log, check, begun)
+        return Ranks(1, Host, (makes,), devices=[place.device], **options)
 
-    def _options(self, place: Place, log: Path | None, check: Check) -> dict[str, Any]:
+    def _options(
+        self, place: Place, log: Path | None, check: Check, begun: Begun
+    ) -> dict[str, Any]:
         return {
             "threads": place.threads,
             "role": place.name,
+            "words": {"call": "its work"},
             "timeout_s": self._timeout_s,
             "logs": [log] if log else [],
             "say": lambda line: self._say(f"{place.name}: {line}"),
             "check": check,
+            "begun": begun,
         }
 
 
@@ -125,7 +137,9 @@ class RayLauncher(LocalLauncher):
         stack.callback(cluster.close)
         self.host = cluster.host
 
-    def launch(self, place: Place, makes: Makes, log: Path | None, check: Check) -> Group:
+    def launch(
+        self, place: Place, makes: Makes, log: Path | None, check: Check, begun: Begun
+    ) -> Group:
         """Start a process; see :class:`Launcher`."""
         from stretto.workers.ray_ranks import RayRanks
 
@@ -138,7 +152,7 @@ class RayLauncher(LocalLauncher):
             places=[self._positions[place.name]],
             devices=["cuda:0" if place.device.startswith("cuda") else "cpu"],  # Ray shows no other
             interface=self._config.interface,
-            **self._options(place, log, check),
+            **self._options(place, log, check, begun),
         )
 
 

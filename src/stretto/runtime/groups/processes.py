@@ -6,7 +6,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,13 +18,14 @@ import torch
 
 from stretto.assembly.models import Given, Say
 from stretto.config import Config
-from stretto.errors import ConfigError, first_line
+from stretto.errors import ConfigError, RankError, first_line
 from stretto.runtime.groups import learner, services
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
 from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remarks
-from stretto.types import IntArray, Prompt
+from stretto.types import IntArray, Prompt, short_name
 from stretto.weights.transfer import Backend
+from stretto.workers.base import BaseRanks
 from stretto.workers.group import Group, GroupExecutor, Makes, ServiceGroup
 from stretto.workers.preflight import Facts, check
 
@@ -68,6 +69,8 @@ class Processes:
         self._launcher.prepare(self.places, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
+        self._starting: list[BaseRanks] = []
+        self._given_up = False
 
     @property
     def scorers(self) -> list[Seat]:
@@ -75,13 +78,35 @@ class Processes:
         seats = [seat for place in self.places for seat in place.seats if seat.scorer]
         return sorted(seats, key=lambda seat: seat.host or 0)
 
+    @property
+    def devices(self) -> dict[str, str]:
+        """The device of each role, by the role's name in traces: a GPU, or a process on CPUs."""
+        ids = {name: facts.device_id for name, facts in self._facts.items()}
+        return {
+            short_name(seat.role): ids.get(place.name) or place.name
+            for place in self.places
+            for seat in place.seats
+        }
+
     def opened(self) -> tuple[list[ServiceGroup], dict[str, GroupExecutor]]:
-        """Open all processes; return them, and an executor for each role."""
-        with ThreadPoolExecutor(len(self.places)) as pool:
+        """Open all processes; return them, and an executor for each role.
+
+        When one cannot be opened, or on Ctrl-C, the others are ended, also while they start.
+        """
+        pool = ThreadPoolExecutor(len(self.places))
+        try:
             opening = [pool.submit(self._open, self.places[0])]
             if self._config.warmup_examples:  # others read its outcome
-                wait(opening)
+                opening[0].result()
             opening += [pool.submit(self._open, place) for place in self.places[1:]]
+            for future in as_completed(opening):
+                future.result()
+        except BaseException:
+            self._give_up()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+            self._starting.clear()
         groups = [future.result() for future in opening]
         executors = {
             seat.role: GroupExecutor(group, seat.role)
@@ -92,6 +117,23 @@ class Processes:
         for line in self.ready.said:
             self._say(line)
         return groups, executors
+
+    def _begun(self, ranks: BaseRanks) -> None:
+        """Take note of a process that starts.
+
+        Raises:
+            RankError: no more are wanted.
+        """
+        with self._looking:
+            if self._given_up:
+                raise RankError("the run has ended while its processes started; start it again")
+            self._starting.append(ranks)
+
+    def _give_up(self) -> None:
+        with self._looking:
+            self._given_up = True
+        for ranks in self._starting:
+            ranks.close()
 
     def _open(self, place: Place) -> ServiceGroup:
         group = ServiceGroup(place.name, partial(self._launch, place))
@@ -113,7 +155,7 @@ class Processes:
         _require_sendable(makes)
         log = self._logs / f"{place.name}.log" if self._logs else None
         return self._launcher.launch(
-            place, makes, log, lambda facts: self._check_facts(place, facts)
+            place, makes, log, lambda facts: self._check_facts(place, facts), self._begun
         )
 
     def _make(self, seat: Seat, setting: Setting) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -36,6 +36,7 @@ from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.agreement import LIMITS, is_coarse
+from stretto.types import short_name
 from stretto.weights.broadcast import Outbox
 from stretto.weights.transfer import Backend, Meeting, open_store
 from stretto.workers.executor import ThreadExecutor
@@ -156,7 +157,7 @@ def start(
     first = look_at_prompts(prompts, say)
     placing = Processes(config, given, stack, say, folder, probe_of(first), first)
     groups, executors = placing.opened()
-    spans = Spans(RealClock())
+    spans = Spans(RealClock(), placing.devices)
     meeting = _meeting(config, placing.meeting, stack)
     handover = Handover(executors[LEARNER], meeting, _tolerance(config), spans)
     stack.callback(handover.close)
@@ -177,8 +178,9 @@ def start(
             executor.ask("require", placing.ready)
         if info.follows:
             followers[seat.role] = executor, info.follows
-        client = ScorerClient(info, handover.follow(seat.role, executor), spans)
-        replicas.append(ScorerReplica(client, seat.host))
+        role = short_name(seat.role)
+        client = ScorerClient(info, handover.follow(seat.role, executor), spans, role)
+        replicas.append(ScorerReplica(client, seat.host, role))
     hand_over(handover, followers, placing.ready.refs)
     migrating = None
     if config.schedule.knobs.migrates(len(names)):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from stretto.errors import StateError
 from stretto.observe.idle import is_generator
-from stretto.observe.spans import CHECKPOINT, Span
+from stretto.observe.spans import NO_DEVICES, Span
 from stretto.runtime.sim.costs import (
     DecodeCost,
     GeneratorCost,
@@ -58,8 +58,8 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
     """
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        if not span.waits and span.role != CHECKPOINT:
-            by_role["generator" if is_generator(span.role) else span.role].append(span)
+        if not span.waits and span.role not in NO_DEVICES:
+            by_role["generator" if is_generator(span.role) else _scorer_of(span)].append(span)
     for role, name in (("generator", "gen"), ("learner", "update")):
         if not any(s.name == name for s in by_role[role]):
             raise StateError(
@@ -69,9 +69,19 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
     generator, learner = by_role.pop("generator"), by_role.pop("learner")
     return Calibration(
         generator=_generator(generator),
-        scorers={name: _scorer(spans) for name, spans in by_role.items()},
+        scorers={
+            name: _scorer(spans)
+            for name, spans in by_role.items()
+            if any(span.name != "load" for span in spans)
+        },
         learner=_learner(learner),
     )
+
+
+def _scorer_of(span: Span) -> str:
+    """Return the scorer whose work a span is, which replicas of it share; or the role."""
+    kind, _, scorer = span.name.partition("/")
+    return scorer if kind in ("prefill", "score") and scorer else span.role
 
 
 def fit_costs(features: Array, seconds: Array) -> Array:
