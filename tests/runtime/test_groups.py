@@ -6,7 +6,10 @@ import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from stretto.config import Config, recipes
 from stretto.errors import ConfigError, EngineError, RankError, RewardError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.runtime.groups.migration import Couriers
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.forkserver import NAME
@@ -74,13 +78,14 @@ def assert_same(one: RunDirectory, two: RunDirectory) -> None:
     [
         ("local", {}),
         ("ray", {}),
+        ("local", {"schedule": {"preset": "async"}}),
         pytest.param("local", {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
         pytest.param("local", RLOO, marks=pytest.mark.slow),
         pytest.param("local", {"cluster": {"scorers": "together"}}, marks=pytest.mark.slow),
         pytest.param("local", {"cluster": {"scorers": "generators"}}, marks=pytest.mark.slow),
     ],
 )
-def test_sync_is_the_same_on_threads_and_on_processes(
+def test_a_run_is_the_same_on_threads_and_on_processes(
     tiny_folder: Path, tmp_path: Path, runtime: str, changes: dict[str, Any]
 ) -> None:
     if runtime == "ray":
@@ -90,6 +95,33 @@ def test_sync_is_the_same_on_threads_and_on_processes(
     here = trained(config, tmp_path / "inline")
     there = trained(config.model_copy(update={"runtime": runtime}), tmp_path / "there")
     assert_same(here, there)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        "stretto",
+        pytest.param("oppo", marks=pytest.mark.slow),
+        pytest.param("rlhfuse", marks=pytest.mark.slow),
+    ],
+)
+def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
+    tiny_folder: Path, tmp_path: Path, preset: str
+) -> None:
+    """Which responses end first depends on the machine; none is lost, and none trained twice."""
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        steps=4,
+        schedule={"preset": preset},
+        rollout={"batch": 4, "max_new_tokens": 12, "engines": 2},
+    )
+    run = trained(config, tmp_path)
+    records = run.read_rollouts()
+    kept = [r.id for r in records if r.state == "trained"]
+    assert len(kept) == len(set(kept)) == 16
+    assert len(run.read_metrics()) == 4
+    assert all(m["cluster/deaths"] == 0 for m in run.read_metrics())
 
 
 def test_roles_work_at_the_same_time_and_a_run_is_resumed(
@@ -196,6 +228,28 @@ def test_a_role_that_dies_is_replaced_and_nothing_changes(
     assert not processes()
 
 
+@pytest.mark.parametrize("sends", [True, False])
+def test_stragglers_move_between_processes_and_nothing_changes(
+    tiny_folder: Path, tmp_path: Path, sends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not sends:  # then their tokens are prefilled again
+        monkeypatch.setattr(Couriers, "bytes_per_s", lambda *_: 1.0)
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        rollout={"batch": 8, "max_new_tokens": 24, "engines": 2},
+        schedule={"preset": "rlhfuse", "migrate": 0.75, "chunk_tokens": 2},
+        reward={"missing_eos": "off"},
+        warmup_examples=64,  # so that some responses end before others
+    )
+    there = trained(config, tmp_path / "there")
+    spans = json.loads((there.path / "trace.json").read_text())
+    assert sum(span["name"] == "migrate" for span in spans) >= 2  # given, and taken
+    here = trained(config.model_copy(update={"runtime": "inline"}), tmp_path / "here")
+    one, two = (sorted(run.read_rollouts(), key=lambda r: r.id) for run in (there, here))
+    assert [(r.id, r.tokens) for r in one] == [(r.id, r.tokens) for r in two]
+
+
 def test_without_restarts_the_first_death_ends_the_run_and_the_model_is_saved(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -248,6 +302,23 @@ def test_what_cannot_start_ends_what_is_starting(
     with pytest.raises(ConfigError, match="no such reference"):
         trained(config, tmp_path)
     assert launcher.generator.closed.is_set()
+
+
+def test_no_process_outlives_a_driver_that_is_killed(tiny_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stretto", "train", "tiny", "--runtime", "local"]
+    command += ["--out", str(tmp_path), "--warmup-examples", "0", "--model.name", str(tiny_folder)]
+    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until_s = time.monotonic() + 120
+    while not list(tmp_path.glob("*/metrics.jsonl")):
+        assert driver.poll() is None
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    started = psutil.Process(driver.pid).children(recursive=True)
+    assert sum(child.name() == NAME for child in started) == 4
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(started, timeout=15)
+    assert not alive
 
 
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +122,17 @@ def test_waste_is_remarked_on() -> None:
     together = config(cluster={"scorers": "together"})
     (line,) = remarks(together, places(together, 8, 4), 8, 4)
     assert line == "1 of 4 GPUs have no role"
+
+
+def test_the_settings_in_the_docs_are_settings() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    configs = [Config.model_validate(tomllib.loads(block)) for block in blocks]
+    by_hand, ray = configs
+    assert [p.name for p in places(by_hand, 4, 2)] == [
+        "learner", "generator 0+reference", "generator 1", "critic",
+    ]  # fmt: skip
+    assert (ray.runtime, ray.cluster.address) == ("ray", "auto")
 
 
 def test_the_table_says_what_each_process_holds() -> None:

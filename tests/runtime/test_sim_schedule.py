@@ -556,8 +556,8 @@ def test_runs_go_on_without_the_processes_that_they_lose() -> None:
         kinds[kind] = sum(kind in o.error if kind else not o.error for o in seen)
     assert min(kinds.values()) >= 5, kinds  # the seeds cover every way to end
     survived = [o for o in seen if o.deaths and not o.error]
-    assert len(survived) >= 100
-    assert sum(o.deaths for o in survived) >= 500
+    assert len(survived) >= 90
+    assert sum(o.deaths for o in survived) >= 300
     assert sum(any(name == "migrate" for _, name, *_ in o.events) for o in survived) >= 5
 
 

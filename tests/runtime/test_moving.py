@@ -1,0 +1,108 @@
+"""Keys and values on their way from one generator's process to another's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stretto.rollout.rows import RowCache
+from stretto.runtime.groups.migration import SAMPLE_BYTES, Couriers, Parcels, Ticket
+from stretto.types import KVTransfer, Prompt, Reply, Response
+from stretto.weights.transfer import Meeting, open_store
+
+CPU = torch.device("cpu")
+
+
+def cache(seed: int, tokens: int) -> RowCache:
+    generator = torch.Generator().manual_seed(seed)
+    layers = [torch.randn(2, tokens, 4, generator=generator).bfloat16() for _ in range(4)]
+    return RowCache(tuple(layers[:2]), tuple(layers[2:]), version=7)
+
+
+class FakeGenerator:
+    """A generator's process, in this one."""
+
+    def __init__(self, name: str) -> None:
+        self.parcels = Parcels(name, CPU)
+        self.accepted: list[KVTransfer] = []
+        self.gone = False
+
+    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
+        if not self.gone:
+            return getattr(self.parcels, method)(*args)
+        return None
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return getattr(self.parcels, method)(*args)
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        if method == "accept":
+            _, transfers = args
+            self.accepted = await asyncio.to_thread(self.parcels.fetch, transfers)
+        return Reply(None)
+
+    async def restart(self) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def meeting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store, port = open_store("127.0.0.1")
+    yield Meeting("127.0.0.1", port, "gloo", 2.0)
+    del store
+
+
+def responses(ids: Sequence[int]) -> list[Response]:
+    return [Response(i, i, Prompt(i, (1, 2), ""), np.array([3, 4], np.int32)) for i in ids]
+
+
+def moved(meeting: Meeting, transfers: Sequence[KVTransfer], *, gone: bool = False) -> list[Any]:
+    """Send transfers from one generator to another; return what the other gets."""
+    giver, taker = FakeGenerator("generator 0"), FakeGenerator("generator 1")
+    couriers = Couriers(meeting)
+    couriers.serve("generator 0", giver, giver)  # type: ignore[arg-type]
+    served = couriers.serve("generator 1", taker, taker)  # type: ignore[arg-type]
+    tickets = giver.parcels.keep(transfers)
+    assert all(t.cache is None or isinstance(t.cache, Ticket) for t in tickets)
+    giver.gone = gone
+    asyncio.run(served.call("accept", responses([t.rollout_id for t in tickets]), tickets))
+    return taker.accepted
+
+
+def test_keys_and_values_arrive_bit_for_bit(meeting: Meeting) -> None:
+    sent = [KVTransfer(4, cache(0, 3), 3), KVTransfer(5), KVTransfer(6, cache(1, 9), 9)]
+    got = moved(meeting, sent)
+    assert [t.rollout_id for t in got] == [4, 5, 6]
+    assert [t.cached_tokens for t in got] == [3, 0, 9]
+    assert got[1].cache is None
+    for before, after in ((sent[0], got[0]), (sent[2], got[2])):
+        assert after.cache.version == 7
+        for one, two in zip(
+            (*before.cache.keys, *before.cache.values),
+            (*after.cache.keys, *after.cache.values),
+            strict=True,
+        ):
+            assert torch.equal(one, two)
+
+
+def test_without_caches_nothing_is_sent(meeting: Meeting) -> None:
+    assert moved(meeting, [KVTransfer(4), KVTransfer(5)]) == [KVTransfer(4), KVTransfer(5)]
+
+
+def test_where_a_giver_is_gone_tokens_are_prefilled_again(meeting: Meeting) -> None:
+    got = moved(meeting, [KVTransfer(4, cache(0, 3), 3)], gone=True)
+    assert got == [KVTransfer(4, None, 0)]
+
+
+def test_the_way_between_two_generators_is_measured(meeting: Meeting) -> None:
+    couriers = Couriers(meeting)
+    for name in ("generator 0", "generator 1"):
+        generator: Any = FakeGenerator(name)
+        couriers.serve(name, generator, generator)
+    assert couriers.bytes_per_s("generator 0", "generator 1") > SAMPLE_BYTES / 60
