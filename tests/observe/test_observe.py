@@ -189,7 +189,7 @@ def test_tensorboard_writes_event_files_that_can_be_read(tmp_path: Path) -> None
     config = tracking("tensorboard")
     run = RunDirectory.create(tmp_path, "tiny", config)
     with Recorder(config, run, NoProgress()) as recorder:
-        recorder.step(1, {"objective/kl": 0.5})
+        recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3})
         recorder.step(2, {"objective/kl": 0.25})
     with Recorder(config, run, NoProgress(), resumed_step=1) as recorder:
         recorder.step(2, {"objective/kl": 0.75})
@@ -207,12 +207,13 @@ def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=f"prometheus_port = {port} cannot be listened on"):
             open_trackers(config, run)
     with Recorder(config, run, NoProgress()) as recorder:
-        recorder.step(1, {"objective/kl": 0.5})
+        recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3})
         recorder.step(2, {"objective/kl": 0.25})
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             lines = page.read().decode().splitlines()
     assert f'stretto_objective_kl{{run="{run.name}"}} 0.25' in lines
     assert f'stretto_step{{run="{run.name}"}} 2.0' in lines
+    assert not any(line.startswith("stretto_lr{") for line in lines)  # the newest step has none
     with socket.create_server(("127.0.0.1", port)):
         pass  # nobody listens there any more
 

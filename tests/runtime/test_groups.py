@@ -260,23 +260,6 @@ def test_without_restarts_the_first_death_ends_the_run_and_the_model_is_saved(
     assert load_file(run / "model" / "model.safetensors")
 
 
-def test_no_process_outlives_a_driver_that_is_killed(tiny_folder: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stretto", "train", "tiny", "--runtime", "local"]
-    command += ["--out", str(tmp_path), "--warmup-examples", "0", "--model.name", str(tiny_folder)]
-    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until_s = time.monotonic() + 120
-    while not list(tmp_path.glob("*/metrics.jsonl")):
-        assert driver.poll() is None
-        assert time.monotonic() < until_s
-        time.sleep(0.1)
-    started = psutil.Process(driver.pid).children(recursive=True)
-    assert sum(child.name() == NAME for child in started) == 4
-    driver.kill()
-    driver.wait()
-    _, alive = psutil.wait_procs(started, timeout=15)
-    assert not alive
-
-
 class Starting:
     """A process that has not started when the run ends."""
 
@@ -319,6 +302,23 @@ def test_what_cannot_start_ends_what_is_starting(
     with pytest.raises(ConfigError, match="no such reference"):
         trained(config, tmp_path)
     assert launcher.generator.closed.is_set()
+
+
+def test_no_process_outlives_a_driver_that_is_killed(tiny_folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "stretto", "train", "tiny", "--runtime", "local"]
+    command += ["--out", str(tmp_path), "--warmup-examples", "0", "--model.name", str(tiny_folder)]
+    driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until_s = time.monotonic() + 120
+    while not list(tmp_path.glob("*/metrics.jsonl")):
+        assert driver.poll() is None
+        assert time.monotonic() < until_s
+        time.sleep(0.1)
+    started = psutil.Process(driver.pid).children(recursive=True)
+    assert sum(child.name() == NAME for child in started) == 4
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(started, timeout=15)
+    assert not alive
 
 
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:

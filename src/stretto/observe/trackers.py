@@ -126,6 +126,8 @@ class Prometheus:
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         """Show the metrics in the place of the last step's."""
+        for gauge in self._gauges.values():
+            gauge.clear()  # of those that this step has not
         for name, value in {"step": float(step), **stats}.items():
             clean = "stretto_" + re.sub(r"\W", "_", name)
             if clean not in self._gauges:
