@@ -152,11 +152,6 @@ class ServiceGroup:
                 return
             await asyncio.to_thread(self._replace)
 
-    def settle(self, seconds: float) -> bool:
-        """Take no more calls, and wait for one under way; return whether it has ended."""
-        self._worker.stop()
-        return self._worker.join(seconds)
-
     def close(self) -> None:
         """End the ranks, at work or not; from any thread, any number of times."""
         self._closed = True

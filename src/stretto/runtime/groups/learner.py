@@ -118,8 +118,12 @@ class GroupLearner(LearnerService):
         """Return the trained weights of all models, by model and name."""
         return Reply(self._learner.weights())
 
+    def end_updates(self) -> bool:
+        """Let no update begin any more; return whether the weights are whole. On the side."""
+        return self._learner.end_updates()
+
     def save(self, folder: Path) -> None:
-        """Write the trained model."""
+        """Write the trained model; on the side."""
         self._learner.save(folder, self._prompts.tokenizer)
 
 

@@ -31,7 +31,7 @@ from stretto.workers.preflight import Facts, check
 
 
 class Processes:
-    """The processes of a run, opened one after another: the learner's, then all others at once.
+    """The processes of a run, opened side by side; where there is a warm-up, the learner's first.
 
     Attributes:
         places: of all processes, the learner's first.

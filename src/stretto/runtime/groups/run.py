@@ -19,7 +19,7 @@ from stretto.assembly.parts import open_task
 from stretto.assembly.scorers import open_functions
 from stretto.clock import RealClock
 from stretto.config import Config
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, RankError
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
@@ -47,8 +47,11 @@ from stretto.workers.threads import WorkerThread
 LOOK_S = 0.1
 """Seconds between two looks whether the learner's process has written its file."""
 
-PATIENCE_S = 30.0
-"""Seconds that the end of a run waits for the learner to come to the end of a call."""
+PATIENCE_S = 60.0
+"""Seconds that the end of a run waits for the learner to end an update of its weights."""
+
+SAVE_S = 3600.0
+"""Seconds in which the model must have been written."""
 
 
 @dataclass(frozen=True)
@@ -112,11 +115,12 @@ class GroupRun:
         hand_over(self.handover, self.followers, held if weights["followers"] else newest)
 
     def save(self, folder: Path) -> None:
-        self.learner.ask("save", folder.absolute())
+        # On the side, as the learner may be in the midst of a step that comes to nothing.
+        self.learner.aside("save", folder.absolute(), timeout_s=SAVE_S)
         brought = {"actor": self.given.actor, "critic": self.given.critic}
         own = {name: model for name, model in brought.items() if model is not None}
         if own:  # the caller's models are trained, as if in place
-            trained = self.learner.ask("trained").value
+            trained = self.learner.aside("trained", timeout_s=SAVE_S).value
             for name, model in own.items():
                 copy_into(model, trained[name])
 
@@ -129,13 +133,16 @@ class GroupRun:
         return "\n\n".join(group.ranks.stacks() for group in self.groups)
 
     def halt(self) -> bool:
-        learner, *others = self.groups
-        for group in others:
+        for group in self.groups[1:]:
             group.close()
         for function in self.functions:
             function.close()
         self.handover.close()
-        return learner.settle(PATIENCE_S)
+        try:
+            whole: bool = self.learner.aside("end_updates", timeout_s=PATIENCE_S)
+        except RankError:
+            return False
+        return whole
 
 
 def start(
