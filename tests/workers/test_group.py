@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from stretto.clock import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
@@ -64,6 +65,12 @@ class Counter(Service):
         logging.getLogger("stretto").warning("slow %s", "disk")
         logging.getLogger("transformers.x").warning("old name")
         return Reply(None)
+
+    def tensor(self) -> torch.Tensor:
+        return torch.ones(1000)
+
+    def function(self) -> Any:
+        return lambda: None
 
     def pid(self) -> Reply[int]:
         return Reply(os.getpid())
@@ -300,3 +307,13 @@ def test_the_preflight_names_ranks_that_differ() -> None:
     with pytest.raises(RankError, match="'b' and 'a' are both on the GPU G of one"):
         check(shared, {})
     check(shared, {}, [frozenset({"a", "b"})])
+
+
+def test_tensors_go_by_value_on_the_side_and_what_cannot_travel_is_an_error(
+    group: ServiceGroup,
+) -> None:
+    two = GroupExecutor(group, "two")
+    assert two.aside("tensor", timeout_s=10.0).tolist() == [1.0] * 1000
+    with pytest.raises(RankError, match="lambda"):
+        two.aside("function", timeout_s=10.0)
+    assert two.aside("count", timeout_s=10.0) == Reply(0)

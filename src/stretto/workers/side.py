@@ -1,6 +1,7 @@
 """Side channels: a rank answers there while it works, and says what its driver should know.
 
-A call on the side is served by a thread of its own, so that none waits for another. ::
+A call on the side is served by a thread of its own, so that none waits for another. Messages are
+plain pickles, tensors by value. ::
 
     to the rank      (number, method, arguments)
     to the driver    (number, good, result)      good: whether the result is one, or an error
@@ -10,6 +11,7 @@ A call on the side is served by a thread of its own, so that none waits for anot
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 import threading
 import traceback
@@ -47,42 +49,41 @@ class SideServer:
 
     def say(self, line: str) -> None:
         """Send a line for people; nothing if the driver is gone."""
-        self._send((_LINE, True, line))
+        self._send(pickle.dumps((_LINE, True, line)))
 
     def _serve(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                call = self._connection.recv()
+                call = pickle.loads(self._connection.recv_bytes())
                 Thread(target=self._answer, args=call, name="side call", daemon=True).start()
         self._ended()
 
     def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         try:
             answer = (number, True, self._handle(method, arguments))
+            data = pickle.dumps(answer)
         except StrettoError as error:
-            answer = (number, False, error)
-        except Exception as error:
-            answer = (number, False, RankError(f"{type(error).__name__}: {error}"))
-        self._send(answer)
+            data = pickle.dumps((number, False, error))
+        except Exception as error:  # of a result that cannot travel, too
+            told = RankError(f"{type(error).__name__}: {error}")
+            data = pickle.dumps((number, False, told))
+        self._send(data)
 
-    def _send(self, message: tuple[int, bool, Any]) -> None:
+    def _send(self, data: bytes) -> None:
         with self._sending, suppress(OSError):
-            self._connection.send(message)
+            self._connection.send_bytes(data)
 
 
 class SideClient:
     """The driver's end.
 
-        Args:
-            connection: to the rank.
-            say: called with each line of the rank, on a thread of its own.
-    <<<<<<< HEAD
-            ended: called when the rank's end has closed, on that thread.
-    =======
+    Args:
+        connection: to the rank.
+        say: called with each line of the rank, on a thread of its own.
+        ended: called when the rank's end has closed, on that thread.
 
-        Attributes:
-            gone: whether the connection has ended, on either side.
-    >>>>>>> main
+    Attributes:
+        gone: whether the connection has ended, on either side.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class SideClient:
         number, future = next(self._numbers), Future[Any]()
         self._open[number] = future
         with suppress(OSError), self._sending:
-            self._connection.send((number, method, args))
+            self._connection.send_bytes(pickle.dumps((number, method, args)))
         if self.gone:
             self._fail()
         try:
@@ -127,22 +128,27 @@ class SideClient:
         self._connection.close()
 
     def _read(self) -> None:
-        with suppress(EOFError, OSError, TypeError):  # TypeError: it is closed while it is read
+        why = "the process has ended"
+        try:
             while True:
-                number, good, result = self._connection.recv()
+                number, good, result = pickle.loads(self._connection.recv_bytes())
                 if number == _LINE:
                     self._say(result)
                 elif future := self._open.pop(number, None):
                     future.set_result(result) if good else future.set_exception(result)
+        except (EOFError, OSError, TypeError):  # TypeError: it is closed while it is read
+            pass
+        except Exception as error:  # an answer that cannot be read: nobody must wait for it
+            why = f"an answer cannot be read: {type(error).__name__}: {error}"
         self.gone = True
         self._over.set()
-        self._fail()
+        self._fail(why)
         self._ended()
 
-    def _fail(self) -> None:
+    def _fail(self, why: str = "the process has ended") -> None:
         for number in list(self._open):
             if future := self._open.pop(number, None):
-                future.set_exception(RankError("the process has ended"))
+                future.set_exception(RankError(why))
 
 
 def stacks() -> str:
