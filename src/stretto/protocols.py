@@ -23,7 +23,31 @@ from stretto.types import (
 )
 
 
-class Generator(Protocol):
+class Replaceable(Protocol):
+    """The part that generators and scorers have in common: roles whose process may be replaced."""
+
+    async def load(self, weights: WeightsRef) -> None:
+        """Work with these weights from now on, and prove it.
+
+        Raises:
+            EngineError: the fingerprint after loading is not the one handed over.
+        """
+        ...
+
+    async def restart(self) -> None:
+        """End what is left of the role's process and start a new one in its place.
+
+        The new one holds no rollouts, and no weights until the next :meth:`load`. Calls to the old
+        one that are under way end with an error, or with an answer that counts for nothing. Roles
+        that share the schedule's process are never asked.
+
+        Raises:
+            RoleLostError: the new process has died, or could not start.
+        """
+        ...
+
+
+class Generator(Replaceable, Protocol):
     """The role that decodes rollouts with the actor."""
 
     async def admit(self, responses: Sequence[Response]) -> None:
@@ -65,20 +89,8 @@ class Generator(Protocol):
         """
         ...
 
-    async def restart(self) -> None:
-        """End what is left of the role's process and start a new one in its place.
 
-        The new one holds no rollouts, and no weights until the next :meth:`load`. Calls to the old
-        one that are under way end with an error, or with an answer that counts for nothing. Roles
-        that share the schedule's process are never asked.
-
-        Raises:
-            RoleLostError: the new process has died, or could not start.
-        """
-        ...
-
-
-class Scorer(Protocol):
+class Scorer(Replaceable, Protocol):
     """A role that scores rollouts: a reward model, the reference, the critic, or a function."""
 
     @property
@@ -134,18 +146,6 @@ class Scorer(Protocol):
 
         Raises:
             EngineError: the fingerprint after loading is not the one handed over.
-        """
-        ...
-
-    async def restart(self) -> None:
-        """End what is left of the role's process and start a new one in its place.
-
-        The new one holds no rollouts, and no weights until the next :meth:`load`. Calls to the old
-        one that are under way end with an error, or with an answer that counts for nothing. Roles
-        that share the schedule's process are never asked.
-
-        Raises:
-            RoleLostError: the new process has died, or could not start.
         """
         ...
 

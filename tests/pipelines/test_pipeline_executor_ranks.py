@@ -20,6 +20,7 @@ import torch
 from pipeline_misbehaving import Misbehaving
 from pipeline_models import critic_of, language_model
 from pipeline_workers import Batch, Trainer
+from rank_helpers import alive, require_gone
 from stretto.errors import LearnerError, RankError
 from stretto.pipelines.baselines import greedy
 from stretto.pipelines.executor.executor import StageLayout
@@ -40,20 +41,6 @@ def ranks() -> Iterator[Ranks]:
 def require_none_left() -> None:
     for child in psutil.Process().children(recursive=True):
         assert child.name() != NAME or child.status() == psutil.STATUS_ZOMBIE
-
-
-def require_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_calls_answer_by_rank(ranks: Ranks) -> None:
@@ -229,4 +216,4 @@ def test_ranks_end_with_their_parent(how: signal.Signals) -> None:
     parent.send_signal(how)
     _, said = parent.communicate(timeout=LIMIT_S)
     assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
-    require_gone(pids)
+    require_gone(pids, LIMIT_S)

@@ -17,11 +17,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from stretto import runs
+from stretto.assembly.models import Given
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, EngineError, RankError, RewardError
+from stretto.models.load import load_causal_lm
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runtime.groups.migration import Couriers
@@ -326,6 +329,14 @@ def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path
     config = settings(tiny_folder, runtime="local", reward={"sources": (f"{tmp_path}/mine.py:f",)})
     with pytest.raises(RewardError, match="ValueError: no"):
         trained(config, tmp_path / "runs")
+
+
+def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    model = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+    model.unsendable = lambda: None
+    config = settings(tiny_folder, runtime="local")
+    with pytest.raises(ConfigError, match="cannot be sent to other processes"):
+        trained(config, tmp_path, given=Given(actor=model))
 
 
 def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

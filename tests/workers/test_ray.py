@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from pipeline_misbehaving import Misbehaving
+from rank_helpers import alive, require_gone
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
@@ -49,20 +50,6 @@ def cluster() -> Iterator[RayCluster]:
 def launch(cluster: RayCluster, size: int, *arguments: Any, **options: Any) -> RayRanks:
     given = arguments or ("hello",)
     return RayRanks(size, Misbehaving, given, cluster=cluster, timeout_s=START_S, **options)
-
-
-def require_gone(pids: list[int], seconds: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
@@ -97,7 +84,7 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     looking.join()
     assert f"rank 1 of 2 (pid {pids[1]} on {socket.gethostname()}):" in seen[0]
     assert "in hang" in seen[0]
-    require_gone(pids)
+    require_gone(pids, LIMIT_S)
     ranks.close()
     with pytest.raises(RankError, match="the ranks have been ended; start new ones"):
         ranks.call("pid")
@@ -119,7 +106,7 @@ def test_an_error_is_told_with_its_cause(cluster: RayCluster, how: str, said: st
     assert isinstance(caught.value.__cause__, LearnerError) == (how == "own")
     notes = getattr(caught.value, "__notes__", [])
     assert len([n for n in notes if n.startswith("On rank 0:\nTraceback")]) == (how == "raise")
-    require_gone([ranks.facts[0].pid])
+    require_gone([ranks.facts[0].pid], LIMIT_S)
 
 
 def test_a_killed_rank_ends_a_call_of_all(cluster: RayCluster, tmp_path: Path) -> None:
@@ -136,7 +123,7 @@ def test_a_killed_rank_ends_a_call_of_all(cluster: RayCluster, tmp_path: Path) -
     if "rank 0 had raised" not in str(caught.value):  # it may have noticed first
         assert any("last words" in note for note in caught.value.__notes__)
         assert any(note.startswith("Ray says: The actor died") for note in caught.value.__notes__)
-    require_gone([facts.pid for facts in ranks.facts])
+    require_gone([facts.pid for facts in ranks.facts], LIMIT_S)
 
 
 def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
@@ -155,7 +142,7 @@ def test_a_death_between_two_calls_is_told_at_once(cluster: RayCluster) -> None:
     with pytest.raises(RankError) as caught:
         ranks.call("pid")
     assert caught.value is told[0]
-    require_gone([facts.pid for facts in ranks.facts])
+    require_gone([facts.pid for facts in ranks.facts], LIMIT_S)
 
 
 def test_a_rank_that_cannot_start_is_named(cluster: RayCluster) -> None:
@@ -312,7 +299,7 @@ def test_ranks_end_with_their_driver(how: signal.Signals) -> None:
     assert all(alive(pid) for pid in pids)
     processes = psutil.Process(driver.pid).children(recursive=True)
     driver.send_signal(how)
-    require_gone(pids)
+    require_gone(pids, LIMIT_S)
     _, said = driver.communicate(timeout=LIMIT_S)
     assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)
     require_gone([process.pid for process in processes], 120.0)  # Ray's own take their time
@@ -349,7 +336,7 @@ def test_ranks_on_two_nodes_are_stable_and_lost_with_one() -> None:
         with pytest.raises(RankError, match=r"was lost with its node.* in the middle") as caught:
             ranks.call("hang")
         assert caught.value.rank in theirs
-        require_gone(pids)
+        require_gone(pids, LIMIT_S)
         cluster.close()
     finally:
         ray.shutdown()

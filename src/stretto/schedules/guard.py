@@ -5,27 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from stretto.clock import Clock
 from stretto.errors import RoleLostError, StalledError, StrettoError
+from stretto.protocols import Replaceable
 from stretto.schedules.fleet import Fleet, Member, MemberState
 from stretto.schedules.waits import Phases, answered
 from stretto.types import WeightsRef, short_name
 
 T = TypeVar("T")
-
-
-class Replaceable(Protocol):
-    """The part that generators and scorers have in common."""
-
-    async def restart(self) -> None:
-        """Start a new process; see :class:`~stretto.protocols.Generator`."""
-        ...
-
-    async def load(self, weights: WeightsRef) -> None:
-        """Load weights; see :class:`~stretto.protocols.Generator`."""
-        ...
 
 
 class GoneError(Exception):

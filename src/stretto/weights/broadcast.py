@@ -59,18 +59,6 @@ class Outbox:
         tensors = self.get(ref)
         return self._transfers.send(route, plan(tensors.items(), self._bucket_bytes), tensors)
 
-    def abort(self) -> None:
-        """Break off a transfer that may be under way; from any thread."""
-        self._transfers.abort()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tensors by model, version and name."""
-        return {model: {v: dict(t) for v, t in o.items()} for model, o in self._offered.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self._offered = {model: dict(versions) for model, versions in state.items()}
-
 
 class Inbox:
     """A follower's side: a channel whose tensors arrive while they are read.

@@ -101,11 +101,11 @@ class BaseRanks(ABC):
                 of any other is a note.
             PicklingError: an argument cannot be sent.
         """
-        return self._call(method, repeat(_pickled(method, args), self._size))
+        return self._call(method, repeat(pickled(method, args), self._size))
 
     def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
         """Call a method with arguments of its own for each rank, which are sent one by one."""
-        return self._call(method, (_pickled(method, args) for args in per_rank))
+        return self._call(method, (pickled(method, args) for args in per_rank))
 
     def aside(self, rank: int, method: str, *args: Any, timeout_s: float = PATIENCE_S) -> Any:
         """Call a method of a rank while another is under way; see :class:`SideClient`."""
@@ -263,9 +263,14 @@ class BaseRanks(ABC):
         self._tell(error)
 
 
-def _pickled(method: str, args: tuple[Any, ...]) -> bytes:
+def pickled(what: object, args: tuple[Any, ...]) -> bytes:
+    """Return a method or function with its arguments, as they are sent.
+
+    Raises:
+        PicklingError: they cannot be sent.
+    """
     try:
-        return pickle.dumps((method, args))
+        return pickle.dumps((what, args))
     except (AttributeError, TypeError) as error:  # of local functions, and of locks and the like
         raise pickle.PicklingError(str(error)) from error
 

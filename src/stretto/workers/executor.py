@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from stretto.errors import LifecycleError
@@ -52,3 +53,28 @@ class ThreadExecutor:
             "only a role with a process of its own can be replaced, and this one works on a thread "
             "of the run's process; start the run again"
         )
+
+
+class DivertingExecutor:
+    """An executor with one method whose calls go another way.
+
+    Args:
+        executor: makes all other calls.
+        method: whose calls are diverted.
+        instead: called in their place, with their arguments.
+    """
+
+    def __init__(
+        self, executor: Executor, method: str, instead: Callable[..., Awaitable[Reply[Any]]]
+    ) -> None:
+        self._executor, self._method, self._instead = executor, method, instead
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """Call the method; see :class:`Executor`."""
+        if method == self._method:
+            return await self._instead(*args)
+        return await self._executor.call(method, *args)
+
+    async def restart(self) -> None:
+        """Start the service again; see :class:`Executor`."""
+        await self._executor.restart()

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from stretto.workers.base import NO_WORDS, START, BaseRanks
+from stretto.workers.base import NO_WORDS, START, BaseRanks, pickled
 from stretto.workers.forkserver import SERVER, Forked
 from stretto.workers.preflight import Facts
 from stretto.workers.rank import Done, Failed, Opening
@@ -54,6 +54,7 @@ class Ranks(BaseRanks):
             to be able to :meth:`close` it meanwhile.
 
     Raises:
+        PicklingError: ``make`` or an argument cannot be sent.
         RankError: a rank could not start, or ``make`` raised.
         StrettoError: ``check`` raised it.
     """
@@ -82,7 +83,7 @@ class Ranks(BaseRanks):
         self._lives: list[Connection[Any, Any]] = []
         self._processes: list[Forked] = []
         self._kill = weakref.finalize(self, _kill, self._processes)
-        made = pickle.dumps((make, arguments))
+        made = pickled(make, arguments)
         try:
             with socket.create_server(("127.0.0.1", 0), backlog=size) as listener:
                 port = listener.getsockname()[1]

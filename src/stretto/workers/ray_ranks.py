@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stretto.workers.base import NO_WORDS, START, BaseRanks
+from stretto.workers.base import NO_WORDS, START, BaseRanks, pickled
 from stretto.workers.door import Address, Door
 from stretto.workers.preflight import Facts
 from stretto.workers.rank import Done, Failed, Opening
@@ -63,6 +63,7 @@ class RayRanks(BaseRanks):
             cluster's.
 
     Raises:
+        PicklingError: ``make`` or an argument cannot be sent.
         RankError: a rank could not start, or ``make`` raised.
         StrettoError: ``check`` raised it.
     """
@@ -98,6 +99,7 @@ class RayRanks(BaseRanks):
         self._asked: dict[int, Any] = {}
         self._stored: tuple[bytes, Any] = (b"", None)
         self._kill = weakref.finalize(self, _kill, self._actors, self._sides)
+        made = pickled(make, arguments)
         door = Door(cluster.host)
         try:
             environment = _environment(cluster.environment, threads)
@@ -126,7 +128,6 @@ class RayRanks(BaseRanks):
                     self._step(rank, "join", pickle.dumps((opening,)))
                 self.facts = self._answers(START, range(size), self._left_s())
                 check(self.facts)
-                made = pickle.dumps((make, arguments))
                 for rank in range(size):
                     self._step(rank, "make", made)
                 self._answers(START, range(size))

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from stretto.protocols import Tracer
 from stretto.runtime.groups.messages import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route
+from stretto.workers.executor import DivertingExecutor, Executor
 from stretto.workers.group import GroupExecutor
 from stretto.workers.threads import WorkerThread
 
@@ -61,9 +63,9 @@ class Handover:
         self._prefix = ""
         self.metrics: dict[str, float] = {}
 
-    def follow(self, name: str, follower: GroupExecutor) -> _Following:
+    def follow(self, name: str, follower: GroupExecutor) -> Executor:
         """Return an executor of a follower, whose calls to load weights are hand-overs."""
-        return _Following(self, name, follower)
+        return DivertingExecutor(follower, "load", partial(self.load, name, follower))
 
     async def load(self, name: str, follower: GroupExecutor, ref: WeightsRef) -> Reply[Any]:
         """Have a follower load weights, together with all that ask for the same at this time.
@@ -213,23 +215,6 @@ class Handover:
             self._epoch += 1
             self._members, self._prefix = members, f"weights/{self._epoch}"
         return self._meeting.routes(self._prefix, len(members))
-
-
-class _Following:
-    """An executor that makes calls to load weights hand-overs."""
-
-    def __init__(self, handover: Handover, name: str, follower: GroupExecutor) -> None:
-        self._handover, self._name, self._follower = handover, name, follower
-
-    async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """Call the method; see :class:`~stretto.workers.executor.Executor`."""
-        if method == "load":
-            return await self._handover.load(self._name, self._follower, *args)
-        return await self._follower.call(method, *args)
-
-    async def restart(self) -> None:
-        """Start the follower again; see :class:`~stretto.workers.group.GroupExecutor`."""
-        await self._follower.restart()
 
 
 def _outcome(name: str, future: Future[Reply[Loaded]]) -> Reply[Loaded] | Exception:

@@ -71,10 +71,6 @@ class GroupLearner(LearnerService):
         """Send a version; on the side, while training may go on."""
         return self._outbox.send(ref, route)
 
-    def abort(self) -> None:
-        """Break off what is being sent; on the side."""
-        self._outbox.abort()
-
     def stage(self, copy: bool) -> Reply[bool]:
         """Stage the learner's state; see :class:`~stretto.runtime.state.BackgroundWriter`."""
         return Reply(self._writer.stage(self._learner.state_dict(), copy=copy))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -21,7 +21,7 @@ from stretto.rollout.rows import RowCache
 from stretto.types import KVTransfer, Reply, Response
 from stretto.weights.buckets import Plan, plan
 from stretto.weights.transfer import Meeting, Route, Transfers
-from stretto.workers.executor import Executor
+from stretto.workers.executor import DivertingExecutor, Executor
 from stretto.workers.group import GroupExecutor
 
 BUCKET_BYTES = 16 << 20
@@ -150,7 +150,7 @@ class Couriers:
         self._meeting, self._count = meeting, 0
         self._givers: dict[str, GroupExecutor] = {}
 
-    def serve(self, name: str, generator: GroupExecutor, executor: Executor) -> _Served:
+    def serve(self, name: str, generator: GroupExecutor, executor: Executor) -> Executor:
         """Return an executor of a generator that has parcels sent to it.
 
         Args:
@@ -159,7 +159,7 @@ class Couriers:
             executor: for all its other calls.
         """
         self._givers[name] = generator
-        return _Served(self, executor)
+        return DivertingExecutor(executor, "accept", partial(self.accept, executor))
 
     async def accept(
         self, taker: Executor, responses: Sequence[Response], transfers: Sequence[KVTransfer]
@@ -205,20 +205,3 @@ class Couriers:
     def _new_routes(self) -> list[Route]:
         self._count += 1
         return self._meeting.routes(f"parcel/{self._count}", 2)
-
-
-class _Served:
-    """An executor of a generator whose parcels are sent when it accepts their tickets."""
-
-    def __init__(self, couriers: Couriers, executor: Executor) -> None:
-        self._couriers, self._executor = couriers, executor
-
-    async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """Call the method; see :class:`~stretto.workers.executor.Executor`."""
-        if method == "accept":
-            return await self._couriers.accept(self._executor, *args)
-        return await self._executor.call(method, *args)
-
-    async def restart(self) -> None:
-        """Start the generator again."""
-        await self._executor.restart()

@@ -26,7 +26,7 @@ from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remar
 from stretto.types import IntArray, Prompt, short_name
 from stretto.weights.transfer import Backend
 from stretto.workers.base import BaseRanks
-from stretto.workers.group import Group, GroupExecutor, Makes, ServiceGroup
+from stretto.workers.group import Group, GroupExecutor, ServiceGroup
 from stretto.workers.preflight import Facts, check
 
 
@@ -152,11 +152,17 @@ class Processes:
         config = self._config.model_copy(update={"model": model})
         setting = Setting(config, self._given, place.threads)
         makes = {seat.role: self._make(seat, setting) for seat in place.seats}
-        _require_sendable(makes)
         log = self._logs / f"{place.name}.log" if self._logs else None
-        return self._launcher.launch(
-            place, makes, log, lambda facts: self._check_facts(place, facts), self._begun
-        )
+        try:
+            return self._launcher.launch(
+                place, makes, log, lambda facts: self._check_facts(place, facts), self._begun
+            )
+        except pickle.PicklingError as error:
+            raise ConfigError(
+                f"what the caller brings cannot be sent to other processes: {first_line(error)}. "
+                "Define its classes at the top of a module, name folders instead of objects, or "
+                "set runtime = 'inline'"
+            ) from error
 
     def _make(self, seat: Seat, setting: Setting) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return how a role's service is made; with what it needs of what the caller brings."""
@@ -201,19 +207,3 @@ def _needed(seat: Seat, given: Given) -> Given:
             if source == seat.scorer or "critic" in keep  # which may start from it
         },
     )
-
-
-def _require_sendable(makes: Makes) -> None:
-    """Refuse what the caller brings and cannot go to another process.
-
-    Raises:
-        ConfigError: it cannot be pickled.
-    """
-    try:
-        pickle.dumps(makes)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"what the caller brings cannot be sent to other processes: {first_line(error)}. "
-            "Define its classes at the top of a module, name folders instead of objects, or set "
-            "runtime = 'inline'"
-        ) from error

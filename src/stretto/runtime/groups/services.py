@@ -50,44 +50,53 @@ from stretto.workers.services import GeneratorService, ScorerService
 class Follower:
     """The part of a service that receives weights.
 
-    Args:
-        model: that they go to.
-        config: of the run.
+    Attributes:
+        inbox: where they arrive; ``None`` for a service that follows no model.
     """
 
-    def __init__(self, model: nn.Module, config: Config) -> None:
-        travelling = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        device = next(model.parameters()).device
-        self.inbox = Inbox(travelling, device, config.cluster.bucket_mb << 20)
+    inbox: Inbox | None
+
+    def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
+        """Prepare to receive weights; on the side."""
+        assert self.inbox is not None
+        self.inbox.expect(ref, mark, route)
+        return Reply(None)
+
+    def abort(self) -> None:
+        """Break off what is being received; on the side."""
+        if self.inbox is not None:
+            self.inbox.abort()
+
+    def received(self) -> str:
+        """Return the mark of what was received last."""
+        assert self.inbox is not None
+        return self.inbox.mark
 
 
-class GroupGenerator(GeneratorService):
+def inbox_of(model: nn.Module, config: Config) -> Inbox:
+    """Return an inbox for the trained weights of a model."""
+    travelling = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    device = next(model.parameters()).device
+    return Inbox(travelling, device, config.cluster.bucket_mb << 20)
+
+
+class GroupGenerator(Follower, GeneratorService):
     """An engine over weights of its own, which come from the learner."""
 
     def __init__(
-        self, engine: TorchEngine, follower: Follower, parcels: Parcels, probe: IntArray
+        self, engine: TorchEngine, inbox: Inbox, parcels: Parcels, probe: IntArray
     ) -> None:
         super().__init__(engine)
-        self._engine, self._inbox, self._probe = engine, follower.inbox, probe
-        self._parcels = parcels
-
-    def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
-        """Prepare to receive weights."""
-        self._inbox.expect(ref, mark, route)
-        return Reply(None)
+        self.inbox, self._engine, self._parcels, self._probe = inbox, engine, parcels, probe
 
     def load(self, weights: WeightsRef) -> Reply[Loaded]:  # type: ignore[override]
         """Load weights, and read the probe with them."""
 
         def load() -> Loaded:
             self._engine.load(weights)
-            return Loaded(self._inbox.mark, self._engine.logprobs(self._probe))
+            return Loaded(self.received(), self._engine.logprobs(self._probe))
 
         return self._timed("load", load, lambda _: {"version": weights.version})
-
-    def abort(self) -> None:
-        """Break off what is being received; on the side."""
-        self._inbox.abort()
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         """Let go of rollouts; keys and values stay here until they are sent."""
@@ -121,18 +130,18 @@ class GroupGenerator(GeneratorService):
         return Rates(prefill_tokens_per_s(self._engine.model), self._engine.kv_bytes_per_token)
 
 
-class GroupScorer(ScorerService):
+class GroupScorer(Follower, ScorerService):
     """A model scorer; one that follows a trained model has weights of its own."""
 
     def __init__(
         self,
         scorer: ModelScorer,
         said: Sequence[str],
-        follower: Follower | None = None,
+        inbox: Inbox | None = None,
         marks: tuple[str, str] = ("", ""),
     ) -> None:
         super().__init__(scorer)
-        self._said, self._follower, self._marks = said, follower, marks
+        self.inbox, self._said, self._marks = inbox, said, marks
 
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         """Return the facts about the scorer, and lines for people."""
@@ -151,22 +160,10 @@ class GroupScorer(ScorerService):
                 "other weights; see whether all machines hold the same model files"
             )
 
-    def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
-        """Prepare to receive weights."""
-        assert self._follower is not None
-        self._follower.inbox.expect(ref, mark, route)
-        return Reply(None)
-
     def load(self, weights: WeightsRef) -> Reply[Loaded]:  # type: ignore[override]
         """Load weights."""
-        follower, reply = self._follower, super().load(weights)
-        assert follower is not None
-        return Reply(Loaded(follower.inbox.mark), reply.work)
-
-    def abort(self) -> None:
-        """Break off what is being received; on the side."""
-        if self._follower is not None:
-            self._follower.inbox.abort()
+        reply = super().load(weights)
+        return Reply(Loaded(self.received()), reply.work)
 
 
 def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
@@ -174,12 +171,12 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
     setting.prepare()
     config = setting.config
     model, prompts = _actor(setting)
-    follower = Follower(model, config)
+    inbox = inbox_of(model, config)
     rows = most_in_flight(config)
     ends = setting.given.end_tokens
-    engine = make_engine(config, model, prompts.tokenizer, rows, ends, follower.inbox)
+    engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
     device = next(model.parameters()).device
-    return GroupGenerator(engine, follower, Parcels(name, device), probe)
+    return GroupGenerator(engine, inbox, Parcels(name, device), probe)
 
 
 def reference(setting: Setting) -> GroupScorer:
@@ -206,9 +203,9 @@ def critic(setting: Setting) -> GroupScorer:
     model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
     assert model is not None
     model = with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
-    follower = Follower(model, config)
-    (scorer,) = model_scorers(config, None, model, follower.inbox, said.append)
-    return GroupScorer(scorer, said, follower)
+    inbox = inbox_of(model, config)
+    (scorer,) = model_scorers(config, None, model, inbox, said.append)
+    return GroupScorer(scorer, said, inbox)
 
 
 def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> GroupScorer:
