@@ -176,6 +176,8 @@ def tell_warnings(say: Callable[[str], None]) -> None:
 
     Each line is said once; all of them, and all that libraries print, are in the log.
     """
+    from transformers.utils import logging as of_transformers
+
     said: set[str] = set()
     print_warning = warnings.showwarning
 
@@ -193,9 +195,12 @@ def tell_warnings(say: Callable[[str], None]) -> None:
             once(f"{record.levelname} {record.name}: {record.getMessage()}")
 
     warnings.showwarning = show
-    logging.getLogger().addHandler(logging.StreamHandler())
-    for name in ("", "transformers"):  # which does not pass its records on
-        logging.getLogger(name).addHandler(Saying(logging.WARNING))
+    root = logging.getLogger()
+    root.addHandler(logging.StreamHandler())
+    root.addHandler(Saying(logging.WARNING))
+    # It prints its records itself, and passes them on only where CI is in the environment.
+    of_transformers.disable_default_handler()
+    of_transformers.enable_propagation()
 
 
 def main(calls: int, side: int, listener: int | None) -> None:
