@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from _shared import MISSING, parse
+from stretto.machine import Machine
 
 HERE = Path(__file__).parent
 
@@ -95,14 +95,6 @@ def phases(results: Results) -> list[str]:
     return lines
 
 
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.partition(":")[2].strip()
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", required=True, help="folder of SmolLM2-135M in HF format")
@@ -118,7 +110,7 @@ def main() -> None:
         versions = result["versions"] | versions
     text = "\n".join(
         [
-            f"Machine: {machine()}. Peers: "
+            f"Machine: {Machine.here()}. Peers: "
             + ", ".join(f"{name} {version}" for name, version in versions.items())
             + ".",
             "",

@@ -14,10 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from _shared import parse
-from stretto.config import ScheduleConfig, recipes
+from stretto.config import ScheduleConfig
 from stretto.observe import RunDirectory
 from stretto.runtime.sim.cluster import Cluster
-from stretto.runtime.sim.replay import recorded_cluster
+from stretto.runtime.sim.replay import Recording
 from stretto.runtime.sim.simulate import simulate
 
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -107,17 +107,13 @@ def replay(runs: Sequence[Path]) -> None:
     print("| run | schedule | measured | predicted | ratio |")
     print("|---|---|---|---|---|")
     for path in runs:
-        run, config = RunDirectory.open(path), recipes.load(path)
-        steps = [m["timing_s/step"] for m in run.read_metrics()][SKIPPED:]
-        trace = run.trace.read()
-        spans = [s for s in trace.spans if s.start_s >= trace.steps[SKIPPED - 1].end_s]
-        predicted = [
-            s["timing_s/step"]
-            for s in simulate(recorded_cluster(config, run.read_rollouts(), spans)).steps
-        ][SKIPPED:]
+        run = Recording.read(path, warm_steps=SKIPPED)
+        metrics = RunDirectory.open(path).read_metrics()
+        steps = [m["timing_s/step"] for m in metrics][SKIPPED:]
+        predicted = [s["timing_s/step"] for s in simulate(run.cluster()).steps][SKIPPED:]
         ratio = fmean(predicted) / fmean(steps)
         print(
-            f"| {path.name} | {config.schedule.preset} | {fmean(steps):.4f} s "
+            f"| {path.name} | {run.config.schedule.preset} | {fmean(steps):.4f} s "
             f"| {fmean(predicted):.4f} s | {ratio:.2f} |",
             flush=True,
         )

@@ -240,7 +240,8 @@ def test_stragglers_move_between_processes_and_nothing_changes(
     config = settings(
         tiny_folder,
         runtime="local",
-        rollout={"batch": 8, "max_new_tokens": 24, "engines": 2},
+        # Long enough that no generator is at its end while the other has hardly begun.
+        rollout={"batch": 8, "max_new_tokens": 96, "engines": 2},
         schedule={"preset": "rlhfuse", "migrate": 0.75, "chunk_tokens": 2},
         reward={"missing_eos": "off"},
         warmup_examples=64,  # so that some responses end before others

@@ -15,6 +15,7 @@ import pytest
 
 from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfig
 from stretto.errors import ConfigError, RewardError, RoleLostError, StalledError
+from stretto.machine import Machine
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span, Spans
 from stretto.runtime.sim.cluster import (
@@ -37,7 +38,7 @@ from stretto.runtime.sim.faults import Faults, InjectedError
 from stretto.runtime.sim.hardware import Efficiency
 from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.runtime.sim.replay import recorded_cluster
+from stretto.runtime.sim.replay import Recording
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
 from stretto.schedules.feedback import DecodeSample
 from stretto.schedules.rollout import Rollout
@@ -200,7 +201,7 @@ def test_a_recorded_run_predicts_itself_and_another_schedule() -> None:
         algorithm=AlgorithmConfig(kl_coef=0),
     )
     real = simulate(cluster)
-    replayed = recorded_cluster(config, records(cluster), real.spans)
+    replayed = Recording(config, records(cluster), real.spans, Machine("", 0, (), "")).cluster()
     for knobs in ({}, {"overcommit": 6}):
         schedule = ScheduleConfig.model_validate(knobs)
         truth = simulate(cluster.model_copy(update={"schedule": schedule}))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from stretto.api.settings import R, check_resumable, settled
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import StateError
+from stretto.machine import Machine
 from stretto.observe import Progress, RunDirectory, make_progress
 from stretto.signals import ending_in_order
 
@@ -101,6 +102,7 @@ def execute(
         # A model that the caller brings has a type of its own.
         named = given is None or given.actor is None
         final, decided = _settled(config, run_dir) if named else (config, [])
+        run_dir.save_machine(Machine.here())
         display.start(final, _plan(final) if named else "")
         display.note(f"{'resuming' if run.resuming else 'run directory'}: {run_dir.path}")
         for line in decided:

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 from stretto.api.variants import Job, config_of, schedule_of
 from stretto.config import recipes
-from stretto.observe import RunDirectory
 from stretto.observe.compare import Outcome
 from stretto.observe.idle import ALL_DEVICES
 from stretto.observe.progress import REWARD
-from stretto.observe.trace import Trace
 
 if TYPE_CHECKING:
     from stretto.runtime.sim.cluster import Cluster
@@ -92,23 +90,29 @@ def described(file: str) -> Simulation:
     return Simulation(of)
 
 
-def recorded(folder: str) -> Simulation:
+def recorded(folder: str, placement: str = "") -> Simulation:
     """Simulate on a run's records: its costs, response lengths and seed.
 
+    Args:
+        folder: of the run.
+        placement: settings whose ``runtime``, ``[cluster]`` and ``rollout.engines`` take the place
+            of the run's: a recipe, a file, or another run's folder.
+
     Raises:
-        ConfigError: it is no run's folder.
+        ConfigError: it is no run's folder, or the placement is impossible.
         StateError: the run has recorded too little.
     """
-    from stretto.runtime.sim.replay import recorded_cluster
+    from stretto.runtime.sim.replay import Recording
 
-    run = RunDirectory.open(folder)
-    config, rollouts = recipes.load(run.path), run.read_rollouts()
-    trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
-    warm_s = trace.steps[0].end_s if trace.steps else 0.0
-    spans = [span for span in trace.spans if span.start_s >= warm_s]
+    run = Recording.read(folder)
+    config = run.config
+    if placement:
+        wanted = recipes.load(placement)
+        rollout = {**dict(config.rollout), "engines": wanted.rollout.engines}
+        placed = {"runtime": wanted.runtime, "cluster": wanted.cluster, "rollout": rollout}
+        config = recipes.build({**dict(config), **placed}, f"--placement {placement}")
 
     def of(job: Job) -> Cluster:
-        # The schedule decides which roles have workers of their own, and so devices here.
-        return recorded_cluster(config_of(config, job, ""), rollouts, spans)
+        return run.cluster(config_of(config, job, ""))
 
     return Simulation(of, config.seed)

@@ -6,10 +6,7 @@ turn within a seed, so that whatever drifts on the machine hits all of them alik
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 import tyro
@@ -40,6 +37,7 @@ from stretto.cli.variants import (
 )
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
+from stretto.machine import Machine
 from stretto.observe.lock import locked
 from stretto.observe.report.page import MAX_RUNS
 
@@ -95,7 +93,7 @@ def _run_all(
 ) -> int:
     trainings = Trainings(config, jobs, folder)
     collected = collect(jobs, trainings.run)
-    publish(collected, target, folder, arguments, machine())
+    publish(collected, target, folder, arguments, str(Machine.here()))
     first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed][:MAX_RUNS]
     if first:
         page = report(first, folder / "report.html")
@@ -116,21 +114,3 @@ def _offered() -> list[str]:
     """The settings that hold for all runs."""
     own = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
     return [name for name in recipes.setting_names() if name not in own]
-
-
-def machine() -> str:
-    """Describe the machine: CPU, usable cores, GPU, and torch's version."""
-    import torch
-
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    devices = [_cpu_model(), f"{usable} cores"]
-    if torch.cuda.is_available():
-        devices.append(torch.cuda.get_device_name())
-    return ", ".join([*devices, f"torch {metadata.version('torch')}"])
-
-
-def _cpu_model() -> str:
-    file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.is_file() else []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()

@@ -30,9 +30,11 @@ class SimOptions:
     """Compare schedules in virtual time: no model is loaded, and no accelerator needed."""
 
     sim: str
-    """A cluster's description, a .toml file; or the folder of a run, whose costs and response
-    lengths are then taken, with a core or a device for each role that works at the same time as
-    others."""
+    """A cluster's description, a .toml file; or the folder of a run, whose costs, response lengths
+    and placement are then taken."""
+    placement: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = ""
+    """With a run's folder: a recipe, or a .toml file, whose runtime, [cluster] and rollout.engines
+    take the place of the run's."""
     variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
         DEFAULT_VARIANTS
     )
@@ -59,7 +61,15 @@ def run(arguments: Sequence[str]) -> int:
             f"--seeds {options.seeds}: response lengths are replayed as they were in the run "
             f"'{options.sim}', and depend on no seed; leave it out"
         )
-    simulation = (simulated.recorded if replayed else simulated.described)(options.sim)
+    if options.placement and not replayed:
+        raise ConfigError(
+            f"--placement {options.placement}: the roles of a described cluster have their devices "
+            "in its description; leave it out, or give a run's folder as --sim"
+        )
+    if replayed:
+        simulation = simulated.recorded(options.sim, options.placement)
+    else:
+        simulation = simulated.described(options.sim)
     seeds = str(simulation.seed) if replayed else options.seeds or DEFAULT_SEEDS
     jobs = plan(options.variants, seeds)
     # What is wrong with any of them is said before the first one starts.

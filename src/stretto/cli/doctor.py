@@ -15,6 +15,8 @@ from typing import Literal
 import tyro
 from packaging.requirements import Requirement
 
+from stretto.machine import usable_cores
+
 DEFAULT_MODEL = "smollm2-135m"
 _LOW_MEMORY_BYTES = 8 * 10**9
 _LOW_DISK_BYTES = 5 * 10**9
@@ -71,8 +73,8 @@ def _machine() -> Iterator[Finding]:
 
     python = platform.python_version()
     yield Finding("ok", "python", f"{python} on {platform.system()} {platform.machine()}")
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("ok", "cores", f"{usable} usable, {psutil.cpu_count(logical=False)} physical")
+    physical = psutil.cpu_count(logical=False)
+    yield Finding("ok", "cores", f"{usable_cores()} usable, {physical} physical")
     memory = psutil.virtual_memory()
     text = f"{memory.available / 1e9:.1f} GB free of {memory.total / 1e9:.1f} GB"
     if memory.available < _LOW_MEMORY_BYTES:

@@ -101,10 +101,9 @@ def _pipelines(config: Config) -> Iterator[str]:
 
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     """Describe which roles stand where, and what each process holds."""
-    import os
-
     import torch
 
+    from stretto.machine import usable_cores
     from stretto.models.load import pick_device, pick_dtype
     from stretto.runtime.groups.placement import places, remarks, table
 
@@ -120,7 +119,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     reward = roles["reward"].total_bytes if "reward" in roles else 0
     yield f"Processes (runtime = '{config.runtime}'):"
     yield table(found, {**frozen, "learner": trained, "reward": reward})
-    yield from remarks(config, found, os.cpu_count() or 1, gpus)
+    yield from remarks(config, found, usable_cores(), gpus)
 
 
 def _held_out(task: TaskConfig) -> str:

@@ -4,6 +4,7 @@
 
     runs/arithmetic-001/
     ├── config.toml      every setting, resolved; load it to repeat or resume the run
+    ├── machine.json     the machine it works on, or was resumed on last
     ├── metrics.jsonl    one JSON object a step
     ├── samples.jsonl    some responses of each step, with their scores and rewards
     ├── rollouts.jsonl   one JSON object a rollout that ended, trained on or rejected
@@ -15,6 +16,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
@@ -29,6 +31,7 @@ import tomli_w
 from stretto import files
 from stretto.config import Section
 from stretto.errors import ConfigError, StateError, StorageError
+from stretto.machine import Machine
 from stretto.observe import records
 from stretto.observe.lock import locked
 from stretto.observe.trace import TraceFile
@@ -112,6 +115,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.toml"
+        self.machine_file = path / "machine.json"
         self.metrics_file = path / "metrics.jsonl"
         self.samples_file = path / "samples.jsonl"
         self.rollouts_file = path / "rollouts.jsonl"
@@ -171,6 +175,22 @@ class RunDirectory:
     def save_config(self, config: Section) -> None:
         """Write the resolved settings, every one of them."""
         files.write_whole(self.config_file, tomli_w.dumps(config.model_dump()).encode())
+
+    def save_machine(self, machine: Machine) -> None:
+        """Write what the run works on."""
+        files.write_whole(self.machine_file, json.dumps(asdict(machine), indent=2).encode())
+
+    def read_machine(self) -> Machine:
+        """The machine that the run worked on.
+
+        Raises:
+            StateError: there is no such file, or it is damaged.
+        """
+        try:
+            found = json.loads(self.machine_file.read_bytes())
+            return Machine(**{**found, "gpus": tuple(found["gpus"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise StateError(f"'{self.machine_file}' cannot be read: {error}") from error
 
     def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
         """Add a step's metrics. JSON has no NaN or infinity; those are written as ``null``."""

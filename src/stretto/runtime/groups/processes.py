@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import torch
 from stretto.assembly.models import Given, Say
 from stretto.config import Config
 from stretto.errors import ConfigError, RankError, first_line
+from stretto.machine import usable_cores
 from stretto.runtime.groups import learner, services
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
@@ -64,7 +64,7 @@ class Processes:
         self._launcher = launcher_of(config, say)
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
         self.places = places(config, cores, gpus, given.reward_models)
-        for line in remarks(config, self.places, os.cpu_count() or 1, gpus):
+        for line in remarks(config, self.places, usable_cores(), gpus):
             say(line)
         self._launcher.prepare(self.places, stack)
         self._facts: dict[str, Facts] = {}

@@ -12,8 +12,8 @@ The fit reads the length of each span, and of its attributes
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -42,11 +42,13 @@ class Calibration:
     Attributes:
         generator: of the generators, all alike.
         scorers: by name.
+        loads_s: seconds that scorers take to take over a version of the weights, by name.
         learner: its training and publishing.
     """
 
     generator: GeneratorCost
     scorers: Mapping[str, PrefillCost | SampleCost]
+    loads_s: Mapping[str, float]
     learner: TrainCost
 
 
@@ -59,7 +61,7 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if not span.waits and span.role not in NO_DEVICES:
-            by_role["generator" if is_generator(span.role) else _scorer_of(span)].append(span)
+            by_role[role_of(span)].append(span)
     for role, name in (("generator", "gen"), ("learner", "update")):
         if not any(s.name == name for s in by_role[role]):
             raise StateError(
@@ -74,14 +76,47 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
             for name, spans in by_role.items()
             if any(span.name != "load" for span in spans)
         },
+        loads_s={name: _typical_s(spans, "load") for name, spans in by_role.items()},
         learner=_learner(learner),
     )
 
 
-def _scorer_of(span: Span) -> str:
-    """Return the scorer whose work a span is, which replicas of it share; or the role."""
-    kind, _, scorer = span.name.partition("/")
-    return scorer if kind in ("prefill", "score") and scorer else span.role
+def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
+    """Yield work as it would have been without the others at work on the same cores.
+
+    While more threads are at work than there are cores, all work at the same reduced rate.
+
+    Args:
+        spans: of all roles.
+        threads: of each role's work, by the names that :func:`role_of` gives.
+        cores: that they share; 0 for enough.
+    """
+    work = [s for s in spans if not s.waits and s.role not in NO_DEVICES]
+    if not cores:
+        yield from work
+        return
+    changes: defaultdict[float, int] = defaultdict(int)
+    for span in work:
+        changes[span.start_s] += threads[role_of(span)]
+        changes[span.end_s] -= threads[role_of(span)]
+    done_s = at_s = 0.0  # seconds of work that each has done
+    busy = 0
+    done: dict[float, float] = {}
+    for moment_s in sorted(changes):
+        done_s += (moment_s - at_s) * (min(1.0, cores / busy) if busy else 1.0)
+        at_s = moment_s
+        busy += changes[moment_s]
+        done[moment_s] = done_s
+    for span in work:
+        yield replace(span, start_s=done[span.start_s], end_s=done[span.end_s])
+
+
+def role_of(span: Span) -> str:
+    """Return whose work a span is, by a name that replicas share."""
+    if is_generator(span.role):
+        return "generator"
+    name, _, number = span.role.rpartition(" ")
+    return name if name and number.isdecimal() else span.role
 
 
 def fit_costs(features: Array, seconds: Array) -> Array:

@@ -1,6 +1,7 @@
 """A cluster and the run on it, as one typed object that a TOML file can hold.
 
-Every role names its devices, by number; roles that share one take turns on it. What a role's work
+Every role names its devices, by number; roles that share one take turns on it. Where devices are
+processes on CPUs, these share the machine's cores. What a role's work
 costs is either given in numbers or follows from a model, a kind of GPU and an assumed efficiency.
 """
 
@@ -13,7 +14,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from stretto.assembly.controls import Migrating
-from stretto.config import NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
+from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
 from stretto.errors import ConfigError
 from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.faults import Faults
@@ -49,6 +50,8 @@ class GeneratorRole(Section):
     """Devices a replica; there are as many replicas as fit."""
     slots: NonNegativeInt = 0
     """Rollouts that a replica decodes together; 0 takes all in flight."""
+    threads: PositiveInt = 1
+    """CPU threads that its work takes, of the cluster's cores."""
 
     @property
     def replicas(self) -> int:
@@ -85,8 +88,12 @@ class ScorerRole(Section):
     """Prefill tokens as they come; else all of a response at its end."""
     worthwhile_tokens: NonNegativeInt = 0
     """Tokens that make a call worth its fixed cost."""
+    load_s: NonNegative = 0.0
+    """Seconds to take over a version of the weights."""
     host: NonNegativeInt | None = None
     """The generator on whose devices it lives."""
+    threads: PositiveInt = 1
+    """CPU threads that its work takes, of the cluster's cores."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -111,6 +118,8 @@ class LearnerRole(Section):
     """Passes over a batch."""
     updates: PositiveInt = 1
     """Optimizer updates a step, in all passes."""
+    threads: PositiveInt = 1
+    """CPU threads that its work takes, of the cluster's cores."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -172,6 +181,8 @@ class Cluster(Section):
     """Kind of device, for costs that follow from models."""
     efficiency: Efficiency = Efficiency()
     """Shares of the devices' peak that are reached."""
+    cores: NonNegativeInt = 0
+    """CPU cores that the threads of all roles share; 0 for enough."""
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
     """The generators, at least one."""
     scorers: tuple[ScorerRole, ...] = ()

@@ -3,6 +3,8 @@
 A *device* works for one call at a time, first come, first served: roles on one device take turns,
 roles on different ones run side by side. A *worker* is one role's view of its devices: it answers
 the role's calls in the order in which they were made, and takes down a span for each piece of work.
+
+Processes on CPUs work side by side, each a device, and share the machine's *cores*.
 """
 
 from __future__ import annotations
@@ -29,32 +31,114 @@ class Device:
         self.turn = asyncio.Lock()
 
 
+class Cores:
+    """CPU cores, shared evenly among all threads at work.
+
+    As long as these are no more than the cores, work takes as long as it takes alone.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._left_s: dict[asyncio.Future[None], float] = {}  # of each piece of work, alone
+        self._threads: dict[asyncio.Future[None], int] = {}
+        self._since_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def work(self, seconds: float, threads: int) -> None:
+        """Keep so many threads at work until what takes so long alone is done."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._settle()
+        self._left_s[done], self._threads[done] = seconds, threads
+        self._plan()
+        try:
+            await done
+        finally:
+            self._settle()
+            self._left_s.pop(done, None)
+            del self._threads[done]
+            self._plan()
+
+    @property
+    def _rate(self) -> float:
+        return min(1.0, self._count / sum(self._threads.values())) if self._threads else 1.0
+
+    def _settle(self) -> None:
+        """Take off what was done since the last time."""
+        now_s = asyncio.get_running_loop().time()
+        done_s, self._since_s = (now_s - self._since_s) * self._rate, now_s
+        for piece in self._left_s:
+            self._left_s[piece] -= done_s
+
+    def _plan(self) -> None:
+        """Set the timer to when the first piece will be done."""
+        if self._timer:
+            self._timer.cancel()
+        if self._left_s:
+            loop = asyncio.get_running_loop()
+            first = min(self._left_s, key=self._left_s.__getitem__)
+            wait_s = max(self._left_s[first], 0.0) / self._rate
+            self._timer = loop.call_later(wait_s, self._end, first)
+
+    def _end(self, piece: asyncio.Future[None]) -> None:
+        """End a piece of work; who waits for it then takes its threads away."""
+        del self._left_s[piece]
+        if not piece.done():  # by cancellation
+            piece.set_result(None)
+
+
 class SimWorker:
     """The calls of one role, in order, on its devices.
 
-    A role without devices (a function, a service elsewhere) works on nothing that others share.
+    A role without devices (a function, a service elsewhere) works on nothing that others share,
+    cores apart.
 
     Attributes:
         turn: held by a role for the whole of a call.
     """
 
-    def __init__(self, role: str, devices: Sequence[Device], tracer: Tracer) -> None:
+    def __init__(
+        self,
+        role: str,
+        devices: Sequence[Device],
+        tracer: Tracer,
+        *,
+        cores: Cores | None = None,
+        threads: int = 1,
+    ) -> None:
+        """Make the worker of a role that does nothing yet.
+
+        Args:
+            role: its name in spans.
+            devices: that it occupies while it works.
+            tracer: gets its spans.
+            cores: that its threads share with others; ``None`` where there are enough.
+            threads: that its work takes.
+        """
         self.role = role
         self.turn = asyncio.Lock()
         self._devices = sorted(devices, key=lambda d: d.index)
-        self._tracer = tracer
+        self._tracer, self._cores, self._threads = tracer, cores, threads
 
     async def work(self, name: str, seconds: float, **attributes: Any) -> None:
-        """Occupy all devices for so long, once they are free; recorded as a span of that name."""
+        """Occupy all devices for work that takes so long alone, once they are free.
+
+        It is recorded as a span of that name.
+        """
         taken = 0
         try:
             for device in self._devices:
                 await device.turn.acquire()
                 taken += 1
+            began_s = asyncio.get_running_loop().time()
             with self._tracer.span(self.role, name, **attributes):
-                await asyncio.sleep(seconds)
+                if self._cores:
+                    await self._cores.work(seconds, self._threads)
+                else:
+                    await asyncio.sleep(seconds)
+            busy_s = asyncio.get_running_loop().time() - began_s
             for device in self._devices:
-                device.busy_s += seconds
+                device.busy_s += busy_s
         finally:
             for device in self._devices[:taken]:
                 device.turn.release()

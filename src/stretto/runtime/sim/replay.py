@@ -1,15 +1,23 @@
-"""A recorded run of one process, as a cluster that can be simulated, checked and varied."""
+"""A recorded run, as a cluster that can be simulated, checked and varied."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
 
-from stretto.config import Config
+from stretto.assembly.cores import share_cores
+from stretto.config import Config, recipes
 from stretto.errors import StateError
+from stretto.machine import Machine
+from stretto.observe import RunDirectory
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
-from stretto.runtime.sim.calibration import calibrate
+from stretto.observe.trace import Trace
+from stretto.runtime.sim.calibration import Calibration, calibrate, role_of, undisturbed
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -17,57 +25,152 @@ from stretto.runtime.sim.cluster import (
     ScorerRole,
     Workload,
 )
-from stretto.runtime.sim.costs import PrefillCost, SampleCost
+from stretto.runtime.sim.costs import SampleCost
 from stretto.runtime.sim.lengths import Replayed
 from stretto.runtime.sim.roles import LearningCurve
 from stretto.scoring.worthwhile import worthwhile_tokens
-from stretto.types import ScoreKind
+from stretto.types import ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024
 """Tokens of a pass on a CPU, where the settings leave it open."""
 
+FUNCTION = ""
+"""Stands where the name of a reward function does."""
+
 _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
 
-def recorded_cluster(
-    config: Config, rollouts: Sequence[RolloutRecord], spans: Iterable[Span]
-) -> Cluster:
-    """Describe the roles of a run in one process, with the recorded costs and lengths.
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Where a role of a run works.
 
-    Model scorers find a call worthwhile as they do on a CPU. Where the run's knobs are all at zero
-    its roles share one worker, so here they share one device. Otherwise generators, scoring models
-    and learner have a device each, and functions need none. Costs contain the time that roles at
-    work side by side took from each other. Rewards are the recorded ones, whatever the schedule.
+    Attributes:
+        devices: one, or none for a function with a process of its own.
+        threads: of its work.
+        host: the generator that it sits with, by number.
+    """
 
-    Args:
-        config: of the run; another schedule may be put into the result.
+    devices: tuple[int, ...]
+    threads: int
+    host: int | None = None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a run has recorded, with which other schedules and placements can be simulated.
+
+    Attributes:
+        config: of the run.
         rollouts: that ended in it.
         spans: of it; best without the first steps, which warm up.
-
-    Raises:
-        StateError: nothing was recorded to go by.
+        machine: that it worked on.
     """
-    if not rollouts:
-        raise StateError(
-            "a run is replayed from its rollouts, and it has recorded none; let it take a few steps"
+
+    config: Config
+    rollouts: Sequence[RolloutRecord]
+    spans: Sequence[Span]
+    machine: Machine
+
+    @classmethod
+    def read(cls, folder: str | Path, warm_steps: int = 1) -> Self:
+        """Read a run's folder, without the spans of the first steps.
+
+        Raises:
+            ConfigError: it is no run's folder.
+            StateError: the run has recorded too little, or a file is damaged.
+        """
+        run = RunDirectory.open(folder)
+        trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
+        warm_s = trace.steps[:warm_steps][-1].end_s if trace.steps else 0.0
+        spans = [span for span in trace.spans if span.start_s >= warm_s]
+        # Earlier versions did not write it.
+        machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, (), "")
+        return cls(recipes.load(run.path), run.read_rollouts(), spans, machine)
+
+    @cached_property
+    def costs(self) -> Calibration:
+        """What work costs alone: what roles at work side by side took from each other is left out.
+
+        Raises:
+            StateError: the spans are too few.
+        """
+        seats = self.seats(self.config)
+        functions = seats[FUNCTION][0].threads
+        threads = defaultdict(lambda: functions, {role: s[0].threads for role, s in seats.items()})
+        return calibrate(undisturbed(self.spans, threads, self._cores(self.config)))
+
+    def cluster(self, config: Config | None = None) -> Cluster:
+        """Describe the roles of the run, with the recorded costs, lengths and rewards.
+
+        Model scorers find a call worthwhile as they do on a CPU. Of a run in one process, each
+        worker is a device here; of others, each process or GPU of their placement. Rewards are the
+        recorded ones, whatever the schedule.
+
+        Args:
+            config: the run's, maybe with another schedule, runtime or placement.
+
+        Raises:
+            ConfigError: the placement is impossible.
+            StateError: too little was recorded to go by.
+        """
+        config = config or self.config
+        if not self.rollouts:
+            raise StateError(
+                "a run is replayed from its rollouts, and it has recorded none; let it take a few "
+                "steps"
+            )
+        costs, seats = self.costs, self.seats(config)
+        definition = config.algorithm.definition
+        (learner,) = seats["learner"]
+        return Cluster(
+            cores=self._cores(config),
+            generators=tuple(
+                GeneratorRole(
+                    devices=seat.devices,
+                    threads=seat.threads,
+                    cost=costs.generator,
+                    slots=config.rollout.slots,
+                )
+                for seat in seats["generator"]
+            ),
+            scorers=_scorers(config, costs, seats),
+            learner=LearnerRole(
+                devices=learner.devices,
+                threads=learner.threads,
+                trains=("actor", "critic") if definition.critic else ("actor",),
+                cost=costs.learner,
+            ),
+            workload=self._workload(config),
+            schedule=config.schedule,
         )
-    found = calibrate(spans)
-    engines = config.rollout.engines
-    apart = config.schedule.knobs.overlaps(engines)
-    training = engines + 1 if apart else 0
-    sources = sum(name not in _KINDS for name in found.scorers)  # which are summed up again
-    by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
-    mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
-    critic = config.algorithm.definition.critic
-    trains: tuple[str, ...] = ("actor", "critic") if critic else ("actor",)
-    return Cluster(
-        generators=tuple(
-            GeneratorRole(devices=(i,), cost=found.generator, slots=config.rollout.slots)
-            for i in range(engines)
-        ),
-        scorers=_scorers(config, found.scorers, apart),
-        learner=LearnerRole(devices=(training,), trains=trains, cost=found.learner),
-        workload=Workload(
+
+    def seats(self, config: Config) -> dict[str, list[Seat]]:
+        """Seat all roles of a run with these settings.
+
+        Returns:
+            The seats by role: ``generator`` (one for each), model scorers by their short names (one
+            for each replica), ``learner``, and :data:`FUNCTION` for whatever function.
+
+        Raises:
+            ConfigError: the placement is impossible.
+        """
+        reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
+        models = [s for s in (*config.reward.sources, *_KINDS) if short_name(s) in reads]
+        if config.runtime != "inline":
+            return _processes(config, self.machine, models)
+        return _threads(config, self.machine.cores, map(short_name, models))
+
+    def _cores(self, config: Config) -> int:
+        """Return the cores that all roles share; 0 where they may be on several machines."""
+        return 0 if config.runtime == "ray" and config.cluster.address else self.machine.cores
+
+    def _workload(self, config: Config) -> Workload:
+        rollouts = self.rollouts
+        # Whose scores are summed up again.
+        sources = sum(name not in _KINDS for name in self.costs.scorers)
+        by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
+        mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
+        return Workload(
             batch=config.rollout.batch,
             samples_per_prompt=config.rollout.samples_per_prompt,
             group_at_least=config.algorithm.definition.group,
@@ -79,28 +182,66 @@ def recorded_cluster(
             rewards=tuple(by_id.get(i) for i in range(1 + max(by_id, default=-1))),
             on_failure=config.reward.on_failure,
             seed=config.seed,
-        ),
-        schedule=config.schedule,
-    )
+        )
 
 
 def _scorers(
-    config: Config, costs: Mapping[str, PrefillCost | SampleCost], apart: bool
+    config: Config, costs: Calibration, seats: Mapping[str, Sequence[Seat]]
 ) -> tuple[ScorerRole, ...]:
-    """Describe the run's scorers on the devices of the engines, or on one of their own."""
-    engines, knobs = config.rollout.engines, config.schedule.knobs
+    """Describe the run's scorers, by replica; functions have nobody beside them."""
     budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
-    worthwhile = worthwhile_tokens(budget, streaming=knobs.streams)
+    worthwhile = worthwhile_tokens(budget, streaming=config.schedule.knobs.streams)
     roles = []
-    for name, cost in costs.items():
+    for name, cost in costs.scorers.items():
         common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward"), "cost": cost}
-        if isinstance(cost, SampleCost):
-            roles.append(ScorerRole(**common, devices=() if apart else (0,)))
-            continue
-        common["follows"] = "critic" if name == "critic" else ""
-        common["worthwhile_tokens"] = worthwhile
-        if knobs.hosts_scorers(engines):
-            roles += [ScorerRole(**common, devices=(i,), host=i) for i in range(engines)]
-        else:
-            roles.append(ScorerRole(**common, devices=(engines if apart else 0,)))
+        common["load_s"] = costs.loads_s.get(name, 0.0)
+        if not isinstance(cost, SampleCost):
+            common["follows"] = "critic" if name == "critic" else ""
+            common["worthwhile_tokens"] = worthwhile
+        for seat in seats.get(name, seats[FUNCTION]):
+            roles.append(
+                ScorerRole(**common, devices=seat.devices, threads=seat.threads, host=seat.host)
+            )
     return tuple(roles)
+
+
+def _threads(config: Config, cores: int, models: Iterable[str]) -> dict[str, list[Seat]]:
+    """Seat the roles of a run in one process: all on one worker, or on one each if they overlap."""
+    engines, knobs = config.rollout.engines, config.schedule.knobs
+    cores = config.threads or max(cores, 1)
+    if not knobs.overlaps(engines):
+        one = [Seat((0,), cores)]
+        return {"generator": one, **dict.fromkeys(models, one), "learner": one, FUNCTION: one}
+    threads = share_cores(config, cores)
+    if knobs.hosts_scorers(engines):
+        scoring = [Seat((i,), threads.scoring, i) for i in range(engines)]
+    else:
+        scoring = [Seat((engines,), threads.scoring)]
+    return {
+        "generator": [Seat((i,), threads.generating) for i in range(engines)],
+        **dict.fromkeys(models, scoring),
+        "learner": [Seat((engines + 1,), threads.training)],
+        FUNCTION: [Seat((), 1)],
+    }
+
+
+def _processes(config: Config, machine: Machine, models: Collection[str]) -> dict[str, list[Seat]]:
+    """Seat the roles of a run over processes, as its placement says."""
+    from stretto.runtime.groups.placement import LEARNER, places  # imports torch
+
+    named = (p.device.partition(":")[2] for p in config.cluster.processes)
+    gpus = max(len(machine.gpus), *(1 + int(number or -1) for number in named), 0)
+    cores = config.threads or max(machine.cores, 1)
+    seats: defaultdict[str, list[Seat]] = defaultdict(list)
+    devices: dict[str, int] = {}
+    for place in places(config, cores, gpus, models):
+        # Processes on one GPU take turns; others have a device of their own, and share cores.
+        key = place.name if place.device == "cpu" else place.device
+        device = devices.setdefault(key, len(devices))
+        for seat in place.seats:
+            role = short_name(seat.scorer) or (LEARNER if seat.role == LEARNER else "generator")
+            seats[role].append(Seat((device,), place.threads or cores, seat.host))
+    for role in models:
+        seats[short_name(role)].sort(key=lambda seat: seat.host or 0)
+    seats[FUNCTION] = [Seat((), 1)]
+    return dict(seats)

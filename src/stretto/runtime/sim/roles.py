@@ -72,6 +72,7 @@ class SimScorer:
         follows: str = "",
         streams: bool = True,
         worthwhile_tokens: int = 0,
+        load_s: float = 0.0,
     ) -> None:
         """Make a scorer that knows no rollouts.
 
@@ -83,11 +84,12 @@ class SimScorer:
             follows: the trained model whose weights it loads.
             streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
             worthwhile_tokens: that make a call worth its fixed cost.
+            load_s: what taking over weights takes.
         """
         self._worker, self._cost, self._reward = worker, cost, reward
         self._streams = streams and isinstance(cost, PrefillCost)
         self._kind, self._follows = kind, follows
-        self._worthwhile_tokens = worthwhile_tokens
+        self._worthwhile_tokens, self._load_s = worthwhile_tokens, load_s
         self._pending: dict[int, _Pending] = {}
 
     @property
@@ -178,6 +180,8 @@ class SimScorer:
     async def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on; what is prefilled is void."""
         async with self._worker.turn:
+            if self._load_s:
+                await self._worker.work("load", self._load_s, version=weights.version)
             for entry in self._pending.values():
                 entry.cached = 0
 

@@ -10,8 +10,8 @@ from stretto.assembly.controls import Filtering, RunSizes, controls
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import Generator, Learner, Tracer
-from stretto.runtime.sim.cluster import Cluster
-from stretto.runtime.sim.devices import Device, SimWorker
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
+from stretto.runtime.sim.devices import Cores, Device, SimWorker
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
@@ -142,8 +142,11 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     w = cluster.workload
     lengths = Lengths(w.response_tokens, w.seed)
 
-    def worker(role: str, used: Sequence[int]) -> SimWorker:
-        return SimWorker(role, [devices[i] for i in used], tracer)
+    cores = Cores(cluster.cores) if cluster.cores else None
+
+    def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
+        used = [devices[i] for i in role.devices]
+        return SimWorker(name, used, tracer, cores=cores, threads=role.threads)
 
     def put(role: R, name: str) -> R:
         return faulty(role, cluster.faults, name) if cluster.faults != Faults() else role
@@ -155,7 +158,7 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
         generators.append(
             put(
                 SimGenerator(
-                    worker(name, g.devices),
+                    worker(name, g),
                     cluster.cost_of_generator(g),
                     lengths,
                     max_new_tokens=w.max_new_tokens,
@@ -169,17 +172,18 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     replicas = []
     for i, s in enumerate(cluster.scorers):
         scorer = SimScorer(
-            worker(s.name, s.devices),
+            worker(s.name, s),
             cluster.cost_of_scorer(s),
             s.kind,
             reward=w.reward,
             follows=s.follows,
             streams=s.streams,
             worthwhile_tokens=s.worthwhile_tokens,
+            load_s=s.load_s,
         )
         replicas.append(ScorerReplica(put(scorer, f"{s.name} {i}"), s.host))
     learner = SimLearner(
-        worker("learner", cluster.learner.devices), cluster.cost_of_learner, cluster.learner.trains
+        worker("learner", cluster.learner), cluster.cost_of_learner, cluster.learner.trains
     )
     return SimRoles(devices, generators, replicas, put(learner, "learner"))
 
