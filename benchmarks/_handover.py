@@ -58,8 +58,9 @@ class Side:
 
     def plain(self, route: Route) -> Reply[float]:
         """Broadcast each tensor into its place, without buckets or proof; return the seconds."""
-        timeout = timedelta(seconds=route.timeout_s)
-        store = dist.TCPStore(route.host, route.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+        place = route.meeting
+        timeout = timedelta(seconds=place.timeout_s)
+        store = dist.TCPStore(place.host, place.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
         own = dist.PrefixStore(route.prefix, store)  # type: ignore[attr-defined]
         group: Any = dist.ProcessGroupGloo(own, route.rank, route.size, timeout)
         options = dist.BroadcastOptions()

@@ -48,7 +48,7 @@ def measure(followers: int, args: argparse.Namespace) -> tuple[float, float]:
     learner, *others = (GroupExecutor(group, "side") for group in groups)
     store, port = open_store("127.0.0.1")
     meeting = Meeting("127.0.0.1", port, "gloo", 120.0)
-    ways = meeting.routes("weights/1", followers + 1)
+    ways = meeting.routes("weights/actor", 1, followers + 1)
     ours, plain = [], []
     with ThreadPoolExecutor(followers + 1) as pool:
         for turn in range(args.rounds):
@@ -60,7 +60,7 @@ def measure(followers: int, args: argparse.Namespace) -> tuple[float, float]:
             ]
             learner.ask("send", ref, ways[0])
             ours.append(max(f.result().value for f in loading))
-            routes = meeting.routes(f"plain/{turn}", followers + 1)
+            routes = meeting.routes("plain", turn, followers + 1)
             done = [
                 pool.submit(o.ask, "plain", r)
                 for o, r in zip((learner, *others), routes, strict=True)

@@ -527,9 +527,9 @@ def test_a_real_comparison(
         assert table["samples/s"][column] == three_digits(rate)
         stale = fmean(line["staleness/mean"] for line in lines)
         assert table["staleness, mean"][column] == f"{stale:.2f}"
-        trained = [json.loads(line) for line in (folder / "rollouts.jsonl").open()]
-        seen[variant] = {r["id"]: (r["prompt"], r["prompt_tokens"]) for r in trained}
-        assert len(trained) == 24
+        ended = RunDirectory(folder).read_rollouts()
+        seen[variant] = {r.id: (r.prompt, r.prompt_tokens) for r in ended}
+        assert len(ended) == 24
         log = (folder.parent / f"{variant}.log").read_text()
         assert log.startswith("ppo on dataset")
         warm[variant] = [line for line in log.splitlines() if line.startswith("warmed up on 32")]

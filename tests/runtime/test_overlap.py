@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
@@ -199,7 +200,7 @@ def test_every_algorithm_runs_with_every_knob_on(
         schedule={"preset": "stretto", "chunk_tokens": 2, "migrate": 0.5},
     )
     run_dir, _ = run(config, tmp_path)
-    rows = [json.loads(line) for line in run_dir.rollouts_file.read_text().splitlines()]
+    rows = [asdict(record) for record in run_dir.read_rollouts()]
     assert len(rows) == 12
     for step in (1, 2, 3):
         groups = [r["group"] for r in rows if r["step"] == step]
@@ -258,7 +259,7 @@ def test_carried_rollouts_keep_their_versions(tiny_folder: Path, tmp_path: Path)
         schedule={"overcommit": 4, "max_carries": 2},
     )
     run_dir, _ = run(config, tmp_path)
-    rows = [json.loads(line) for line in run_dir.rollouts_file.read_text().splitlines()]
+    rows = [asdict(record) for record in run_dir.read_rollouts()]
     assert len(rows) == 32
     carried = [r for r in rows if r["carries"]]
     assert carried

@@ -215,7 +215,15 @@ def records(cluster: Cluster) -> list[RolloutRecord]:
     prompts, responses = Lengths(w.prompt_tokens, w.seed + 1), Lengths(w.response_tokens, w.seed)
     return [
         RolloutRecord.of(
-            0, Rollout(i, Prompt(i, (0,) * prompts(i), ""), i, tokens=[0] * responses(i)), 0.5
+            0,
+            Rollout(
+                i,
+                Prompt(i, (0,) * prompts(i), ""),
+                i,
+                tokens=[0] * responses(i),
+                finish=FinishReason.STOP,
+            ),
+            0.5,
         )
         for i in range(w.batch * w.steps)
     ]

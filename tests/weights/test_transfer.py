@@ -15,8 +15,9 @@ from torch import Tensor
 
 from stretto.errors import EngineError, TransferError
 from stretto.types import WeightsRef
+from stretto.weights import transfer
 from stretto.weights.broadcast import Inbox, Outbox
-from stretto.weights.transfer import Route, open_store
+from stretto.weights.transfer import Meeting, Route, open_store
 
 CPU = torch.device("cpu")
 REF = WeightsRef("actor", 3, "x", "broadcast")
@@ -43,10 +44,7 @@ def run(calls: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
 
 
 def routes(port: int, size: int, timeout_s: float = 20.0, epoch: int = 1) -> list[Route]:
-    return [
-        Route("127.0.0.1", port, f"weights/{epoch}", i, size, "gloo", timeout_s)
-        for i in range(size)
-    ]
+    return Meeting("127.0.0.1", port, "gloo", timeout_s).routes("weights/actor", epoch, size)
 
 
 def taken(inbox: Inbox, ref: WeightsRef = REF) -> dict[str, Tensor]:
@@ -75,6 +73,37 @@ def test_followers_get_what_was_sent_and_can_prove_it() -> None:
         for name in ("one", "two"):
             assert all(got[name][n].equal(t) for n, t in tensors(factor).items())
         assert inboxes[0].mark == inboxes[1].mark == got["send"] != ""
+    del store
+
+
+def test_a_group_stays_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups take longer to make than small models take to travel."""
+    store, port = open_store("127.0.0.1")
+    meeting, made = Meeting("127.0.0.1", port, "gloo", 20.0), list[str]()
+
+    def join(route: Route, device: torch.device) -> Any:
+        made.append(f"{route.prefix} {route.rank}")
+        return joined(route, device)
+
+    joined = transfer._join
+    monkeypatch.setattr(transfer, "_join", join)
+    outbox = Outbox(CPU, 64, keep=2)
+    models = {"actor": Inbox(tensors(0.0), CPU, 64), "critic": Inbox(tensors(0.0), CPU, 64)}
+    for epoch in (1, 1, 2):
+        for model, inbox in models.items():
+            ref = replace(REF, model=model)
+            outbox.put(ref, tensors(3.0))
+            ways = meeting.routes(model, 1 if model == "actor" else epoch, 2)
+            inbox.expect(ref, outbox.plan(ref)[0], ways[1])
+            got = run(
+                {
+                    "send": lambda ref=ref, way=ways[0]: outbox.send(ref, way),
+                    "one": lambda ref=ref, inbox=inbox: taken(inbox, ref),
+                }
+            )
+            assert got["one"]["c"].equal(tensors(3.0)["c"])
+    names = ("actor/1", "critic/1", "critic/2")
+    assert sorted(made) == [f"{name} {rank}" for name in names for rank in (0, 1)]
     del store
 
 

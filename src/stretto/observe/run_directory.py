@@ -7,7 +7,7 @@
     ├── machine.json     the machine it works on, or was resumed on last
     ├── metrics.jsonl    one JSON object a step
     ├── samples.jsonl    some responses of each step, with their scores and rewards
-    ├── rollouts.jsonl   one JSON object a rollout that ended, trained on or rejected
+    ├── rollouts.jsonl   one JSON object a rollout, once trained on or rejected, or at the end
     ├── trace.json       who did what, and when; open it in Perfetto
     ├── checkpoints/     what a run is resumed from
     ├── model/           the trained model in Hugging Face format
@@ -35,7 +35,7 @@ from stretto.machine import Machine
 from stretto.observe import records
 from stretto.observe.lock import locked
 from stretto.observe.trace import TraceFile
-from stretto.schedules.rollout import Rollout
+from stretto.schedules.rollout import Rollout, RolloutState
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RolloutRecord:
         prompt: the prompt's id.
         prompt_tokens, tokens: lengths of prompt and response.
         finish: why the response ended, 'stop' or 'length'; ``None`` for one that never did.
-        state: 'trained' or 'rejected'.
+        state: 'trained' or 'rejected'; another for one that was in flight when the run ended.
         because: why it was rejected.
         carries: rounds that went by without it since it was dispatched.
         oldest_version, newest_version: of the policies that sampled its tokens; ``None`` for a
@@ -88,6 +88,11 @@ class RolloutRecord:
     oldest_version: int | None
     newest_version: int | None
     reward: float | None
+
+    @property
+    def in_flight(self) -> bool:
+        """Return whether nothing had come of it when the run ended."""
+        return self.state not in (RolloutState.TRAINED, RolloutState.REJECTED)
 
     @classmethod
     def of(cls, step: int, rollout: Rollout, reward: float | None) -> Self:
@@ -209,8 +214,8 @@ class RunDirectory:
         """Add the rollouts that ended with a step.
 
         Args:
-            step: its number.
-            rollouts: trained and rejected ones.
+            step: its number; after the last one, what is in flight has the next.
+            rollouts: trained and rejected ones, or those in flight.
             rewards: by rollout id, as trained on; a rejected rollout has none.
         """
         ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
@@ -224,18 +229,22 @@ class RunDirectory:
         """
         return records.read(self.metrics_file)
 
-    def read_rollouts(self) -> list[RolloutRecord]:
-        """The rollouts that ended, in the order in which they did: what a simulator replays.
+    def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
+        """The rollouts that were trained on or rejected, in the order in which that happened.
+
+        Args:
+            in_flight: then come those of which nothing had come when the run ended.
 
         Raises:
             StateError: the file is damaged, or was written by another version.
         """
         try:
-            return [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
+            found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
         except TypeError as error:
             raise StateError(
                 f"'{self.rollouts_file}' has other fields than this version writes: {error}"
             ) from error
+        return [record for record in found if in_flight or not record.in_flight]
 
     def rewind(self, step: int) -> list[str]:
         """Drop the records of steps after ``step``, and a last line that a crash left unfinished.

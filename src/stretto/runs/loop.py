@@ -128,6 +128,7 @@ class _Run:
                 while self.done < self.config.steps:
                     self._record(await schedule.step())
                     await checkpoints.after(self.done)
+            self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
         except StalledError as error:
             error.add_note(self.running.stacks())
             raise

@@ -106,6 +106,11 @@ class Schedule:
         """Tickets for weights that are published and not loaded, by model."""
         return self._weights if self._loaded < self._version else {}
 
+    @property
+    def in_flight(self) -> Sequence[Rollout]:
+        """Rollouts that are neither trained on nor rejected."""
+        return list(self._rollouts.values())
+
     async def step(self) -> Step:
         """Take one batch from prompts to new weights."""
         batch = await self._next_batch()
@@ -351,7 +356,7 @@ class Schedule:
             if error is not None:
                 cancelled = isinstance(error, asyncio.CancelledError)
                 because = "cancelled" if cancelled else type(error).__name__
-                self.abandoned = list(self._rollouts.values())
+                self.abandoned = self.in_flight
                 for rollout in self.abandoned:
                     self._finish(rollout, RolloutState.REJECTED, f"the run ended: {because}")
 

@@ -27,27 +27,6 @@ Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
-    """The way to a transfer's group.
-
-    Attributes:
-        host, port: of the store.
-        prefix: of the group's keys there; another one for every group that ever was.
-        rank, size: of this member, and of the group; the sender is rank 0.
-        backend: of the group.
-        timeout_s: in which all must have arrived.
-    """
-
-    host: str
-    port: int
-    prefix: str
-    rank: int
-    size: int
-    backend: Backend
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Meeting:
     """The place where groups meet, and how they work.
 
@@ -62,16 +41,39 @@ class Meeting:
     backend: Backend
     timeout_s: float
 
-    def routes(self, prefix: str, size: int) -> list[Route]:
-        """Return each member's way to a group that has never been, the sender's first."""
-        return [
-            Route(self.host, self.port, prefix, rank, size, self.backend, self.timeout_s)
-            for rank in range(size)
-        ]
+    def routes(self, channel: str, epoch: int, size: int) -> list[Route]:
+        """Return each member's way to a channel's group of an epoch, the sender's first."""
+        return [Route(self, channel, epoch, rank, size) for rank in range(size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The way to a transfer's group.
+
+    Attributes:
+        meeting: where its members meet.
+        channel: what the group is for, such as the weights of one model.
+        epoch: number of the channel's group; another one for every group that ever was.
+        rank, size: of this member, and of the group; the sender is rank 0.
+    """
+
+    meeting: Meeting
+    channel: str
+    epoch: int
+    rank: int
+    size: int
+
+    @property
+    def prefix(self) -> str:
+        """What the group's keys in the store begin with."""
+        return f"{self.channel}/{self.epoch}"
 
 
 class Transfers:
-    """A side of all transfers of one process; it keeps the group of the last one.
+    """A side of all transfers of one process; it keeps the last group of each channel.
+
+    Groups take longer to make than small models take to travel. Transfers of different channels
+    may be under way at the same time, on different threads.
 
     Args:
         device: that the tensors are on.
@@ -79,8 +81,8 @@ class Transfers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._prefix, self._group = "", None
-        self._buffers: list[Tensor] = []
+        self._groups: dict[str, tuple[int, Any]] = {}  # epoch and group, by channel
+        self._buffers: dict[str, list[Tensor]] = {}
 
     def send(self, route: Route, what: Plan, tensors: Mapping[str, Tensor]) -> str:
         """Send tensors by their plan; return the mark of what was sent.
@@ -88,7 +90,7 @@ class Transfers:
         Raises:
             TransferError: they have not been taken in time.
         """
-        until_s = time.monotonic() + route.timeout_s
+        until_s = time.monotonic() + route.meeting.timeout_s
         sums, works = [], [None, None]
         with self._broken_off(route):
             group, buffers = self._joined(route), self._two_buffers(route, what)
@@ -113,7 +115,7 @@ class Transfers:
         Raises:
             TransferError: they have not come in time.
         """
-        until_s = time.monotonic() + route.timeout_s
+        until_s = time.monotonic() + route.meeting.timeout_s
         with self._broken_off(route):
             group, buffers = self._joined(route), self._two_buffers(route, what)
 
@@ -132,8 +134,13 @@ class Transfers:
                     yield place.name, place.of(flat)
 
     def abort(self) -> None:
-        """Break off a transfer that may be under way; from any thread."""
-        group, self._group, self._prefix = self._group, None, ""
+        """Break off the transfers that may be under way; from any thread."""
+        for channel in list(self._groups):
+            self._leave(channel)
+
+    def _leave(self, channel: str) -> None:
+        """End a channel's group, if there is one."""
+        _, group = self._groups.pop(channel, (0, None))
         if group is not None:
             with suppress(Exception):  # of a group that is broken already
                 group.abort()
@@ -144,30 +151,33 @@ class Transfers:
         try:
             yield
         except RuntimeError as error:  # which is what torch's groups raise
-            self.abort()
+            self._leave(route.channel)
             raise TransferError(
-                f"the transfer '{route.prefix}', which may take {route.timeout_s:g} s, was broken "
-                f"off: {first_line(error)}"
+                f"the transfer '{route.prefix}', which may take {route.meeting.timeout_s:g} s, was "
+                f"broken off: {first_line(error)}"
             ) from error
         except BaseException:
-            self.abort()
+            self._leave(route.channel)
             raise
 
     def _joined(self, route: Route) -> Any:
-        """Return the route's group; the last one, if it is that."""
-        if self._prefix != route.prefix:
-            self.abort()
-            self._group = _join(route, self._device)
-            self._prefix = route.prefix
-        return self._group
+        """Return the route's group; the channel's last one, if it is that."""
+        epoch, group = self._groups.get(route.channel, (None, None))
+        if epoch != route.epoch:
+            self._leave(route.channel)
+            group = _join(route, self._device)
+            self._groups[route.channel] = route.epoch, group
+        return group
 
     def _two_buffers(self, route: Route, what: Plan) -> list[Tensor]:
-        device = self._device if route.backend == "nccl" else torch.device("cpu")
-        if not self._buffers or len(self._buffers[0]) < what.largest:
-            self._buffers = [
+        device = self._device if route.meeting.backend == "nccl" else torch.device("cpu")
+        buffers = self._buffers.get(route.channel)
+        if not buffers or len(buffers[0]) < what.largest:
+            buffers = [
                 torch.empty(what.largest, dtype=torch.uint8, device=device) for _ in range(2)
             ]
-        return self._buffers
+            self._buffers[route.channel] = buffers
+        return buffers
 
 
 def open_store(host: str) -> tuple[Any, int]:
@@ -186,13 +196,14 @@ def open_store(host: str) -> tuple[Any, int]:
 
 def _join(route: Route, device: torch.device) -> Any:
     """Make this member's side of a group that is none of the default ones."""
-    timeout = timedelta(seconds=route.timeout_s)
+    place = route.meeting
+    timeout = timedelta(seconds=place.timeout_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        route.host, route.port, is_master=False, wait_for_workers=False, timeout=timeout
+        place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout
     )
     own = dist.PrefixStore(route.prefix, store)  # type: ignore[attr-defined]
     group: Any
-    if route.backend == "nccl":
+    if place.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         group = dist.ProcessGroupNCCL(own, route.rank, route.size, options)

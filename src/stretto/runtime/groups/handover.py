@@ -30,7 +30,7 @@ from stretto.workers.executor import DivertingExecutor, Executor
 from stretto.workers.group import GroupExecutor
 from stretto.workers.threads import WorkerThread
 
-WINDOW_S = 0.005
+WINDOW_S = 0.001
 """Seconds in which followers that ask for the same weights join one transfer."""
 
 CONTROL_S = 30.0
@@ -59,8 +59,7 @@ class Handover:
         self._control_s = min(CONTROL_S, meeting.timeout_s)
         self._worker = WorkerThread("weights", 0)
         self._epoch = 0
-        self._members: tuple[Any, ...] = ()
-        self._prefix = ""
+        self._groups: dict[str, tuple[int, list[tuple[str, int]]]] = {}  # epoch, members; by model
         self.metrics: dict[str, float] = {}
 
     def follow(self, name: str, follower: GroupExecutor) -> Executor:
@@ -130,7 +129,9 @@ class Handover:
             if left:
                 self._suspect(left, outcomes)
         seconds = time.perf_counter() - start_s
-        self._tracer.add(HANDOVER, "send", start_s, start_s + seconds, version=ref.version)
+        self._tracer.add(
+            HANDOVER, "send", start_s, start_s + seconds, model=ref.model, version=ref.version
+        )
         self.metrics |= {
             f"handover/{ref.model}_s": seconds,
             f"handover/{ref.model}_mb": offer.size / 1e6,
@@ -148,7 +149,7 @@ class Handover:
                 follower.aside("expect", ref, offer.mark, routes[i], timeout_s=self._control_s)
             except RankError as error:
                 rest = dict.fromkeys(followers, TransferError(f"{name} is gone: {error}"))
-                self._prefix = ""
+                self._groups.pop(ref.model, None)
                 return {**rest, name: RoleLostError(name, str(error))}
         limit_s = self._meeting.timeout_s + self._control_s
         pool = ThreadPoolExecutor(len(followers) + 1)
@@ -163,7 +164,7 @@ class Handover:
         sent = "" if failure else sending.result()
         proved = {n: self._proved(n, o, ref, offer, sent) for n, o in outcomes.items()}
         if failure is not None or any(isinstance(o, Exception) for o in proved.values()):
-            self._prefix = ""  # the group is broken: the next one is another
+            self._groups.pop(ref.model, None)  # it is broken: the next one is another
         return proved
 
     def _proved(
@@ -209,12 +210,17 @@ class Handover:
                 outcomes[name] = RoleLostError(name, f"{name} hangs in a hand-over: {error}")
 
     def _routes(self, ref: WeightsRef, followers: Mapping[str, GroupExecutor]) -> list[Route]:
-        """Return each member's way to the group, the learner's first; a new group if need be."""
-        members = (ref.model, *((n, f.generation) for n, f in followers.items()))
-        if not self._prefix or members != self._members:
+        """Return each member's way to the model's group, the learner's first.
+
+        It is a new group, if others took part last time.
+        """
+        members = [(n, f.generation) for n, f in followers.items()]
+        epoch, before = self._groups.get(ref.model, (0, []))
+        if members != before:
             self._epoch += 1
-            self._members, self._prefix = members, f"weights/{self._epoch}"
-        return self._meeting.routes(self._prefix, len(members))
+            epoch = self._epoch
+            self._groups[ref.model] = epoch, members
+        return self._meeting.routes(f"weights/{ref.model}", epoch, 1 + len(members))
 
 
 def _outcome(name: str, future: Future[Reply[Loaded]]) -> Reply[Loaded] | Exception:

@@ -13,8 +13,8 @@ from stretto.config import Config
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
-PROBE_ROWS, PROBE_TOKENS = 4, 17
-"""Sequences of the probe, and tokens of each; all but the first are looked at: 64 tokens."""
+PROBE_ROWS, PROBE_TOKENS = 8, 9
+"""Sequences of the probe, and tokens of each; all but the first are looked at: 64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -149,6 +150,7 @@ class Couriers:
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._count = meeting, 0
         self._givers: dict[str, GroupExecutor] = {}
+        self._takers: dict[str, asyncio.Lock] = {}
 
     def serve(self, name: str, generator: GroupExecutor, executor: Executor) -> Executor:
         """Return an executor of a generator that has parcels sent to it.
@@ -159,24 +161,42 @@ class Couriers:
             executor: for all its other calls.
         """
         self._givers[name] = generator
-        return DivertingExecutor(executor, "accept", partial(self.accept, executor))
+        self._takers[name] = asyncio.Lock()
+        return DivertingExecutor(executor, "accept", partial(self.accept, name, executor))
 
     async def accept(
-        self, taker: Executor, responses: Sequence[Response], transfers: Sequence[KVTransfer]
+        self,
+        name: str,
+        taker: Executor,
+        responses: Sequence[Response],
+        transfers: Sequence[KVTransfer],
     ) -> Reply[None]:
-        """Have parcels sent while the taker waits for them."""
-        routes: dict[tuple[str, int], list[Route]] = {}
-        for transfer in transfers:
-            if (ticket := transfer.cache) is not None:
-                routes.setdefault((ticket.giver, ticket.parcel), self._new_routes())
+        """Have parcels sent while the taker of that name waits for them."""
+        async with self._takers[name]:
+            return await self._accept(name, taker, responses, transfers)
+
+    async def _accept(
+        self,
+        name: str,
+        taker: Executor,
+        responses: Sequence[Response],
+        transfers: Sequence[KVTransfer],
+    ) -> Reply[None]:
+        parcels = dict.fromkeys(
+            (t.cache.giver, t.cache.parcel) for t in transfers if t.cache is not None
+        )
+        routes = {(g, parcel): self._new_routes(g, name) for g, parcel in parcels}
         told = [
             t if t.cache is None
             else replace(t, cache=replace(t.cache, route=routes[t.cache.giver, t.cache.parcel][1]))
             for t in transfers
         ]  # fmt: skip
+        # Those of one giver in the order in which the taker asks for them: they share a channel.
         shipping = [
-            asyncio.to_thread(self._ship, giver, parcel, ways[0])
-            for (giver, parcel), ways in routes.items()
+            asyncio.to_thread(
+                self._ship, giver, [(p, ways[0]) for (g, p), ways in routes.items() if g == giver]
+            )
+            for giver in dict.fromkeys(giver for giver, _ in routes)
         ]
         reply, *_ = await asyncio.gather(taker.call("accept", responses, told), *shipping)
         accepted: Reply[None] = reply
@@ -184,24 +204,23 @@ class Couriers:
 
     def bytes_per_s(self, giver: str, taker: str) -> float:
         """Measure how fast keys and values travel from one generator to another. Blocks."""
-        ways, seconds = self._new_routes(), 0.0
+        ways, seconds = self._new_routes(giver, taker), 0.0
         for _ in range(2):  # in the first they meet
             parcel, what = self._givers[giver].ask("sample")
             with ThreadPoolExecutor(1) as pool:
-                shipped = pool.submit(self._ship, giver, parcel, ways[0])
+                shipped = pool.submit(self._ship, giver, [(parcel, ways[0])])
                 seconds = self._givers[taker].ask("measure", ways[1], what)
                 shipped.result()
         return SAMPLE_BYTES / seconds
 
-    def _ship(self, giver: str, parcel: int, route: Route) -> None:
+    def _ship(self, giver: str, parcels: Sequence[tuple[int, Route]]) -> None:
         """Send; a giver that cannot is found out by the taker, who waits no longer than may be."""
-        try:
-            self._givers[giver].aside(
-                "ship", parcel, route, timeout_s=self._meeting.timeout_s + 1.0
-            )
-        except (RankError, TransferError):
-            return
+        limit_s = self._meeting.timeout_s + 1.0
+        for parcel, route in parcels:
+            with suppress(RankError, TransferError):
+                self._givers[giver].aside("ship", parcel, route, timeout_s=limit_s)
 
-    def _new_routes(self) -> list[Route]:
+    def _new_routes(self, giver: str, taker: str) -> list[Route]:
+        """Return the ways of one parcel, of giver and taker."""
         self._count += 1
-        return self._meeting.routes(f"parcel/{self._count}", 2)
+        return self._meeting.routes(f"parcels/{giver}/{taker}", self._count, 2)

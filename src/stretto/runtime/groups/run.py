@@ -25,6 +25,7 @@ from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
 from stretto.runtime.groups.handover import Handover, hand_over
+from stretto.runtime.groups.memory import MemoryWatch
 from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
 from stretto.runtime.groups.placement import LEARNER
@@ -72,6 +73,7 @@ class GroupRun:
     followers: Mapping[str, tuple[GroupExecutor, str]]
     functions: Sequence[FunctionScorer]
     handover: Handover
+    memory: MemoryWatch
     schedule: Schedule
     spans: Spans
     lags: bool
@@ -125,9 +127,7 @@ class GroupRun:
                 copy_into(model, trained[name])
 
     def metrics(self) -> Mapping[str, float]:
-        used = {g.name: sum(g.ranks.used_bytes()) for g in self.groups}
-        memory = {f"memory/{name}_gb": n / 1e9 for name, n in used.items() if n}
-        return {**self.handover.metrics, **memory}
+        return {**self.handover.metrics, **self.memory.metrics()}
 
     def stacks(self) -> str:
         return "\n\n".join(group.ranks.stacks() for group in self.groups)
@@ -189,6 +189,8 @@ def start(
         client = ScorerClient(info, handover.follow(seat.role, executor), spans, role)
         replicas.append(ScorerReplica(client, seat.host, role))
     hand_over(handover, followers, placing.ready.refs)
+    memory = MemoryWatch(groups, RealClock())
+    stack.callback(memory.close)
     migrating = None
     if config.schedule.knobs.migrates(len(names)):
         migrating = _migrating(config, executors[names[0]].ask("rates"), couriers, names)
@@ -210,6 +212,7 @@ def start(
         followers=followers,
         functions=functions,
         handover=handover,
+        memory=memory,
         schedule=schedule,
         spans=spans,
         lags=config.schedule.knobs.copies_weights,

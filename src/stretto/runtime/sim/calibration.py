@@ -6,7 +6,7 @@ The fit reads the length of each span, and of its attributes
   that all steps read) and ``prefilled``;
 - ``prefill`` and ``score``, of a scorer: ``tokens``; a scorer that gives none is taken for a
   function, whose time goes by the number of its ``rollouts``;
-- ``update``: ``tokens``; ``publish`` and ``load``: nothing.
+- ``update``: ``tokens``; ``publish``, ``load`` and, between processes, ``send``: nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 from stretto.errors import StateError
 from stretto.observe.idle import is_generator
-from stretto.observe.spans import NO_DEVICES, Span
+from stretto.observe.spans import HANDOVER, NO_DEVICES, Span
 from stretto.runtime.sim.costs import (
     DecodeCost,
     GeneratorCost,
@@ -44,12 +45,15 @@ class Calibration:
         scorers: by name.
         loads_s: seconds that scorers take to take over a version of the weights, by name.
         learner: its training and publishing.
+        call_s: seconds that a call is on its way, and its answer: what passes between the end of an
+            update and the publishing that follows.
     """
 
     generator: GeneratorCost
     scorers: Mapping[str, PrefillCost | SampleCost]
     loads_s: Mapping[str, float]
     learner: TrainCost
+    call_s: float
 
 
 def calibrate(spans: Iterable[Span]) -> Calibration:
@@ -59,9 +63,16 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
         StateError: the generator or the learner has no spans.
     """
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
+    sends: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
-        if not span.waits and span.role not in NO_DEVICES:
+        if span.role == HANDOVER:  # which contains the loads of all who take part
+            sends[span.attributes.get("model", "")].append(replace(span, name="load"))
+        elif not span.waits and span.role not in NO_DEVICES:
             by_role[role_of(span)].append(span)
+    loads_s = {
+        name: _typical_s(sends.get("actor" if name == "generator" else name) or found, "load")
+        for name, found in by_role.items()
+    }
     for role, name in (("generator", "gen"), ("learner", "update")):
         if not any(s.name == name for s in by_role[role]):
             raise StateError(
@@ -70,14 +81,15 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
             )
     generator, learner = by_role.pop("generator"), by_role.pop("learner")
     return Calibration(
-        generator=_generator(generator),
+        generator=_generator(generator, loads_s["generator"]),
         scorers={
             name: _scorer(spans)
             for name, spans in by_role.items()
             if any(span.name != "load" for span in spans)
         },
-        loads_s={name: _typical_s(spans, "load") for name, spans in by_role.items()},
+        loads_s=loads_s,
         learner=_learner(learner),
+        call_s=_call_s(learner),
     )
 
 
@@ -91,14 +103,16 @@ def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -
         threads: of each role's work, by the names that :func:`role_of` gives.
         cores: that they share; 0 for enough.
     """
-    work = [s for s in spans if not s.waits and s.role not in NO_DEVICES]
+    spans = list(spans)
     if not cores:
-        yield from work
+        yield from spans
         return
     changes: defaultdict[float, int] = defaultdict(int)
-    for span in work:
-        changes[span.start_s] += threads[role_of(span)]
-        changes[span.end_s] -= threads[role_of(span)]
+    for span in spans:
+        works = not span.waits and span.role not in NO_DEVICES
+        used = threads[role_of(span)] if works else 0
+        changes[span.start_s] += used
+        changes[span.end_s] -= used
     done_s = at_s = 0.0  # seconds of work that each has done
     busy = 0
     done: dict[float, float] = {}
@@ -107,7 +121,7 @@ def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -
         at_s = moment_s
         busy += changes[moment_s]
         done[moment_s] = done_s
-    for span in work:
+    for span in spans:
         yield replace(span, start_s=done[span.start_s], end_s=done[span.end_s])
 
 
@@ -165,7 +179,7 @@ def _fit(spans: Sequence[Span], rows: Sequence[Sequence[float]]) -> list[float]:
     return [float(c) for c in fit_costs(features, seconds)]
 
 
-def _generator(spans: Sequence[Span]) -> GeneratorCost:
+def _generator(spans: Sequence[Span], load_s: float) -> GeneratorCost:
     calls = [s for s in spans if s.name == "gen"]
     numbers = [
         [float(s.attributes.get(key, 0)) for key in ("steps", "tokens", "context", "prefilled")]
@@ -176,7 +190,7 @@ def _generator(spans: Sequence[Span]) -> GeneratorCost:
     return GeneratorCost(
         decode=DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s),
         prefill=PrefillCost(call_s=call_s, token_s=token_s),
-        load_s=_typical_s(spans, "load"),
+        load_s=load_s,
     )
 
 
@@ -195,6 +209,17 @@ def _learner(spans: Sequence[Span]) -> TrainCost:
     updates = [s for s in spans if s.name == "update"]
     step_s, token_s = _fit(updates, [[1.0, s.attributes["tokens"]] for s in updates])
     return TrainCost(step_s=step_s, token_s=token_s, publish_s=_typical_s(spans, "publish"))
+
+
+def _call_s(spans: Sequence[Span]) -> float:
+    """Return what typically passes between an update and the publishing of what it has made."""
+    ordered = sorted(spans, key=lambda span: span.start_s)
+    gaps = [
+        max(after.start_s - before.end_s, 0.0)
+        for before, after in pairwise(ordered)
+        if (before.name, after.name) == ("update", "publish")
+    ]
+    return median(gaps) if gaps else 0.0
 
 
 def _typical_s(spans: Sequence[Span], name: str) -> float:

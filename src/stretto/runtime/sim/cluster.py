@@ -183,6 +183,8 @@ class Cluster(Section):
     """Shares of the devices' peak that are reached."""
     cores: NonNegativeInt = 0
     """CPU cores that the threads of all roles share; 0 for enough."""
+    call_s: NonNegative = 0.0
+    """Seconds that a call of a role is on its way, and its answer, beside its work."""
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
     """The generators, at least one."""
     scorers: tuple[ScorerRole, ...] = ()

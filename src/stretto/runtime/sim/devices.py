@@ -10,7 +10,8 @@ Processes on CPUs work side by side, each a device, and share the machine's *cor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from stretto.protocols import Tracer
@@ -93,8 +94,6 @@ class SimWorker:
     A role without devices (a function, a service elsewhere) works on nothing that others share,
     cores apart.
 
-    Attributes:
-        turn: held by a role for the whole of a call.
     """
 
     def __init__(
@@ -105,6 +104,7 @@ class SimWorker:
         *,
         cores: Cores | None = None,
         threads: int = 1,
+        call_s: float = 0.0,
     ) -> None:
         """Make the worker of a role that does nothing yet.
 
@@ -114,11 +114,23 @@ class SimWorker:
             tracer: gets its spans.
             cores: that its threads share with others; ``None`` where there are enough.
             threads: that its work takes.
+            call_s: that each call is on its way, and its answer.
         """
         self.role = role
-        self.turn = asyncio.Lock()
+        self._turn, self._call_s = asyncio.Lock(), call_s
         self._devices = sorted(devices, key=lambda d: d.index)
         self._tracer, self._cores, self._threads = tracer, cores, threads
+
+    @property
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """A call of the role, which others wait for, from when it is made to its answer."""
+        async with self._turn:
+            if self._call_s:
+                await asyncio.sleep(self._call_s / 2)
+            yield
+            if self._call_s:
+                await asyncio.sleep(self._call_s / 2)
 
     async def work(self, name: str, seconds: float, **attributes: Any) -> None:
         """Occupy all devices for work that takes so long alone, once they are free.

@@ -7,11 +7,13 @@ schedules can be compared on the very same responses.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from functools import cached_property
 from hashlib import blake2b
 from math import ceil, exp, log
 from statistics import NormalDist, median
+from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -160,10 +162,21 @@ class Replayed(Section):
     """Entry i is the length of rollout i."""
 
     @classmethod
-    def from_ledger(cls, tokens_by_id: Mapping[int, int]) -> Replayed:
-        """Take the lengths of rollouts that ended; others get the median length."""
-        middle = round(median(tokens_by_id.values()))
-        return cls(tokens=tuple(tokens_by_id.get(i, middle) for i in range(max(tokens_by_id) + 1)))
+    def from_ledger(
+        cls, tokens_by_id: Mapping[int, int], so_far: Mapping[int, int] = MappingProxyType({})
+    ) -> Replayed:
+        """Take the lengths of rollouts that ended; unknown ones get the median length.
+
+        Args:
+            tokens_by_id: the lengths.
+            so_far: tokens of rollouts that had not ended: they get the median of all that became
+                longer.
+        """
+        known = sorted(tokens_by_id.values())
+        middle = round(median(known))
+        longer = {i: known[bisect_right(known, n) :] or [n] for i, n in so_far.items()}
+        found = {**{i: round(median(rest)) for i, rest in longer.items()}, **tokens_by_id}
+        return cls(tokens=tuple(found.get(i, middle) for i in range(max(found) + 1)))
 
     def quantile(self, u: float, rollout_id: int) -> float:
         """The recorded length of this rollout."""

@@ -61,7 +61,7 @@ class Recording:
 
     Attributes:
         config: of the run.
-        rollouts: that ended in it.
+        rollouts: of it, also those in flight at its end.
         spans: of it; best without the first steps, which warm up.
         machine: that it worked on.
     """
@@ -85,7 +85,7 @@ class Recording:
         spans = [span for span in trace.spans if span.start_s >= warm_s]
         # Earlier versions did not write it.
         machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, (), "")
-        return cls(recipes.load(run.path), run.read_rollouts(), spans, machine)
+        return cls(recipes.load(run.path), run.read_rollouts(in_flight=True), spans, machine)
 
     @cached_property
     def costs(self) -> Calibration:
@@ -114,7 +114,7 @@ class Recording:
             StateError: too little was recorded to go by.
         """
         config = config or self.config
-        if not self.rollouts:
+        if not any(r.finish for r in self.rollouts):
             raise StateError(
                 "a run is replayed from its rollouts, and it has recorded none; let it take a few "
                 "steps"
@@ -124,6 +124,7 @@ class Recording:
         (learner,) = seats["learner"]
         return Cluster(
             cores=self._cores(config),
+            call_s=costs.call_s,
             generators=tuple(
                 GeneratorRole(
                     devices=seat.devices,
@@ -166,6 +167,8 @@ class Recording:
 
     def _workload(self, config: Config) -> Workload:
         rollouts = self.rollouts
+        lengths = {r.id: r.tokens for r in rollouts if r.finish}
+        so_far = {r.id: r.tokens for r in rollouts if not r.finish}
         # Whose scores are summed up again.
         sources = sum(name not in _KINDS for name in self.costs.scorers)
         by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
@@ -177,7 +180,7 @@ class Recording:
             steps=config.steps,
             max_new_tokens=config.rollout.max_new_tokens,
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),
-            response_tokens=Replayed.from_ledger({r.id: r.tokens for r in rollouts}),
+            response_tokens=Replayed.from_ledger(lengths, so_far),
             learning=LearningCurve(first=mean, last=mean, versions=0, spread=0),
             rewards=tuple(by_id.get(i) for i in range(1 + max(by_id, default=-1))),
             on_failure=config.reward.on_failure,

@@ -146,7 +146,9 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
         used = [devices[i] for i in role.devices]
-        return SimWorker(name, used, tracer, cores=cores, threads=role.threads)
+        return SimWorker(
+            name, used, tracer, cores=cores, threads=role.threads, call_s=cluster.call_s
+        )
 
     def put(role: R, name: str) -> R:
         return faulty(role, cluster.faults, name) if cluster.faults != Faults() else role
