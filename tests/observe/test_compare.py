@@ -284,6 +284,7 @@ def test_variants_set_the_knobs_and_leave_the_rest() -> None:
         (["tiny", "--sim", "x.toml"], "so does the recipe 'tiny'; leave one of them out"),
         (["--sim", "absent.toml"], "cannot read the cluster description 'absent.toml'"),
         (["--sim", "absent.toml", "--steps", "-1"], "--steps -1: must be 1 or more"),
+        (["--sim", "x.toml", "--placement", "tiny"], "or give a run's folder as --sim"),
         ([], "RECIPE"),
     ],
 )
@@ -671,7 +672,13 @@ def test_a_recorded_run_is_replayed_under_other_schedules(
     assert figures["sync"]["step_s"] == [pytest.approx(14.5, rel=0.02)]
     assert figures["async"]["step_s"] == [pytest.approx(10.0, rel=0.02)]
     assert "busy/all devices" not in figures["sync"]
+    Path("apart.toml").write_text('runtime = "local"\n[rollout]\nengines = 2\n')
+    assert status([*arguments, "--placement", "apart.toml"]) == 0
+    again = json.loads(Path("runs/real-compare-002/compare.json").read_text())["variants"]
+    assert again["sync"]["step_s"][0] < 14.5  # each of two generators has one of two responses
     capsys.readouterr()
+    assert status([*arguments, "--placement", "absent.toml"]) == 2
+    assert "cannot read the recipe 'absent.toml'" in capsys.readouterr().err
     assert status([*arguments, "--seeds", "1"]) == 2
     assert "depend on no seed; leave it out" in capsys.readouterr().err
 
