@@ -24,7 +24,11 @@ VOCABULARY = 61
 
 
 def llama(
-    *, vocabulary: int = VOCABULARY, dtype: torch.dtype = torch.float32, seed: int = 0
+    *,
+    vocabulary: int = VOCABULARY,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    tied: bool = True,
 ) -> Any:
     """A Llama of two layers with random weights, large enough to give clear preferences."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -37,7 +41,7 @@ def llama(
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=512,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.3,
     )
     return LlamaForCausalLM(config).to(dtype).eval()

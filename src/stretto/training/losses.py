@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from stretto.algorithms import policy
@@ -18,7 +20,7 @@ from stretto.algorithms.experience import LossTerm, Part
 from stretto.config import AlgorithmConfig
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.types import Response
+from stretto.types import Prompt, Response
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,16 @@ class MicroBatch:
 
     responses: Sequence[Response]
     part: Part
+
+    @classmethod
+    def blank(cls, like: Part) -> MicroBatch:
+        """Make one of a prompt of one token and no response; its losses and gradients are zero.
+
+        Args:
+            like: the part of another, for the kinds of tensors that losses take.
+        """
+        nothing = Response(0, 0, Prompt(0, (0,), ""), np.zeros(0, np.int32))
+        return cls([nothing], like.each(lambda tensor: torch.zeros_like(tensor[:1])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,9 +68,7 @@ class PaddedBatch:
         Args:
             like: the part of another micro-batch, for the kinds of tensors that losses take.
         """
-        none = torch.zeros(0, dtype=torch.long)
-        part = like.each(lambda tensor: torch.zeros_like(tensor[:1]))
-        return cls(torch.zeros(1, 1, dtype=torch.long), none, none, none, part)
+        return cls.of(MicroBatch.blank(like))
 
     def at_responses(self, hidden: Tensor) -> Tensor:
         """Pick the hidden states that predict response tokens: [b, L, H] to [N, H]."""
@@ -105,6 +103,26 @@ def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
         group = groups[largest]
         groups[largest : largest + 1] = [group[: len(group) // 2], group[len(group) // 2 :]]
     return groups
+
+
+def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int]]:
+    """Divide sequences into equally many micro-batches for each hand, of like sizes.
+
+    With too few sequences for each to get one, each sequence is a micro-batch.
+
+    Args:
+        tokens: of each sequence.
+        wanted: micro-batches in all, about.
+        hands: that get equally many.
+
+    Returns:
+        Indices into ``tokens``: the micro-batches of the first hand, then of the second, ...
+    """
+    if len(tokens) < hands:
+        return [[i] for i in range(len(tokens))]
+    count = min(-(-wanted // hands), len(tokens) // hands) * hands
+    # Hands take consecutive parts of the list: the long ones are dealt out.
+    return deal(into_micro_batches(tokens, count), hands)
 
 
 def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:

@@ -8,14 +8,16 @@ updates the models. It does not know whether the passes are made in this process
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import Config
 from stretto.models.forward import (
@@ -25,6 +27,7 @@ from stretto.models.forward import (
     response_tokens,
     token_budget,
 )
+from stretto.models.logits import OutputHead
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.trained import training_mode
 from stretto.types import Response, Stats
@@ -141,9 +144,10 @@ class LocalPasses:
     """
 
     def __init__(self, actor: nn.Module, critic: nn.Module | None, config: Config) -> None:
-        self._actor, self._critic, self._head = actor, critic, output_head(actor)
+        self._actor, self._critic = actor, critic
         self._losses = Losses(config.algorithm, config.rollout.temperature)
-        self._budget = token_budget(config.training.microbatch_tokens, self._head.weight.device)
+        self._device = next(actor.parameters()).device
+        self._budget = token_budget(config.training.microbatch_tokens, self._device)
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         """Divide by token budget; see :class:`Passes`."""
@@ -153,8 +157,7 @@ class LocalPasses:
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
         """Run the passes in this process; see :class:`Passes`."""
-        device = self._head.weight.device
-        parts = [replace(p, part=p.part.to(device)) for p in parts]
+        parts = [replace(p, part=p.part.to(self._device)) for p in parts]
         by_model = {}
         if self._critic is not None:
             by_model["critic"] = self._critic_pass(self._critic, parts)
@@ -170,9 +173,7 @@ class LocalPasses:
         metrics = Metrics()
         with training_mode(self._actor):
             for p in parts:
-                hidden = response_hidden(self._actor, p.responses)
-                targets = response_tokens(p.responses, hidden.device)
-                term = self._losses.of_actor(self._head, hidden, targets, p.part, kl_coef)
+                term = self._term(self._actor, partial(self._actor_term, p, kl_coef))
                 term.loss.backward()
                 metrics += term.metrics
         return metrics
@@ -181,8 +182,24 @@ class LocalPasses:
         metrics = Metrics()
         with training_mode(critic):
             for p in parts:
-                hidden = response_hidden(critic, p.responses)
-                term = self._losses.of_critic(critic, hidden, p.part)
+                term = self._term(critic, partial(self._critic_term, critic, p))
                 term.loss.backward()
                 metrics += term.metrics
         return metrics
+
+    def _actor_term(self, p: MicroBatch, kl_coef: float) -> LossTerm:
+        hidden = response_hidden(self._actor, p.responses)
+        targets = response_tokens(p.responses, hidden.device)
+        return self._losses.of_actor(self._head, hidden, targets, p.part, kl_coef)
+
+    def _critic_term(self, critic: nn.Module, p: MicroBatch) -> LossTerm:
+        hidden = response_hidden(critic, p.responses)
+        return self._losses.of_critic(critic, hidden, p.part)
+
+    def _term(self, model: nn.Module, compute: Callable[[], LossTerm]) -> LossTerm:
+        """Compute a loss with a model's weights."""
+        return compute()
+
+    @cached_property
+    def _head(self) -> OutputHead:
+        return output_head(self._actor)  # which checks it with a small pass

@@ -27,8 +27,7 @@ from stretto.training.partition import (
     Names,
     PaddedBatch,
     check_stages,
-    deal,
-    into_micro_batches,
+    divided,
     on_cpu,
     stage_state,
     whole_state,
@@ -167,13 +166,8 @@ class PipelinedPasses:
 
         With too few units for each pipeline to get one, each unit is a micro-batch.
         """
-        share = self._config.multiple
-        if len(tokens) < share:
-            return [[i] for i in range(len(tokens))]
         wanted = self._config.micro_batches or len(by_token_budget(tokens, self._budget))
-        count = min(-(-wanted // share), len(tokens) // share) * share
-        # Pipelines take consecutive parts of the list: the long ones are dealt out.
-        return deal(into_micro_batches(tokens, count), share)
+        return divided(tokens, wanted, self._config.multiple)
 
     def run(
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool

@@ -1,0 +1,97 @@
+"""Learners over ranks that hold shards, in the ranks of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from helpers import critic_of, llama
+from stretto.config import Config, ModelConfig
+from stretto.errors import LearnerError
+from stretto.models.lora import add_lora
+from stretto.models.tiny import byte_tokenizer
+from stretto.training.learner import PolicyLearner
+from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
+from stretto.types import Response, TrainBatch
+
+UPDATES = 10
+
+
+def models(kind: str) -> tuple[Any, Any]:
+    """An actor and a critic, the same on every rank."""
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    actor = llama(dtype=dtype, tied=kind != "untied")
+    critic = critic_of(actor)
+    if kind == "lora":
+        lora = ModelConfig(lora_rank=2)
+        return add_lora(actor, lora, "CAUSAL_LM"), add_lora(critic, lora, "SEQ_CLS")
+    if kind == "partly frozen":
+        actor.model.embed_tokens.requires_grad_(False)
+        actor.model.layers[0].requires_grad_(False)
+    if kind == "checkpointing":
+        for model in (actor, critic):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.eval()
+    return actor, critic
+
+
+class ShardedRank:
+    """A rank that makes one learner after the other."""
+
+    learner: PolicyLearner
+
+    def __init__(self, rank: int) -> None:
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def make(self, kind: str, given: Mapping[str, Any]) -> None:
+        config = Config.model_validate(given)
+        t = config.training
+        whole_actor, whole_critic = models(kind)
+        with_critic = config.algorithm.definition.critic
+        actor = Sharded(whole_actor, self._mesh)
+        critic = Sharded(whole_critic, self._mesh) if with_critic else None
+        self.learner = PolicyLearner(
+            ShardedModel(actor, t.lr, t, updates=UPDATES, warmup=0),
+            ShardedModel(critic, t.critic_lr, t, updates=UPDATES, warmup=0) if critic else None,
+            ShardedPasses(actor, critic, config),
+            config,
+            {"task": 1.0},
+        )
+
+    def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
+        return [self.learner.train(batch).stats for batch in batches]
+
+    def refused(self, batch: TrainBatch) -> str:
+        """The error of a batch that cannot be trained on."""
+        try:
+            self.learner.train(batch)
+        except LearnerError as error:
+            return str(error)
+        return ""
+
+    def weights(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Whole trained weights, and fingerprints of all."""
+        names = list(self.learner._trained)
+        return self.learner.weights(), {name: self.learner.fingerprint(name) for name in names}
+
+    def shard_elements(self) -> int:
+        """Elements of the actor that this rank holds."""
+        actor: Any = self.learner._trained["actor"]
+        return sum(p.to_local().numel() for p in actor.model.parameters())
+
+    def logprobs(self, responses: Sequence[Response]) -> Any:
+        return self.learner.logprobs(responses)
+
+    def state(self) -> dict[str, Any]:
+        return self.learner.state_dict()
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state)
+
+    def save(self, folder: Path) -> None:
+        self.learner.save(folder, byte_tokenizer())

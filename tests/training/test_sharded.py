@@ -1,0 +1,188 @@
+"""Learners over ranks that hold shards (FSDP2), against one that holds all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from helpers import make_learner, make_rollouts
+from learner_helpers import SHAPES, algorithm_settings, make_batch
+from sharded_workers import UPDATES, ShardedRank, models
+from stretto.algorithms.registry import ALGORITHMS
+from stretto.schedules.rollout import train_batch
+from stretto.training.learner import PolicyLearner
+from stretto.types import TrainBatch
+from stretto.workers.ranks import Ranks
+
+ROUNDING = {"val/clipfrac_avg"}
+"""Not compared: counts values whose clipped error is larger, be it by a rounding error."""
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    ranks = Ranks(2, ShardedRank, ())
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    """More than divides the rows of most weights, and than the layers there are."""
+    ranks = Ranks(3, ShardedRank, ())
+    yield ranks
+    ranks.close()
+
+
+def whole_learner(kind: str, given: Mapping[str, Any]) -> PolicyLearner:
+    actor, critic = models(kind)
+    with_critic = ALGORITHMS[given["algorithm"]["name"]].critic
+    return make_learner(actor, critic if with_critic else None, given, updates=UPDATES)
+
+
+def assert_same_learning(
+    ranks: Ranks,
+    kind: str,
+    given: Mapping[str, Any],
+    batches: Sequence[TrainBatch],
+    tolerance: float = 1e-5,
+) -> None:
+    """Figures of each step, and the weights after the last."""
+    ranks.call("make", kind, given)
+    whole = whole_learner(kind, given)
+    expected = [whole.train(batch).stats for batch in batches]
+    for stats in ranks.call("train", batches):
+        for got, want in zip(stats, expected, strict=True):
+            assert got.keys() == want.keys()
+            for name in want.keys() - ROUNDING:
+                assert got[name] == pytest.approx(want[name], rel=tolerance, abs=tolerance), name
+    (weights, marks), *others = ranks.call("weights")
+    assert all(not any(own.values()) for own, _ in others)
+    assert all(other == marks for _, other in others)
+    for model, tensors in whole.weights().items():
+        assert weights[model].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(
+                weights[model][name], tensor, rtol=tolerance, atol=tolerance, msg=name
+            )
+
+
+def batches_of(given: Mapping[str, Any], count: int = 3) -> list[TrainBatch]:
+    actor, _ = models("plain")
+    return [train_batch(make_batch(actor, given["algorithm"]))] * count
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_learns_the_same(algorithm: str, two: Ranks) -> None:
+    given = algorithm_settings(
+        {"name": algorithm}, training={"microbatch_tokens": 60, "grad_clip": 0.5}
+    )
+    assert_same_learning(two, "plain", given, batches_of(given))
+
+
+@pytest.mark.parametrize("kind", ["plain", "untied", "lora", "partly frozen", "checkpointing"])
+@pytest.mark.parametrize("size", ["two", "three"])
+def test_every_kind_of_model_learns_the_same(
+    kind: str, size: str, request: pytest.FixtureRequest
+) -> None:
+    """Ragged micro-batches, several updates a step, a learning rate that falls."""
+    training = {
+        "epochs": 2,
+        "minibatches": 2,
+        "microbatch_tokens": 40,
+        "lr_schedule": "linear",
+        "weight_decay": 0.01,
+    }
+    given = algorithm_settings({"name": "ppo", "old_policy": "proximal"}, training=training)
+    assert_same_learning(request.getfixturevalue(size), kind, given, batches_of(given, 2))
+
+
+def test_a_rank_without_a_response_takes_part(three: Ranks) -> None:
+    given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 1000})
+    actor, _ = models("plain")
+    batch = make_batch(actor, given["algorithm"])
+    assert_same_learning(three, "plain", given, [train_batch(batch[:2]), train_batch(batch[:1])])
+
+
+def test_bfloat16_models_have_float32_shards(two: Ranks) -> None:
+    """Passes round as those of one process, gradients of all ranks are summed in float32."""
+    each_alone = {"microbatch_tokens": 1}  # so that passes have the same shapes
+    given = algorithm_settings({"name": "ppo"}, training=each_alone)
+    assert_same_learning(two, "bfloat16", given, batches_of(given), tolerance=1e-4)
+    masters = two.call("state")[0]["models"]["actor"]["masters"]
+    assert {t.dtype for t in masters.values()} == {torch.float32}
+    weights, _ = two.call("weights")[0]
+    assert all(t.dtype == torch.bfloat16 for t in weights["actor"].values())
+    assert all(weights["actor"][n].equal(t.bfloat16()) for n, t in masters.items())
+
+
+def test_each_rank_holds_its_part_alone(two: Ranks) -> None:
+    given = algorithm_settings({"name": "rloo"})
+    two.call("make", "plain", given)
+    whole = models("plain")[0].parameters()
+    rows = [(len(p), p[0].numel()) for p in whole]
+    assert two.call("shard_elements") == [
+        sum(-(-count // 2) * size for count, size in rows),
+        sum(count // 2 * size for count, size in rows),
+    ]
+
+
+def test_logprobs_are_those_of_the_whole_model(two: Ranks, three: Ranks) -> None:
+    given = algorithm_settings({"name": "rloo"})
+    actor, critic = models("plain")
+    rollouts = make_rollouts(actor, critic, [(n, 4) for n, _ in SHAPES])
+    responses = train_batch(rollouts).responses()
+    expected = whole_learner("plain", given).logprobs(responses)
+    for ranks in (two, three):
+        ranks.call("make", "plain", given)
+        for got in ranks.call("logprobs", responses):
+            assert got == pytest.approx(expected, abs=1e-5)
+        assert ranks.call("logprobs", responses[:1])[0] == pytest.approx(expected[:1], abs=1e-5)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(two: Ranks, three: Ranks) -> None:
+    """From one process to two ranks, to three, and back."""
+    given = algorithm_settings({"name": "ppo"}, training={"lr_schedule": "linear"})
+    (batch,) = batches_of(given, 1)
+    whole = whole_learner("plain", given)
+    state: Any = whole.state_dict()
+    for ranks in (two, three):
+        ranks.call("make", "plain", given)
+        ranks.call("load", state)
+        ranks.call("train", [batch])
+        state, *others = ranks.call("state")
+        assert not any(other["models"]["actor"] for other in others)
+    last = whole_learner("plain", given)
+    last.load_state_dict(state)
+    for _ in range(2):
+        whole.train(batch)
+    assert last.train(batch).stats == pytest.approx(whole.train(batch).stats, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_the_model_is_saved_whole(kind: str, two: Ranks, tmp_path: Path) -> None:
+    given = algorithm_settings({"name": "rloo"})
+    two.call("make", kind, given)
+    (batch,) = batches_of(given, 1)
+    two.call("train", [batch])
+    two.call("save", tmp_path / "model")
+    responses = [r for r in batch.responses() if len(r) == 4]
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    plain = make_learner(saved, None, given)
+    assert two.call("logprobs", responses)[0] == pytest.approx(plain.logprobs(responses), abs=1e-4)
+    assert (tmp_path / "model" / "adapter").exists() == (kind == "lora")
+
+
+def test_all_ranks_refuse_an_infinite_gradient_and_keep_their_weights(two: Ranks) -> None:
+    given = algorithm_settings({"name": "rloo"}, training={"lr": 1e-3})
+    two.call("make", "plain", given)
+    (_, marks), _ = two.call("weights")
+    (batch,) = batches_of(given, 1)
+    batch.logprobs[:] = -1e30
+    one, other = two.call("refused", batch)
+    assert one == other != ""
+    assert two.call("weights")[0][1] == marks
