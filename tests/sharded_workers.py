@@ -24,10 +24,10 @@ UPDATES = 10
 
 def models(kind: str) -> tuple[Any, Any]:
     """An actor and a critic, the same on every rank."""
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
     actor = llama(dtype=dtype, tied=kind != "untied")
     critic = critic_of(actor)
-    if kind == "lora":
+    if kind.endswith("lora"):
         lora = ModelConfig(lora_rank=2)
         return add_lora(actor, lora, "CAUSAL_LM"), add_lora(critic, lora, "SEQ_CLS")
     if kind == "partly frozen":
@@ -73,6 +73,11 @@ class ShardedRank:
         except LearnerError as error:
             return str(error)
         return ""
+
+    def end_updates(self, here: bool) -> None:
+        """Let no update begin any more, on some of the ranks."""
+        if here:
+            self.learner.end_updates()
 
     def weights(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Whole trained weights, and fingerprints of all."""

@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 
 from stretto import runs
 from stretto.assembly.models import Given
-from stretto.config import Config, recipes
+from stretto.config import ClusterConfig, Config, recipes
+from stretto.config.cluster import ProcessConfig
 from stretto.errors import ConfigError, EngineError, RankError, RewardError
 from stretto.models.load import load_causal_lm
 from stretto.observe import RunDirectory
@@ -125,6 +126,37 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
     assert len(kept) == len(set(kept)) == 16
     assert len(run.read_metrics()) == 4
     assert all(m["cluster/deaths"] == 0 for m in run.read_metrics())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (2, {"schedule": {"preset": "async"}}),
+        pytest.param(3, {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
+        pytest.param(2, RLOO, marks=pytest.mark.slow),
+    ],
+)
+def test_a_learner_in_shards_trains_as_one_process(
+    tiny_folder: Path, tmp_path: Path, ranks: int, changes: dict[str, Any]
+) -> None:
+    """The same responses, and rewards and weights but for rounding."""
+    model = {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})}
+    config = settings(tiny_folder, **{**changes, "model": model})
+    here = trained(config, tmp_path / "inline")
+    learner = ProcessConfig(roles=("learner",), fsdp=ranks)
+    placed = {"runtime": "local", "cluster": ClusterConfig(processes=(learner,))}
+    there = trained(config.model_copy(update=placed), tmp_path / "there")
+    assert [(r.id, r.tokens) for r in here.read_rollouts()] == [
+        (r.id, r.tokens) for r in there.read_rollouts()
+    ]
+    for one, two in zip(here.read_metrics(), there.read_metrics(), strict=True):
+        for name in ("objective/scores", "policy/grad_norm", "loss/policy_avg"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5)
+    weights = [load_file(run.model / "model.safetensors") for run in (here, there)]
+    assert weights[0].keys() == weights[1].keys()
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-5)
+    assert not processes()
 
 
 def test_roles_work_at_the_same_time_and_a_run_is_resumed(
@@ -282,6 +314,9 @@ class Refusing:
     def __init__(self) -> None:
         self.begun = threading.Event()
         self.generator = Starting()
+
+    def devices(self, place: Any) -> Any:
+        return place.devices
 
     def prepare(self, places: Any, stack: Any) -> None:
         pass

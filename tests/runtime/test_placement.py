@@ -128,10 +128,11 @@ def test_the_settings_in_the_docs_are_settings() -> None:
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     configs = [Config.model_validate(tomllib.loads(block)) for block in blocks]
-    by_hand, ray = configs
+    by_hand, sharded, ray = configs
     assert [p.name for p in places(by_hand, 4, 2)] == [
         "learner", "generator 0+reference", "generator 1", "critic",
     ]  # fmt: skip
+    assert places(sharded, 4, 0)[0].devices == ("cpu", "cpu")
     assert (ray.runtime, ray.cluster.address) == ("ray", "auto")
 
 
@@ -144,3 +145,22 @@ def test_the_table_says_what_each_process_holds() -> None:
     assert lines[1].split() == ["learner", "cpu", "2", "32", "MB"]
     assert lines[2].split()[-4:] == ["cpu", "1", "7", "MB"]
     assert lines[2].lstrip().startswith("generator 0, reference 0, critic 0")
+
+
+def test_a_learner_in_shards_has_a_rank_each() -> None:
+    by_hand = {"roles": ["learner"], "fsdp": 2}
+    sharded = config(cluster={"processes": [by_hand]})
+    learner, generator, *_ = places(sharded, 8, 0)
+    assert (learner.devices, learner.threads) == (("cpu", "cpu"), 4)
+    assert (generator.devices, generator.threads) == (("cpu",), 0)
+    found = places(sharded, 8, 4)
+    assert [p.devices for p in found[:3]] == [("cuda:0", "cuda:1"), ("cuda:2",), ("cuda:3",)]
+    assert memory(found[0], {"learner": 101}) == 51
+    lines = table(found, {"learner": 100}).splitlines()
+    assert [line.split("  ")[1] for line in lines[1:3]] == ["learner, rank 0", "learner, rank 1"]
+    there = config(cluster={"processes": [{**by_hand, "device": "cuda:2"}]})
+    assert places(there, 8, 4)[0].devices == ("cuda:2", "cuda:3")
+    with pytest.raises(ValidationError, match="is for the learner, in processes of its own, and"):
+        config(cluster={"processes": [{"roles": ["reference", "learner"], "fsdp": 2}]})
+    with pytest.raises(ValidationError, match="asks for processes of the learner"):
+        config(runtime="inline", cluster={"processes": [by_hand]})

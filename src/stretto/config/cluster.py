@@ -10,23 +10,34 @@ from pydantic import model_validator
 
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
 
+LEARNER = "learner"
+"""The role that trains."""
+
 _DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
 
 
 class ProcessConfig(Section):
-    """One process, and the roles that take turns in it."""
+    """One process, and the roles that take turns in it; or several ranks that hold one role."""
 
     roles: tuple[str, ...]
     """Roles: learner; generator, or generator 0, generator 1 ... where there are several; reference; critic (as a scorer); a source of reward.sources that begins with 'model:'."""
     threads: NonNegativeInt = 0
     """CPU threads; 0 shares the cores out among processes that work at the same time."""
     device: str = ""
-    """Device, such as cuda:1 or cpu; empty spreads processes over the GPUs there are."""
+    """Device, such as cuda:1 or cpu; empty spreads processes over the GPUs there are. Of several ranks, the first one's."""
+    fsdp: PositiveInt = 1
+    """Ranks of the learner, each with a shard of every weight (FSDP2), of its gradient and of its optimizer state; each makes its share of the passes."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.roles:
             raise ValueError("cluster.processes: a process without roles; name some, or remove it")
+        if self.fsdp > 1 and self.roles != (LEARNER,):
+            raise ValueError(
+                f"cluster.processes: fsdp = {self.fsdp} is for the learner, in processes of its "
+                f"own, and these have {', '.join(self.roles)}; set fsdp = 1, or give others another "
+                "place"
+            )
         if not _DEVICE.fullmatch(self.device):
             raise ValueError(
                 f"cluster.processes: device = '{self.device}' is none that torch knows; name 'cpu', "
@@ -59,6 +70,11 @@ class ClusterConfig(Section):
     forward: tuple[str, ...] = ()
     """Names of environment variables that are passed on to Ray's processes, besides those of the libraries."""
 
+    @property
+    def learner_ranks(self) -> int:
+        """Ranks of the learner."""
+        return max((p.fsdp for p in self.processes if LEARNER in p.roles), default=1)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         count = Counter(role for process in self.processes for role in process.roles)
@@ -73,7 +89,7 @@ class ClusterConfig(Section):
                     "cluster.processes: two generators in one process take turns and gain nothing; "
                     "lower rollout.engines, or give each a process"
                 )
-            if kinds["learner"] and kinds["generator"]:
+            if kinds[LEARNER] and kinds["generator"]:
                 raise ValueError(
                     "cluster.processes: learner and generator in one process is what runtime = "
                     "'inline' does; give them processes of their own, on one device where they are "

@@ -130,6 +130,11 @@ class Config(Section):
                 "critic.init = 'reward' needs a reward model, and reward.sources has none; "
                 "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
             )
+        if (ranks := self.cluster.learner_ranks) > 1 and self.runtime == "inline":
+            raise ValueError(
+                f"cluster.processes: fsdp = {ranks} asks for processes of the learner, and runtime "
+                "= 'inline' has none; set runtime = 'local' or 'ray'"
+            )
         self._check_algorithm()
         if self.pipeline.ranks:
             self._check_pipeline()

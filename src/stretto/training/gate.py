@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
@@ -16,10 +16,16 @@ PATIENCE_S = 30.0
 
 
 class Gate:
-    """The gate that all changes of a model's weights in place go through, until it is closed."""
+    """The gate that all changes of a model's weights in place go through, until it is closed.
+
+    Attributes:
+        agree: called with whether this gate is open, returns whether a change may begin; for
+            ranks that hold parts of one model, of which all change or none.
+    """
 
     def __init__(self) -> None:
         self._lock, self._closed, self._broken = Lock(), False, False
+        self.agree: Callable[[bool], bool] = lambda is_open: is_open
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -31,7 +37,7 @@ class Gate:
             LearnerError: the gate is closed.
         """
         with self._lock:
-            if self._closed:
+            if not self.agree(not self._closed):
                 raise LearnerError("the run has ended, and with it all updates; start another")
             self._broken = True
             yield

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,10 +141,18 @@ class LocalPasses:
     Args:
         actor, critic: the models; ``None`` for algorithms without a critic.
         config: of the run.
+        head: of the actor, where it cannot be found in a model that is not whole.
     """
 
-    def __init__(self, actor: nn.Module, critic: nn.Module | None, config: Config) -> None:
+    def __init__(
+        self,
+        actor: nn.Module,
+        critic: nn.Module | None,
+        config: Config,
+        head: OutputHead | None = None,
+    ) -> None:
         self._actor, self._critic = actor, critic
+        self._head = head or output_head(actor)
         self._losses = Losses(config.algorithm, config.rollout.temperature)
         self._device = next(actor.parameters()).device
         self._budget = token_budget(config.training.microbatch_tokens, self._device)
@@ -190,7 +198,7 @@ class LocalPasses:
     def _actor_term(self, p: MicroBatch, kl_coef: float) -> LossTerm:
         hidden = response_hidden(self._actor, p.responses)
         targets = response_tokens(p.responses, hidden.device)
-        return self._losses.of_actor(self._head, hidden, targets, p.part, kl_coef)
+        return self._losses.of_actor(self._output, hidden, targets, p.part, kl_coef)
 
     def _critic_term(self, critic: nn.Module, p: MicroBatch) -> LossTerm:
         hidden = response_hidden(critic, p.responses)
@@ -200,6 +208,6 @@ class LocalPasses:
         """Compute a loss with a model's weights."""
         return compute()
 
-    @cached_property
-    def _head(self) -> OutputHead:
-        return output_head(self._actor)  # which checks it with a small pass
+    @property
+    def _output(self) -> OutputHead:
+        return self._head

@@ -3,8 +3,8 @@
 All ranks have the same learner, and get the same calls with the same batches (SPMD). What is
 computed of a whole batch (advantages, weights of tokens) each computes for itself; passes are
 divided, equally many for each rank. Gradients are sums over the ranks, as the losses' denominators
-count over the whole mini-batch. Shards are in float32, and so the masters; passes compute in the
-model's own type.
+count over the whole mini-batch. Shards of trained weights are in float32 and are the masters;
+passes compute in the model's own type.
 
 All that reads whole weights is a collective: every rank calls it, in the same order.
 """
@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -44,12 +45,14 @@ from stretto.training.losses import MicroBatch
 from stretto.training.partition import divided
 from stretto.training.passes import LocalPasses
 from stretto.training.trained import TrainedModel
-from stretto.types import Response
+from stretto.types import Response, Stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+
+_NO_WEIGHT = torch.empty(0, 0)
 
 
 class _Root(nn.Module):
@@ -67,29 +70,39 @@ class Sharded:
     """A model cut into shards, in place. Anything may be computed with its whole weights.
 
     Its layers are gathered one by one as they are needed, what stands around them (embeddings,
-    output layer) for the whole pass.
+    output layer) for the whole pass. Parameters of another type than the model's stay whole on
+    every rank.
 
     Args:
         model: whole on every rank, in evaluation mode, and the same.
         mesh: of the ranks, one-dimensional.
+        aside: a group of the same ranks, over gloo, for what is gathered beside the passes.
 
     Attributes:
         model: whose parameters are shards now.
         dtype: that passes compute in: the model's own.
+        template: the output layer of a language model, without its weights.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        self.model, self._root = model, _Root(model)
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, aside: dist.ProcessGroup | None = None
+    ) -> None:
+        self.model, self._root, self._aside = model, _Root(model), aside
         self.dtype = next(model.parameters()).dtype
         language = unwrapped(model).get_output_embeddings() is not None
-        self._head = output_head(model) if language else None  # its scale and cap
+        self.template = OutputHead(_NO_WEIGHT)
+        if language:
+            self.template = replace(output_head(model), weight=_NO_WEIGHT, bias=None)
         self._empty = _without_weights(model)
-        model.float()
+        # Such as adapters, which compute in float32 beside a model that does not.
+        others = {p for p in model.parameters() if p.dtype != self.dtype}
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter not in others:
+                parameter.data = parameter.data.float()
         narrow = self.dtype if self.dtype != torch.float32 else None
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
-        for layer in _layers(model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-        fully_shard(self._root, mesh=mesh, mp_policy=policy)
+        for module in (*_layers(model), self._root):
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=others)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):  # on gloo, averages are sums in some versions
                 module.set_force_sum_reduction_for_comms(True)
@@ -108,29 +121,48 @@ class Sharded:
     @property
     def head(self) -> OutputHead:
         """The output layer; whole within a forward pass alone."""
-        assert self._head is not None
         linear = unwrapped(self.model).get_output_embeddings()
-        return replace(self._head, weight=linear.weight, bias=getattr(linear, "bias", None))
+        return replace(self.template, weight=linear.weight, bias=getattr(linear, "bias", None))
 
     @torch.no_grad()
-    def full(self, name: str, parameter: Tensor) -> Tensor:
-        """Return a whole weight, in the type of the model. A collective."""
-        narrow = cast(Any, parameter.detach()).to(self.dtype)
+    def full(self, parameter: Any) -> Tensor:
+        """Return a whole weight, in its type in the whole model. A collective."""
+        weight: Any = parameter.detach()
+        if not isinstance(weight, DTensor):
+            return cast(Tensor, weight.clone())
+        narrow: Any = weight.to(self.dtype)
         return cast(Tensor, narrow.full_tensor())
+
+    @torch.no_grad()
+    def on_first(self, parameter: Any) -> Tensor | None:
+        """Return a whole weight on the first rank's CPU, in its type in the whole model.
+
+        A collective, beside whatever else the ranks do.
+        """
+        weight: Any = parameter.detach()
+        if not isinstance(weight, DTensor):
+            return weight.to("cpu", copy=True) if dist.get_rank() == 0 else None
+        part = weight.to_local().to("cpu", self.dtype)
+        ranks, rows = dist.get_world_size(self._aside), parameter.shape[0]
+        most = -(-rows // ranks)  # rows of a part; the last ones may have fewer, or none
+        padded = part.new_zeros(most, *parameter.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in range(ranks)] if not dist.get_rank() else None
+        dist.gather(padded, parts, dst=0, group=self._aside)
+        return torch.cat(parts)[:rows] if parts else None
 
     def whole(self) -> nn.Module | None:
         """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
 
-        A collective.
+        A collective, beside whatever else the ranks do: while no update is under way.
         """
-        first = dist.get_rank() == 0
-        model = copy.deepcopy(self._empty) if first else None
+        model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
         found: dict[int, nn.Parameter] = {}
         for name, parameter in self.model.named_parameters():
-            weight = self.full(name, parameter)
-            if first:
-                found[id(empty[name])] = nn.Parameter(weight.cpu(), parameter.requires_grad)
+            weight = self.on_first(parameter)
+            if weight is not None:
+                found[id(empty[name])] = nn.Parameter(weight, parameter.requires_grad)
         for module in model.modules() if model else ():
             for name, own in module._parameters.items():
                 if own is not None:
@@ -166,12 +198,16 @@ class ShardedModel(TrainedModel):
     ) -> None:
         self._sharded = sharded
         super().__init__(sharded.model, lr, config, updates=updates, warmup=warmup)
+        self._gate.agree = self._all_agree
 
     def _make_master(self, weight: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(_local(weight))  # shares memory
+        if isinstance(weight, DTensor):
+            return nn.Parameter(weight.to_local())  # shares memory
+        return super()._make_master(weight)
 
-    def _copy_back(self) -> None:
-        """Do nothing: masters are the shards."""
+    def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of weights and their masters, where these are not the shards."""
+        return [pair for pair in super()._to_copy_back() if not isinstance(pair[0], DTensor)]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -205,34 +241,48 @@ class ShardedModel(TrainedModel):
 
     def update(self, norm: float | None = None) -> float:
         """Take an optimizer step on the gradients collected since the last; return their norm."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        of_shards = torch.zeros((), dtype=torch.float64, device=self.device)
+        of_others = torch.zeros_like(of_shards)
         for weight, master in zip(self._weights, self._masters, strict=True):
-            master.grad = None if weight.grad is None else _local(weight.grad)
+            if isinstance(weight, DTensor):
+                gradient: Any = weight.grad
+                master.grad = None if gradient is None else gradient.to_local()
+            elif master.grad is not None:
+                dist.all_reduce(master.grad)
             if master.grad is not None:
-                squares += master.grad.double().square().sum()
-        dist.all_reduce(squares)
-        return super().update(math.sqrt(squares.item()))
+                squares = master.grad.double().square().sum()
+                (of_shards if isinstance(weight, DTensor) else of_others).add_(squares)
+        dist.all_reduce(of_shards)
+        return super().update(math.sqrt((of_shards + of_others).item()))
+
+    def _all_agree(self, is_open: bool) -> bool:
+        """Return whether no rank's gate is closed: all shards change or none."""
+        closed = torch.tensor(float(not is_open), device=self.device)
+        dist.all_reduce(closed)
+        return closed.item() == 0
 
     def fingerprint(self) -> str:
         """A short hash of all parameters, frozen ones too. A collective."""
         named = self.model.named_parameters()
-        return fingerprint((name, self._sharded.full(name, p)) for name, p in named)
+        return fingerprint((name, self._sharded.full(p)) for name, p in named)
 
     def snapshot(self) -> Mapping[str, Tensor]:
         """Copies of the whole trained weights, on the first rank. A collective."""
         taken = {}
         for name, weight in zip(self._names, self._weights, strict=True):
-            whole = self._sharded.full(name, weight)
+            whole = self._sharded.full(weight)
             if dist.get_rank() == 0:
                 taken[name] = whole
         return taken
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Write model and tokenizer in Hugging Face format, whole or not at all. A collective."""
+        """Write model and tokenizer in Hugging Face format, whole or not at all.
+
+        A collective, beside whatever else the ranks do; see :meth:`Sharded.whole`.
+        """
         model = self._sharded.whole()
         if model is not None:
             save_model(model, tokenizer, folder)
-        dist.barrier()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -266,7 +316,7 @@ class ShardedModel(TrainedModel):
     def _gathered(self, number: int, value: Any) -> Any:
         """Return what the ranks' parts of a tensor like a weight make together, or other values."""
         like: Any = self._weights[number]
-        if not isinstance(value, Tensor) or value.shape != _local(like).shape:
+        if not _is_like(value, like) or value.shape != like.to_local().shape:
             return value
         parts = DTensor.from_local(
             value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
@@ -276,13 +326,12 @@ class ShardedModel(TrainedModel):
     def _cut(self, number: int, value: Any) -> Any:
         """Return this rank's part of a tensor like a weight, or other values."""
         like: Any = self._weights[number]
-        if not isinstance(value, Tensor) or value.shape != like.shape:
+        if not _is_like(value, like) or value.shape != like.shape:
             return value
         whole = value.to(self.device, torch.float32)
         # Without a source rank nothing is sent: each cuts its own.
-        return _local(
-            distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-        )
+        parts = distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return parts.to_local()
 
 
 class ShardedPasses(LocalPasses):
@@ -294,8 +343,9 @@ class ShardedPasses(LocalPasses):
     """
 
     def __init__(self, actor: Sharded, critic: Sharded | None, config: Config) -> None:
-        super().__init__(actor.model, critic.model if critic else None, config)
+        super().__init__(actor.model, critic.model if critic else None, config, actor.template)
         self._sharded = {s.model: s for s in (actor, critic) if s is not None}
+        self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         """Divide into equally many micro-batches for each rank, of like sizes."""
@@ -305,11 +355,28 @@ class ShardedPasses(LocalPasses):
         self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
     ) -> Mapping[str, Metrics]:
         """Make this rank's passes, and add up all ranks' metrics; see :class:`Passes`."""
+        self._ran.append(
+            [
+                sum(max(r.total_tokens for r in p.responses) * len(p.responses) for p in share)
+                for share in shares(parts)
+            ]
+        )
         own = [part or MicroBatch.blank(parts[0].part) for part in own_share(parts)]
         by_model = super().run(own, kl_coef, trains_actor=trains_actor)
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, by_model)
         return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
+
+    def finish(self) -> Stats:
+        """Return how even the step's passes were.
+
+        Returns:
+            ``passes/balance``: tokens (padding counted) of an average rank, as a share of those of
+            the rank that has the most: 1 where no rank waits for another.
+        """
+        ran, self._ran = self._ran, []
+        most = sum(max(tokens) for tokens in ran)
+        return {"passes/balance": sum(map(fmean, ran)) / most} if most else {}
 
     def _term(self, model: nn.Module, compute: Callable[[], LossTerm]) -> LossTerm:
         def both() -> tuple[Tensor, LossTerm]:
@@ -319,18 +386,24 @@ class ShardedPasses(LocalPasses):
         return self._sharded[model](both)[1]
 
     @property
-    def _head(self) -> OutputHead:
+    def _output(self) -> OutputHead:
         return self._sharded[self._actor].head
 
 
 def own_share(items: Sequence[T]) -> list[T | None]:
-    """Return this rank's part of a list of which every rank gets equally many, or ``None``."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    """Return this rank's share of a list, filled up with ``None`` to those of the others."""
+    by_rank = shares(items)
+    own = by_rank[dist.get_rank()]
+    return [*own, *[None] * (len(by_rank[0]) - len(own))]
+
+
+def shares(items: Sequence[T]) -> list[Sequence[T]]:
+    """Return the shares of all ranks of a list, the last of which may have less."""
+    ranks = dist.get_world_size()
     share = -(-len(items) // ranks)
-    own = items[rank * share : (rank + 1) * share]
-    return [*own, *[None] * (share - len(own))]
+    return [items[rank * share : (rank + 1) * share] for rank in range(ranks)]
 
 
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a sharded tensor, whose memory it shares."""
-    return cast(Tensor, tensor.to_local())
+def _is_like(value: object, weight: object) -> bool:
+    """Return whether a value of a state may be divided as a weight is."""
+    return isinstance(value, Tensor) and isinstance(weight, DTensor)

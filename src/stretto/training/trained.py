@@ -249,10 +249,13 @@ class TrainedModel(WholeModel):
 
     @torch.no_grad()
     def _copy_back(self) -> None:
-        pairs = zip(self._weights, self._masters, strict=True)
-        rounded = [(w, m) for w, m in pairs if w is not m]
-        if rounded:
+        if rounded := self._to_copy_back():
             torch._foreach_copy_([w for w, _ in rounded], [m for _, m in rounded])
+
+    def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of weights and their masters, where these are others."""
+        pairs = zip(self._weights, self._masters, strict=True)
+        return [(w, m) for w, m in pairs if w is not m]
 
     def state_dict(self) -> dict[str, Any]:
         """Return masters, AdamW's moments and the schedule's position."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -136,8 +137,9 @@ class ServiceGroup:
     def ask(self, service: str, method: str, *args: Any) -> Any:
         """Return a method's result; a reply with times by this process's clock. Blocks."""
         sent_s = self._clock.now()
-        answer = self._ranks.call("call", service, method, args)[0]
+        answers = self._ranks.call("call", service, method, args)
         came_s = self._clock.now()
+        answer = next((a for a in answers if isinstance(a, Raised)), answers[0])
         if isinstance(answer, Raised):
             raise answer.error
         if not isinstance(answer, Reply):
@@ -258,9 +260,18 @@ class GroupExecutor:
         return self._group.ask(self._service, method, *args)
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method while another may be under way; blocks."""
+        """Call a method of the first rank while another may be under way; blocks."""
+        return self._aside(0, method, args, timeout_s)
+
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of all ranks at once while another may be under way; blocks."""
+        ranks = range(len(self._group.ranks.facts))
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            return list(pool.map(lambda rank: self._aside(rank, method, args, timeout_s), ranks))
+
+    def _aside(self, rank: int, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         ranks: Group = self._group.ranks
-        return ranks.aside(0, "aside", self._service, method, *args, timeout_s=timeout_s)
+        return ranks.aside(rank, "aside", self._service, method, *args, timeout_s=timeout_s)
 
 
 def _lost(service: str, error: RankError) -> RoleLostError:

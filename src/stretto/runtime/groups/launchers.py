@@ -42,16 +42,20 @@ class Launcher(Protocol):
         """Make ready for these processes; the stack undoes it."""
         ...
 
+    def devices(self, place: Place) -> Sequence[str]:
+        """Return the devices of a place's ranks, as each of them sees its own."""
+        ...
+
     def launch(
-        self, place: Place, makes: Makes, log: Path | None, check: Check, begun: Begun
+        self, place: Place, makes: Makes, logs: Sequence[Path], check: Check, begun: Begun
     ) -> Group:
-        """Start a process, with its services.
+        """Start the ranks of a place, with their services.
 
         Args:
-            place: of the process.
-            makes: how its services are made.
-            log: for what it prints.
-            check: called with what it found at its place, before anything is made.
+            place: of the ranks.
+            makes: how their services are made.
+            logs: for what each prints; none for standard error.
+            check: called with what they found at their places, before anything is made.
             begun: called with the group while it starts, to be able to end it meanwhile.
         """
         ...
@@ -75,22 +79,29 @@ class LocalLauncher:
         """Have libraries imported while this process goes on."""
         SERVER.start()
 
+    def devices(self, place: Place) -> Sequence[str]:
+        """Return the devices of a place's ranks: all see all."""
+        return place.devices
+
     def launch(
-        self, place: Place, makes: Makes, log: Path | None, check: Check, begun: Begun
+        self, place: Place, makes: Makes, logs: Sequence[Path], check: Check, begun: Begun
     ) -> Group:
-        """Start a process; see :class:`Launcher`."""
-        options = self._options(place, log, check, begun)
-        return Ranks(1, Host, (makes,), devices=[place.device], **options)
+        """Start the ranks of a place; see :class:`Launcher`."""
+        options = self._options(place, logs, check, begun)
+        return Ranks(len(place.devices), Host, (makes,), **options)
 
     def _options(
-        self, place: Place, log: Path | None, check: Check, begun: Begun
+        self, place: Place, logs: Sequence[Path], check: Check, begun: Begun
     ) -> dict[str, Any]:
+        several_gpus = len(place.devices) > 1 and place.device != "cpu"
         return {
+            "devices": self.devices(place),
+            "backend": "cpu:gloo,cuda:nccl" if several_gpus else "gloo",
             "threads": place.threads,
             "role": place.name,
             "words": {"call": "its work"},
             "timeout_s": self._timeout_s,
-            "logs": [log] if log else [],
+            "logs": logs,
             "say": lambda line: self._say(f"{place.name}: {line}"),
             "check": check,
             "begun": begun,
@@ -104,7 +115,7 @@ class RayLauncher(LocalLauncher):
         super().__init__(config, say)
         self._config = config.cluster
         self._cluster: RayCluster | None = None
-        self._positions: dict[str, int] = {}
+        self._positions: dict[str, list[int]] = {}
         if config.cluster.address and config.model.device != "cpu":
             from stretto.workers.ray_cluster import find
 
@@ -120,11 +131,14 @@ class RayLauncher(LocalLauncher):
         """
         from stretto.workers.ray_cluster import Bundle, RayCluster
 
+        ranks = [place for place in places for _ in place.devices]
         bundles = [
-            Bundle(float(max(place.threads, 1)), gpus_each(place.device, len(places), self.gpus))
-            for place in places
+            Bundle(float(max(place.threads, 1)), gpus_each(place.device, len(ranks), self.gpus))
+            for place in ranks
         ]
-        self._positions = {place.name: i for i, place in enumerate(places)}
+        self._positions = {
+            place.name: [i for i, other in enumerate(ranks) if other is place] for place in places
+        }
         self._cluster = cluster = RayCluster(
             bundles,
             address=self._config.address,
@@ -137,22 +151,25 @@ class RayLauncher(LocalLauncher):
         stack.callback(cluster.close)
         self.host = cluster.host
 
+    def devices(self, place: Place) -> Sequence[str]:
+        """Return the devices of a place's ranks: Ray shows each its own GPU alone."""
+        return ["cuda:0" if device.startswith("cuda") else "cpu" for device in place.devices]
+
     def launch(
-        self, place: Place, makes: Makes, log: Path | None, check: Check, begun: Begun
+        self, place: Place, makes: Makes, logs: Sequence[Path], check: Check, begun: Begun
     ) -> Group:
-        """Start a process; see :class:`Launcher`."""
+        """Start the ranks of a place; see :class:`Launcher`."""
         from stretto.workers.ray_ranks import RayRanks
 
         assert self._cluster is not None
         return RayRanks(
-            1,
+            len(place.devices),
             Host,
             (makes,),
             cluster=self._cluster,
-            places=[self._positions[place.name]],
-            devices=["cuda:0" if place.device.startswith("cuda") else "cpu"],  # Ray shows no other
+            places=self._positions[place.name],
             interface=self._config.interface,
-            **self._options(place, log, check, begun),
+            **self._options(place, logs, check, begun),
         )
 
 

@@ -9,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
+from stretto.config import Config
+from stretto.models.load import pick_device, pick_dtype
 from stretto.runtime.groups.messages import Offer, Ready, Setting, frozen_mark
 from stretto.runtime.state import BackgroundWriter
 from stretto.tasks.prompts import PromptSource
@@ -76,8 +80,9 @@ class GroupLearner(LearnerService):
         return Reply(self._writer.stage(self._learner.state_dict(), copy=copy))
 
     def write(self, file: Path) -> Reply[None]:
-        """Begin to write what was staged."""
-        self._writer.begin(file)
+        """Begin to write what was staged, which the first rank has whole."""
+        if dist.get_rank() == 0:
+            self._writer.begin(file)
         return Reply(None)
 
     def written(self) -> Reply[bool]:
@@ -115,24 +120,30 @@ class GroupLearner(LearnerService):
         return Reply(self._learner.weights())
 
     def end_updates(self) -> bool:
-        """Let no update begin any more; return whether the weights are whole. On the side."""
+        """Let no update begin any more; return whether the weights are whole.
+
+        On the side, on all ranks.
+        """
         return self._learner.end_updates()
 
     def save(self, folder: Path) -> None:
-        """Write the trained model; on the side."""
+        """Write the trained model; on the side, on all ranks."""
         self._learner.save(folder, self._prompts.tokenizer)
 
 
 def learner(setting: Setting, probe: IntArray) -> GroupLearner:
-    """Make the learner's service, in its process."""
+    """Make the learner's service, in its process, or in each of its ranks."""
     setting.prepare()
-    config, given = setting.config, setting.given
+    config, given, ranks = setting.config, setting.given, dist.get_world_size()
+    device = pick_device(config.model.device)
+    if ranks > 1:
+        config = _loading_on_cpu(config, device)
     stack, said = ExitStack(), list[str]()
     tokenizer, task, prompts = open_task(config, given, said.append)
     rewards = critic_rewards(config, tokenizer, said.append)
     models = trained_models(config, task, prompts, rewards, stack, said.append, given)
     trained = ["actor", "critic"] if models.critic else ["actor"]
-    device = next(models.actor.parameters()).device
+    frozen = frozen_mark(models.actor)
     bucket_bytes = config.cluster.bucket_mb << 20
     outbox = Outbox(device, bucket_bytes, keep=config.schedule.knobs.lag + 2)
     made, _ = make_learner(
@@ -143,8 +154,19 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
         snapshots=trained,
         channel=outbox,
         threads=setting.threads or torch.get_num_threads(),
+        mesh=init_device_mesh(device.type, (ranks,)) if ranks > 1 else None,
     )
-    ready = Ready({}, frozen_mark(models.actor), said)
+    ready = Ready({}, frozen, said)
     service = GroupLearner(made, outbox, prompts, ready, probe)
     service._ready = replace(ready, refs=service.offered())
     return service
+
+
+def _loading_on_cpu(config: Config, device: torch.device) -> Config:
+    """Return settings by which models are loaded on the CPU, in the type that suits a device.
+
+    They are cut into shards there: a GPU gets its own, a layer at a time.
+    """
+    dtype = str(pick_dtype(config.model.dtype, device)).removeprefix("torch.")
+    model = config.model.model_copy(update={"device": "cpu", "dtype": dtype})
+    return config.model_copy(update={"model": model})

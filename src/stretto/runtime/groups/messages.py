@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.models import Given, prepare_torch
@@ -22,14 +23,23 @@ class Setting:
     """The facts from which every process of a run starts.
 
     Attributes:
-        config: of the run; ``model.device`` is the process's own.
+        of_run: settings of the run.
         given: what the caller brings.
         threads: of torch in this process.
+        devices: of the group's ranks.
     """
 
-    config: Config
+    of_run: Config
     given: Given
     threads: int
+    devices: Sequence[str]
+
+    @property
+    def config(self) -> Config:
+        """The settings of this process: ``model.device`` is its own."""
+        device = self.devices[dist.get_rank()]
+        model = self.of_run.model.model_copy(update={"device": device})
+        return self.of_run.model_copy(update={"model": model})
 
     def prepare(self) -> None:
         """Set memory, threads and torch's seed."""

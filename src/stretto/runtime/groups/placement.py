@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from stretto.assembly.cores import Threads, share_cores
 from stretto.assembly.scorers import MODEL
 from stretto.config import Config
+from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, nearest
 from stretto.models.memory import format_size
 from stretto.runtime.clients import generator_names
 
-LEARNER = "learner"
 PROCESS_BYTES = 400 << 20
 """Memory of a process with torch and transformers, before any model (measured: about 350 MB)."""
 
@@ -34,19 +34,24 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process.
+    """A process, or several ranks that hold its roles together.
 
     Attributes:
         name: for messages and files.
         seats: its roles.
-        threads: of torch; 0 leaves its choice.
-        device: as torch names it.
+        threads: of torch, in each rank; 0 leaves its choice.
+        devices: of each rank, as torch names it.
     """
 
     name: str
     seats: tuple[Seat, ...]
     threads: int
-    device: str
+    devices: tuple[str, ...]
+
+    @property
+    def device(self) -> str:
+        """The device of its first rank."""
+        return self.devices[0]
 
 
 def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
@@ -80,15 +85,26 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
     groups = _by_hand(config, models)
     named = {seat.role for seats, _, _ in groups for seat in seats}
     groups += [(seats, 0, "") for seats in _by_rule(config, named, models) if seats]
-    groups.sort(key=lambda group: group[0][0].role != LEARNER)
+    groups.sort(key=lambda group: all(seat.role != LEARNER for seat in group[0]))
     overlap = config.schedule.knobs.overlaps(config.rollout.engines)
     shares = share_cores(config, cores) if overlap else None
-    found = []
-    for i, (seats, threads, device) in enumerate(groups):
+    found: list[Place] = []
+    for seats, threads, device in groups:
+        ranks = config.cluster.learner_ranks if not found else 1  # the learner comes first
         if not threads and shares:
             threads = _threads({_kind(seat) for seat in seats}, shares)
+        if not threads and ranks > 1:
+            threads = config.threads or cores
         name = "+".join(seat.role.replace("/", "_") for seat in seats)
-        found.append(Place(name, seats, threads or config.threads, device or _device(i, gpus)))
+        first = sum(len(place.devices) for place in found)
+        found.append(
+            Place(
+                name,
+                seats,
+                max(threads // ranks, 1) if threads else config.threads,
+                tuple(_device(device, rank, first + rank, gpus) for rank in range(ranks)),
+            )
+        )
     _check_devices(found, gpus)
     return found
 
@@ -96,21 +112,23 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
 def remarks(config: Config, found: Sequence[Place], cores: int, gpus: int) -> list[str]:
     """Return remarks on a placement that is possible, and wasteful."""
     said = []
-    busy = sum(place.threads or cores for place in found if place.device == "cpu")
+    busy = sum(
+        (place.threads or cores) * len(place.devices) for place in found if place.device == "cpu"
+    )
     overlap = config.schedule.knobs.overlaps(config.rollout.engines)
     if overlap and busy > 2 * cores:
         said.append(
             f"{busy} threads of {len(found)} processes share {cores} cores: put scorers together "
             "(cluster.scorers = 'together'), or give processes fewer (cluster.processes)"
         )
-    used = {place.device for place in found if place.device != "cpu"}
+    used = {device for place in found for device in place.devices if device != "cpu"}
     if 0 < len(used) < gpus:
         said.append(f"{gpus - len(used)} of {gpus} GPUs have no role")
     return said
 
 
 def memory(place: Place, role_bytes: Mapping[str, int]) -> int:
-    """Return about how many bytes of weights, gradients and optimizer states a process holds.
+    """Return about how many bytes of weights, gradients and optimizer states a rank holds.
 
     Args:
         place: the process.
@@ -122,18 +140,17 @@ def memory(place: Place, role_bytes: Mapping[str, int]) -> int:
         name = seat.scorer.split(":")[0] if seat.scorer else seat.role.split()[0]
         model = {"generator": "actor", "model": "reward"}.get(name, name)
         total += role_bytes.get(model, 0)
-    return total
+    return -(-total // len(place.devices))
 
 
 def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
     """Return the placement as a table, with the memory of each process."""
-    wide = max(len("roles"), *(len(_roles(place)) for place in found))
+    wide = max(len("roles"), *(len(roles) for place in found for roles in _ranks(place)))
     lines = [f"  {'roles':<{wide}}  {'device':<8} {'threads':>7}  {'weights and states':>18}"]
     for place in found:
-        size = format_size(memory(place, role_bytes))
-        lines.append(
-            f"  {_roles(place):<{wide}}  {place.device:<8} {place.threads or 'all':>7}  {size:>18}"
-        )
+        size, threads = format_size(memory(place, role_bytes)), place.threads or "all"
+        for roles, device in zip(_ranks(place), place.devices, strict=True):
+            lines.append(f"  {roles:<{wide}}  {device:<8} {threads:>7}  {size:>18}")
     lines.append(
         f"  On top come {PROCESS_BYTES >> 20} MiB a process, activations, the KV cache, and for "
         "the learner two copies of the trained weights on their way."
@@ -141,8 +158,10 @@ def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
     return "\n".join(lines)
 
 
-def _roles(place: Place) -> str:
-    return ", ".join(seat.role for seat in place.seats)
+def _ranks(place: Place) -> list[str]:
+    """Return what each rank is called: by its roles, and its number if there are several."""
+    roles, ranks = ", ".join(seat.role for seat in place.seats), len(place.devices)
+    return [f"{roles}, rank {i}" for i in range(ranks)] if ranks > 1 else [roles]
 
 
 def _threads(kinds: set[str], shares: Threads) -> int:
@@ -203,15 +222,19 @@ def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterato
             yield (Seat(name, name),)
 
 
-def _device(i: int, gpus: int) -> str:
-    return f"cuda:{i % gpus}" if gpus else "cpu"
+def _device(given: str, rank: int, i: int, gpus: int) -> str:
+    """Return a rank's device: as given, for several ranks from there on; else dealt out."""
+    if given.startswith("cuda:"):
+        return f"cuda:{int(given[5:]) + rank}"
+    return given or (f"cuda:{i % gpus}" if gpus else "cpu")
 
 
 def _check_devices(found: Sequence[Place], gpus: int) -> None:
     for place in found:
-        kind, _, number = place.device.partition(":")
-        if kind == "cuda" and int(number or 0) >= gpus:
-            raise ConfigError(
-                f"cluster.processes places '{place.name}' on {place.device}, and this machine has "
-                f"{gpus} GPUs; name another device"
-            )
+        for device in place.devices:
+            kind, _, number = device.partition(":")
+            if kind == "cuda" and int(number or 0) >= gpus:
+                raise ConfigError(
+                    f"cluster.processes places '{place.name}' on {device}, and this machine has "
+                    f"{gpus} GPUs; name another device"
+                )

@@ -17,12 +17,13 @@ import torch
 
 from stretto.assembly.models import Given, Say
 from stretto.config import Config
+from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.runtime.groups import learner, services
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
-from stretto.runtime.groups.placement import LEARNER, Place, Seat, places, remarks
+from stretto.runtime.groups.placement import Place, Seat, places, remarks
 from stretto.types import IntArray, Prompt, short_name
 from stretto.weights.transfer import Backend
 from stretto.workers.base import BaseRanks
@@ -143,19 +144,18 @@ class Processes:
     @property
     def meeting(self) -> tuple[str, Backend]:
         """Where transfers meet, and how they go: NCCL where every process has a GPU of its own."""
-        devices = [place.device for place in self.places]
+        devices = [device for place in self.places for device in place.devices]
         apart = len(set(devices)) == len(devices) and "cpu" not in devices
         return self._launcher.host, "nccl" if apart else "gloo"
 
     def _launch(self, place: Place) -> Group:
-        model = self._config.model.model_copy(update={"device": place.device})
-        config = self._config.model_copy(update={"model": model})
-        setting = Setting(config, self._given, place.threads)
+        setting = Setting(self._config, self._given, place.threads, self._launcher.devices(place))
         makes = {seat.role: self._make(seat, setting) for seat in place.seats}
-        log = self._logs / f"{place.name}.log" if self._logs else None
+        names = _rank_names(place)
+        logs = [self._logs / f"{name}.log" for name in names] if self._logs else []
         try:
             return self._launcher.launch(
-                place, makes, log, lambda facts: self._check_facts(place, facts), self._begun
+                place, makes, logs, lambda facts: self._check_facts(place, facts), self._begun
             )
         except pickle.PicklingError as error:
             raise ConfigError(
@@ -179,17 +179,27 @@ class Processes:
 
     def _check_facts(self, place: Place, facts: Sequence[Facts]) -> None:
         with self._looking:
-            self._facts[place.name] = facts[0]
+            self._facts |= zip(_rank_names(place), facts, strict=True)
             self._compare()
 
     def _compare(self) -> None:
         """Compare what all processes so far have found at their places."""
-        threads = {p.name: p.threads for p in self.places if p.threads and p.name in self._facts}
+        ranks = [
+            (name, p.threads, device)
+            for p in self.places
+            for name, device in zip(_rank_names(p), p.devices, strict=True)
+        ]
+        threads = {name: count for name, count, _ in ranks if count and name in self._facts}
         on: dict[str, set[str]] = {}
-        for p in self.places:
-            alone = self._launcher.gpus >= len(self.places)
-            on.setdefault(p.device if alone else "", set()).add(p.name)
+        for name, _, device in ranks:
+            alone = self._launcher.gpus >= len(ranks)
+            on.setdefault(device if alone else "", set()).add(name)
         check(self._facts, threads, [frozenset(names) for names in on.values()])
+
+
+def _rank_names(place: Place) -> list[str]:
+    """Return the names of a place's ranks, for messages and files: the first has the place's."""
+    return [place.name, *(f"{place.name}, rank {i}" for i in range(1, len(place.devices)))]
 
 
 def _needed(seat: Seat, given: Given) -> Given:

@@ -19,6 +19,7 @@ from stretto.assembly.parts import open_task
 from stretto.assembly.scorers import open_functions
 from stretto.clock import RealClock
 from stretto.config import Config
+from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.weights import copy_into
@@ -28,7 +29,6 @@ from stretto.runtime.groups.handover import Handover, hand_over
 from stretto.runtime.groups.memory import MemoryWatch
 from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
-from stretto.runtime.groups.placement import LEARNER
 from stretto.runtime.groups.processes import Processes
 from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FILE
@@ -118,7 +118,7 @@ class GroupRun:
 
     def save(self, folder: Path) -> None:
         # On the side, as the learner may be in the midst of a step that comes to nothing.
-        self.learner.aside("save", folder.absolute(), timeout_s=SAVE_S)
+        self.learner.aside_on_all("save", folder.absolute(), timeout_s=SAVE_S)
         brought = {"actor": self.given.actor, "critic": self.given.critic}
         own = {name: model for name, model in brought.items() if model is not None}
         if own:  # the caller's models are trained, as if in place
@@ -139,10 +139,9 @@ class GroupRun:
             function.close()
         self.handover.close()
         try:
-            whole: bool = self.learner.aside("end_updates", timeout_s=PATIENCE_S)
+            return all(self.learner.aside_on_all("end_updates", timeout_s=PATIENCE_S))
         except RankError:
             return False
-        return whole
 
 
 def start(
@@ -253,6 +252,12 @@ def _check(config: Config, given: Given) -> None:
         raise ConfigError(
             f"runtime = '{config.runtime}' has one process for the learner, and pipeline.ranks = "
             f"{config.pipeline.ranks} asks for several; set one of them back"
+        )
+    ranks = config.cluster.learner_ranks
+    if ranks > 1 and (given.actor is not None or given.critic is not None):
+        raise ConfigError(
+            f"cluster.processes: fsdp = {ranks} trains shards in other processes, and a model that "
+            "the caller brings as an object is trained in place; name its folder, or set fsdp = 1"
         )
     if config.model.lora_rank and given.actor is not None:
         raise ConfigError(

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from stretto.assembly.cores import share_cores
 from stretto.config import Config, recipes
+from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory
@@ -45,8 +46,8 @@ class Seat:
     """Where a role of a run works.
 
     Attributes:
-        devices: one, or none for a function with a process of its own.
-        threads: of its work.
+        devices: of all its ranks; none for a function with a process of its own.
+        threads: of its work, in all ranks.
         host: the generator that it sits with, by number.
     """
 
@@ -230,7 +231,7 @@ def _threads(config: Config, cores: int, models: Iterable[str]) -> dict[str, lis
 
 def _processes(config: Config, machine: Machine, models: Collection[str]) -> dict[str, list[Seat]]:
     """Seat the roles of a run over processes, as its placement says."""
-    from stretto.runtime.groups.placement import LEARNER, places  # imports torch
+    from stretto.runtime.groups.placement import places  # imports torch
 
     named = (p.device.partition(":")[2] for p in config.cluster.processes)
     gpus = max(len(machine.gpus), *(1 + int(number or -1) for number in named), 0)
@@ -239,11 +240,12 @@ def _processes(config: Config, machine: Machine, models: Collection[str]) -> dic
     devices: dict[str, int] = {}
     for place in places(config, cores, gpus, models):
         # Processes on one GPU take turns; others have a device of their own, and share cores.
-        key = place.name if place.device == "cpu" else place.device
-        device = devices.setdefault(key, len(devices))
+        keys = [place.name] if place.device == "cpu" else place.devices
+        used = tuple(devices.setdefault(key, len(devices)) for key in keys)
+        threads = (place.threads or cores) * len(place.devices)
         for seat in place.seats:
             role = short_name(seat.scorer) or (LEARNER if seat.role == LEARNER else "generator")
-            seats[role].append(Seat((device,), place.threads or cores, seat.host))
+            seats[role].append(Seat(used, threads, seat.host))
     for role in models:
         seats[short_name(role)].sort(key=lambda seat: seat.host or 0)
     seats[FUNCTION] = [Seat((), 1)]

@@ -1,0 +1,77 @@
+"""A learner in shards against one process: gradients, weights after some steps, memory.
+
+Differences are relative to the largest entry of each tensor, and the largest over all tensors.
+
+    python benchmarks/sharded.py                                   # a tiny model, all algorithms
+    python benchmarks/sharded.py --model DIR --algorithms ppo      # memory and seconds of another
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from _sharded import Side, batch_of
+from _shared import parse
+from stretto.algorithms.registry import ALGORITHMS
+from stretto.models.tiny import make_tiny
+from stretto.workers.ranks import Ranks
+
+LENGTHS = [(12, 7), (12, 40), (30, 5), (30, 33), (8, 64), (8, 2), (20, 16), (20, 50)]
+"""Tokens of prompts and responses."""
+
+
+def settings(algorithm: str) -> dict[str, Any]:
+    return {
+        "algorithm": {"name": algorithm},
+        "rollout": {"batch": len(LENGTHS), "samples_per_prompt": 2, "max_new_tokens": 64},
+        "training": {"lr": 1e-4, "critic_lr": 1e-4, "microbatch_tokens": 128},
+    }
+
+
+def difference(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+    assert one.keys() == two.keys()
+    return max(float((one[n] - two[n]).abs().max() / two[n].abs().max()) for n in two)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", type=Path, help="folder; a tiny model without one")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
+    parser.add_argument("--steps", type=int, default=3)
+    args = parse(parser, {"ranks": [2], "algorithms": ["ppo"], "steps": 1})
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.model or Path(scratch) / "tiny"
+        if not args.model:
+            make_tiny(folder)
+        vocabulary = AutoConfig.from_pretrained(folder).vocab_size
+        print("| ranks | algorithm | gradients | weights | s a step | GB held by each | at most |")
+        print("|---|---|---|---|---|---|---|")
+        whole: dict[str, Any] = {}
+        for count in [1, *args.ranks]:
+            ranks = Ranks(count, Side, (folder,))
+            for name in args.algorithms:
+                batch = batch_of(name, LENGTHS, vocabulary)
+                found = ranks.call("learn", settings(name), batch, args.steps)
+                gradients, weights, seconds, _ = found[0]
+                before = whole.setdefault(name, (gradients, weights))
+                held = ", ".join(f"{rank[3] / 1e9:.2f}" for rank in found)
+                peak = max(ranks.call("peak_bytes")) / 1e9
+                print(
+                    f"| {count} | {name} | {difference(gradients, before[0]):.1e} "
+                    f"| {difference(weights, before[1]):.1e} | {seconds:.2f} | {held} "
+                    f"| {peak:.2f} |",
+                    flush=True,
+                )
+            ranks.close()
+
+
+if __name__ == "__main__":
+    main()
