@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from stretto.config import Config
+from stretto.config import AlgorithmConfig, Config
 from stretto.models.heads import critic_from_actor
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.learner import PolicyLearner
@@ -33,7 +33,7 @@ def batch_of(
 ) -> TrainBatch:
     """Two responses of random tokens to each prompt, with scores of all kinds it has use for."""
     rng = np.random.default_rng(seed)
-    config = Config.model_validate({"algorithm": {"name": algorithm}}).algorithm
+    config = AlgorithmConfig.model_validate({"name": algorithm})
     made = []
     for i, (prompt, response) in enumerate(lengths):
         tokens = tuple(int(t) for t in rng.integers(vocabulary, size=prompt))
@@ -67,9 +67,12 @@ class Side:
         self._mesh = init_device_mesh("cpu", (self._ranks,)) if self._ranks > 1 else None
 
     def learn(
-        self, given: Mapping[str, Any], batch: TrainBatch, steps: int
+        self, given: Mapping[str, Any], batch: TrainBatch, steps: int, compare: bool
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
-        """Return the first gradients, the last weights, seconds a step, and bytes held."""
+        """Return the first gradients, the last weights, seconds a step, and bytes held.
+
+        Gradients and weights only to be compared: their copies take memory.
+        """
         config = Config.model_validate(given)
         learner = self._learner(config)
         gradients: dict[str, Tensor] = {}
@@ -86,7 +89,7 @@ class Side:
 
             trained.update = first
 
-        for name, trained in learner._trained.items():
+        for name, trained in learner._trained.items() if compare else ():
             keeping(name, trained)
         seconds = []
         for _ in range(steps):
@@ -94,6 +97,8 @@ class Side:
             learner.train(batch)
             seconds.append(time.perf_counter() - start_s)
         held = psutil.Process().memory_info().rss
+        if not compare:
+            return {}, {}, min(seconds), held
         weights = {
             f"{model}.{name}": tensor
             for model, tensors in learner.weights().items()
@@ -110,7 +115,9 @@ class Side:
         torch.manual_seed(0)
         actor: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
         actor.eval()
-        critic = critic_from_actor(actor) if config.algorithm.definition.critic else None
+        critic: Any = critic_from_actor(actor) if config.algorithm.definition.critic else None
+        if critic:  # a head of zeros lets no gradient through
+            torch.nn.init.normal_(critic.score.weight, std=0.2)
         t: Any = config.training
         schedule: dict[str, Any] = {"updates": UPDATES, "warmup": 0}
         parts: tuple[Any, Any, Any]

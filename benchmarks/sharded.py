@@ -3,12 +3,13 @@
 Differences are relative to the largest entry of each tensor, and the largest over all tensors.
 
     python benchmarks/sharded.py                                   # a tiny model, all algorithms
-    python benchmarks/sharded.py --model DIR --algorithms ppo      # memory and seconds of another
+    python benchmarks/sharded.py --model DIR --algorithms ppo --memory    # nothing is compared
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +38,8 @@ def settings(algorithm: str) -> dict[str, Any]:
 
 def difference(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
     assert one.keys() == two.keys()
-    return max(float((one[n] - two[n]).abs().max() / two[n].abs().max()) for n in two)
+    each = [float((one[n] - two[n]).abs().max() / two[n].abs().max()) for n in two]
+    return max(each, default=math.nan)
 
 
 def main() -> None:
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--memory", action="store_true", help="memory and seconds alone")
     args = parse(parser, {"ranks": [2], "algorithms": ["ppo"], "steps": 1})
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "tiny"
@@ -59,7 +62,7 @@ def main() -> None:
             ranks = Ranks(count, Side, (folder,))
             for name in args.algorithms:
                 batch = batch_of(name, LENGTHS, vocabulary)
-                found = ranks.call("learn", settings(name), batch, args.steps)
+                found = ranks.call("learn", settings(name), batch, args.steps, not args.memory)
                 gradients, weights, seconds, _ = found[0]
                 before = whole.setdefault(name, (gradients, weights))
                 held = ", ".join(f"{rank[3] / 1e9:.2f}" for rank in found)
