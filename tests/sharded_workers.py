@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -47,14 +48,15 @@ class ShardedRank:
 
     def __init__(self, rank: int) -> None:
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._beside = dist.new_group(backend="gloo")
 
     def make(self, kind: str, given: Mapping[str, Any]) -> None:
         config = Config.model_validate(given)
         t = config.training
         whole_actor, whole_critic = models(kind)
         with_critic = config.algorithm.definition.critic
-        actor = Sharded(whole_actor, self._mesh)
-        critic = Sharded(whole_critic, self._mesh) if with_critic else None
+        actor = Sharded(whole_actor, self._mesh, self._beside)
+        critic = Sharded(whole_critic, self._mesh, self._beside) if with_critic else None
         self.learner = PolicyLearner(
             ShardedModel(actor, t.lr, t, updates=UPDATES, warmup=0),
             ShardedModel(critic, t.critic_lr, t, updates=UPDATES, warmup=0) if critic else None,
@@ -97,6 +99,17 @@ class ShardedRank:
 
     def load(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state)
+
+    def save_beside_passes(self, batch: TrainBatch, folder: Path) -> str:
+        """Save again and again while a step is under way that comes to nothing; return its end."""
+        self.learner.end_updates()
+        ended = list[str]()
+        step = Thread(target=lambda: ended.append(self.refused(batch)))
+        step.start()
+        for i in range(5):
+            self.learner.save(folder / str(i), byte_tokenizer())
+        step.join()
+        return ended[0]
 
     def save(self, folder: Path) -> None:
         self.learner.save(folder, byte_tokenizer())

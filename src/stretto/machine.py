@@ -17,12 +17,14 @@ class Machine:
     Attributes:
         cpu: its model.
         cores: that this process may use.
+        threads: that torch uses unless it is told a number.
         gpus: by name.
         torch: its version.
     """
 
     cpu: str
     cores: int
+    threads: int
     gpus: tuple[str, ...]
     torch: str
 
@@ -32,7 +34,7 @@ class Machine:
         import torch
 
         gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        return cls(_cpu(), usable_cores(), gpus, metadata.version("torch"))
+        return cls(_cpu(), usable_cores(), torch.get_num_threads(), gpus, metadata.version("torch"))
 
     def __str__(self) -> str:
         cores = f"{self.cores} core{'s' if self.cores > 1 else ''}"

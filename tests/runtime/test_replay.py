@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, RolloutConfig, ScheduleConfig
-from stretto.errors import StateError
+from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine, usable_cores
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import HANDOVER, Span, Spans
@@ -25,7 +25,7 @@ from stretto.schedules.rollout import Rollout
 from stretto.scoring.worthwhile import worthwhile_tokens
 from stretto.types import FinishReason, Prompt
 
-TWO_CORES = Machine("a CPU", 2, (), "2.0")
+TWO_CORES = Machine("a CPU", 2, 2, (), "2.0")
 READ = [Span(r, f"score/{r}", 0, 1, {"tokens": 1}) for r in ("reference", "critic")]
 
 
@@ -251,7 +251,7 @@ def test_roles_sit_where_the_placement_says() -> None:
     )
     asynchronous = ScheduleConfig(preset="async")
     config = settings(schedule=asynchronous, cluster=by_hand, rollout={"engines": 2})
-    machine = Machine("a CPU", 8, ("a GPU", "a GPU"), "2.0")
+    machine = Machine("a CPU", 8, 8, ("a GPU", "a GPU"), "2.0")
     seats = Recording(config, [], READ, machine).seats(config)
     # GPU 1 has the learner by hand; the processes after it are dealt to 1, 0 and 1.
     assert {role: [s.devices for s in found] for role, found in seats.items()} == {
@@ -276,6 +276,14 @@ def test_functions_work_beside_all_others_and_a_run_without_overlap_has_one_work
     assert (function.devices, function.threads) == ((), 1)
 
 
+def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
+    config = settings(schedule=ScheduleConfig())
+    sharded = ClusterConfig.model_validate({"processes": [{"roles": ["learner"], "fsdp": 2}]})
+    run = recording(config, crowded(config))
+    with pytest.raises(ConfigError, match="had 1 ranks, and its records do not say what 2 would"):
+        run.cluster(settings(schedule=ScheduleConfig(), cluster=sharded))
+
+
 def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:
     config = settings()
     record = RolloutRecord.of(1, Rollout(0, Prompt(0, (1, 2), ""), 0, tokens=[3]), None)
@@ -295,7 +303,7 @@ def test_a_machine_is_kept_in_the_folder_of_a_run(tmp_path: Path) -> None:
     folder.machine_file.write_text("{}")
     with pytest.raises(StateError, match=r"machine\.json' cannot be read"):
         folder.read_machine()
-    two = Machine("a CPU", 1, ("H200", "H200"), "2.11")
+    two = Machine("a CPU", 1, 1, ("H200", "H200"), "2.11")
     assert str(two) == "a CPU, 1 core, 2 x H200, torch 2.11"
 
 

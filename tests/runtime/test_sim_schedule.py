@@ -201,7 +201,7 @@ def test_a_recorded_run_predicts_itself_and_another_schedule() -> None:
         algorithm=AlgorithmConfig(kl_coef=0),
     )
     real = simulate(cluster)
-    replayed = Recording(config, records(cluster), real.spans, Machine("", 0, (), "")).cluster()
+    replayed = Recording(config, records(cluster), real.spans, Machine("", 0, 0, (), "")).cluster()
     for knobs in ({}, {"overcommit": 6}):
         schedule = ScheduleConfig.model_validate(knobs)
         truth = simulate(cluster.model_copy(update={"schedule": schedule}))

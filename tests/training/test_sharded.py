@@ -194,6 +194,18 @@ def test_the_model_is_saved_whole(kind: str, two: Ranks, tmp_path: Path) -> None
     assert (tmp_path / "model" / "adapter").exists() == (kind == "lora")
 
 
+def test_the_model_can_be_saved_in_the_middle_of_a_pass(three: Ranks, tmp_path: Path) -> None:
+    """As on Ctrl-C: layers are whole on some ranks then, and the weights are those before it."""
+    given = algorithm_settings({"name": "ppo"}, training={"microbatch_tokens": 1})
+    three.call("make", "plain", given)
+    before, _ = three.call("weights")[0]
+    (batch,) = batches_of(given, 1)
+    assert all("has ended" in error for error in three.call("save_beside_passes", batch, tmp_path))
+    for folder in sorted(tmp_path.iterdir()):
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert all(before["actor"][name].equal(p) for name, p in saved.named_parameters())
+
+
 def test_an_update_begins_on_all_ranks_or_on_none(two: Ranks) -> None:
     """As when the end of a run reaches one of them sooner."""
     given = algorithm_settings({"name": "rloo"})

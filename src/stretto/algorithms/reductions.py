@@ -93,6 +93,11 @@ class Metrics:
             _merged(self.maxima, other.maxima, torch.maximum),
         )
 
+    def on_cpu(self) -> Metrics:
+        """Return the same figures on the CPU."""
+        groups = (self.sums, self.minima, self.maxima)
+        return Metrics(*({name: value.cpu() for name, value in g.items()} for g in groups))
+
     def floats(self) -> dict[str, float]:
         """Return all figures as numbers. Waits for the device: call it once a step."""
         return {

@@ -22,7 +22,7 @@ class ProcessConfig(Section):
     roles: tuple[str, ...]
     """Roles: learner; generator, or generator 0, generator 1 ... where there are several; reference; critic (as a scorer); a source of reward.sources that begins with 'model:'."""
     threads: NonNegativeInt = 0
-    """CPU threads; 0 shares the cores out among processes that work at the same time."""
+    """CPU threads, of all its ranks together; 0 shares the cores out among processes that work at the same time."""
     device: str = ""
     """Device, such as cuda:1 or cpu; empty spreads processes over the GPUs there are. Of several ranks, the first one's."""
     fsdp: PositiveInt = 1

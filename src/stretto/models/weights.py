@@ -75,7 +75,8 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     for name, tensor in tensors:
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         flat = tensor.detach().reshape(-1)
-        spread.append(flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES].float())
+        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+        spread.append(sample.to(torch.float32, copy=True))  # a view would keep all of it
     if spread:
         digest.update(torch.cat(spread).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

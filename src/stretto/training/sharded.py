@@ -82,6 +82,7 @@ class Sharded:
         model: whose parameters are shards now.
         dtype: that passes compute in: the model's own.
         template: the output layer of a language model, without its weights.
+        parameters: the shards, by name.
     """
 
     def __init__(
@@ -97,7 +98,9 @@ class Sharded:
         # Such as adapters, which compute in float32 beside a model that does not.
         others = {p for p in model.parameters() if p.dtype != self.dtype}
         for parameter in model.parameters():
-            if parameter.requires_grad and parameter not in others:
+            if parameter in others:  # which FSDP leaves where they are
+                parameter.data = parameter.data.to(mesh.device_type)
+            elif parameter.requires_grad:
                 parameter.data = parameter.data.float()
         narrow = self.dtype if self.dtype != torch.float32 else None
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
@@ -107,6 +110,8 @@ class Sharded:
             if isinstance(module, FSDPModule):  # on gloo, averages are sums in some versions
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+        # While a pass is under way, the model has whole weights in their places.
+        self.parameters = dict(model.named_parameters())
 
     def __call__(self, compute: Callable[[], T]) -> T:
         """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards.
@@ -142,10 +147,16 @@ class Sharded:
         weight: Any = parameter.detach()
         if not isinstance(weight, DTensor):
             return weight.to("cpu", copy=True) if dist.get_rank() == 0 else None
-        part = weight.to_local().to("cpu", self.dtype)
-        ranks, rows = dist.get_world_size(self._aside), parameter.shape[0]
-        most = -(-rows // ranks)  # rows of a part; the last ones may have fewer, or none
-        padded = part.new_zeros(most, *parameter.shape[1:])
+        return self.gathered(weight.to_local().to(self.dtype), len(weight))
+
+    def gathered(self, part: Tensor, rows: int) -> Tensor | None:
+        """Return on the first rank's CPU the rows of which each rank has its part.
+
+        A collective, beside whatever else the ranks do.
+        """
+        ranks = dist.get_world_size(self._aside)
+        most = -(-rows // ranks)  # of a part; the last ones may have fewer, or none
+        padded = torch.zeros(most, *part.shape[1:], dtype=part.dtype)
         padded[: len(part)] = part
         parts = [torch.empty_like(padded) for _ in range(ranks)] if not dist.get_rank() else None
         dist.gather(padded, parts, dst=0, group=self._aside)
@@ -154,12 +165,12 @@ class Sharded:
     def whole(self) -> nn.Module | None:
         """Return a copy of the model with whole weights, on the CPU; ``None`` on all ranks but one.
 
-        A collective, beside whatever else the ranks do: while no update is under way.
+        A collective, beside whatever else the ranks do, while no update is under way.
         """
         model = copy.deepcopy(self._empty) if dist.get_rank() == 0 else None
         empty = dict(model.named_parameters()) if model else {}
         found: dict[int, nn.Parameter] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.parameters.items():
             weight = self.on_first(parameter)
             if weight is not None:
                 found[id(empty[name])] = nn.Parameter(weight, parameter.requires_grad)
@@ -241,19 +252,35 @@ class ShardedModel(TrainedModel):
 
     def update(self, norm: float | None = None) -> float:
         """Take an optimizer step on the gradients collected since the last; return their norm."""
+        self._add_up_others()
         of_shards = torch.zeros((), dtype=torch.float64, device=self.device)
         of_others = torch.zeros_like(of_shards)
         for weight, master in zip(self._weights, self._masters, strict=True):
             if isinstance(weight, DTensor):
                 gradient: Any = weight.grad
                 master.grad = None if gradient is None else gradient.to_local()
-            elif master.grad is not None:
-                dist.all_reduce(master.grad)
             if master.grad is not None:
                 squares = master.grad.double().square().sum()
                 (of_shards if isinstance(weight, DTensor) else of_others).add_(squares)
         dist.all_reduce(of_shards)
         return super().update(math.sqrt((of_shards + of_others).item()))
+
+    def _add_up_others(self) -> None:
+        """Add up all ranks' gradients of parameters that are whole on each.
+
+        On some ranks no pass may have reached one of them, such as the adapter of an expert.
+        """
+        pairs = zip(self._weights, self._masters, strict=True)
+        others = [master for weight, master in pairs if not isinstance(weight, DTensor)]
+        if not others:
+            return
+        reached = torch.tensor([m.grad is not None for m in others], device=self.device).float()
+        dist.all_reduce(reached, op=dist.ReduceOp.MAX)
+        for master, somewhere in zip(others, reached.tolist(), strict=True):
+            if somewhere:
+                if master.grad is None:
+                    master.grad = torch.zeros_like(master)
+                dist.all_reduce(master.grad)
 
     def _all_agree(self, is_open: bool) -> bool:
         """Return whether no rank's gate is closed: all shards change or none."""
@@ -263,7 +290,7 @@ class ShardedModel(TrainedModel):
 
     def fingerprint(self) -> str:
         """A short hash of all parameters, frozen ones too. A collective."""
-        named = self.model.named_parameters()
+        named = self._sharded.parameters.items()
         return fingerprint((name, self._sharded.full(p)) for name, p in named)
 
     def snapshot(self) -> Mapping[str, Tensor]:
@@ -318,10 +345,7 @@ class ShardedModel(TrainedModel):
         like: Any = self._weights[number]
         if not _is_like(value, like) or value.shape != like.to_local().shape:
             return value
-        parts = DTensor.from_local(
-            value, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-        )
-        return parts.full_tensor()
+        return self._sharded.gathered(value, len(like))
 
     def _cut(self, number: int, value: Any) -> Any:
         """Return this rank's part of a tensor like a weight, or other values."""
@@ -364,7 +388,8 @@ class ShardedPasses(LocalPasses):
         own = [part or MicroBatch.blank(parts[0].part) for part in own_share(parts)]
         by_model = super().run(own, kl_coef, trains_actor=trains_actor)
         said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, by_model)
+        # Of another rank's GPU nothing can be added here.
+        dist.all_gather_object(said, {name: m.on_cpu() for name, m in by_model.items()})
         return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
 
     def finish(self) -> Stats:

@@ -89,8 +89,10 @@ def _key(model: nn.Module, examples: Sequence[Response], config: Config) -> str:
         "examples": [[e.prompt.tokens, e.tokens.tolist()] for e in examples],
         "lr": config.warmup_lr,
         "training": config.training.model_dump(mode="json"),
-        "random": {d: s.tolist() for d, s in _random_states(model).items()},
-        "machine": [torch.__version__, torch.get_num_threads()],
+        "random": torch.get_rng_state().tolist(),
+        # Neither threads nor devices, which change but the rounding: those of the processes of one
+        # run differ.
+        "torch": torch.__version__,
     }
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
@@ -116,7 +118,10 @@ def _take(model: nn.Module, file: Path, key: str) -> float:
                 )
             for name, parameter in model.named_parameters():
                 parameter.copy_(kept.get_tensor(f"{_WEIGHT}{name}"))
+            there = set(kept.keys())
             for device in _random_states(model):
+                if f"{_RANDOM}{device}" not in there:  # it was made on another
+                    continue
                 state = kept.get_tensor(f"{_RANDOM}{device}")
                 if device == "cpu":
                     torch.set_rng_state(state)

@@ -141,7 +141,12 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
     stack, said = ExitStack(), list[str]()
     tokenizer, task, prompts = open_task(config, given, said.append)
     rewards = critic_rewards(config, tokenizer, said.append)
+    first = dist.get_rank() == 0
+    if config.warmup_examples and not first:
+        dist.barrier()  # the first rank warms up, the others read its outcome
     models = trained_models(config, task, prompts, rewards, stack, said.append, given)
+    if config.warmup_examples and first:
+        dist.barrier()
     trained = ["actor", "critic"] if models.critic else ["actor"]
     frozen = frozen_mark(models.actor)
     bucket_bytes = config.cluster.bucket_mb << 20

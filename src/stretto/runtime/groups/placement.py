@@ -224,13 +224,18 @@ def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterato
 
 def _device(given: str, rank: int, i: int, gpus: int) -> str:
     """Return a rank's device: as given, for several ranks from there on; else dealt out."""
-    if given.startswith("cuda:"):
-        return f"cuda:{int(given[5:]) + rank}"
+    if given.startswith("cuda"):
+        return f"cuda:{int(given[5:] or 0) + rank}"
     return given or (f"cuda:{i % gpus}" if gpus else "cpu")
 
 
 def _check_devices(found: Sequence[Place], gpus: int) -> None:
     for place in found:
+        if place.device != "cpu" and len(set(place.devices)) < len(place.devices):
+            raise ConfigError(
+                f"'{place.name}' has {len(place.devices)} ranks, and there are {gpus} GPUs; lower "
+                "fsdp in cluster.processes, or set model.device = 'cpu'"
+            )
         for device in place.devices:
             kind, _, number = device.partition(":")
             if kind == "cuda" and int(number or 0) >= gpus:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from stretto.assembly.cores import share_cores
 from stretto.config import Config, recipes
 from stretto.config.cluster import LEARNER
-from stretto.errors import StateError
+from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory
 from stretto.observe.run_directory import RolloutRecord
@@ -82,10 +82,10 @@ class Recording:
         """
         run = RunDirectory.open(folder)
         trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
-        warm_s = trace.steps[:warm_steps][-1].end_s if trace.steps else 0.0
+        warm_s = max((step.end_s for step in trace.steps[:warm_steps]), default=0.0)
         spans = [span for span in trace.spans if span.start_s >= warm_s]
         # Earlier versions did not write it.
-        machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, (), "")
+        machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, 0, (), "")
         return cls(recipes.load(run.path), run.read_rollouts(in_flight=True), spans, machine)
 
     @cached_property
@@ -119,6 +119,12 @@ class Recording:
             raise StateError(
                 "a run is replayed from its rollouts, and it has recorded none; let it take a few "
                 "steps"
+            )
+        ranks, wanted = self.config.cluster.learner_ranks, config.cluster.learner_ranks
+        if wanted != ranks:
+            raise ConfigError(
+                f"the learner of the run had {ranks} ranks, and its records do not say what "
+                f"{wanted} would take; record a run with fsdp = {wanted}"
             )
         costs, seats = self.costs, self.seats(config)
         definition = config.algorithm.definition
@@ -160,7 +166,7 @@ class Recording:
         models = [s for s in (*config.reward.sources, *_KINDS) if short_name(s) in reads]
         if config.runtime != "inline":
             return _processes(config, self.machine, models)
-        return _threads(config, self.machine.cores, map(short_name, models))
+        return _threads(config, self.machine.threads, map(short_name, models))
 
     def _cores(self, config: Config) -> int:
         """Return the cores that all roles share; 0 where they may be on several machines."""
@@ -209,10 +215,10 @@ def _scorers(
     return tuple(roles)
 
 
-def _threads(config: Config, cores: int, models: Iterable[str]) -> dict[str, list[Seat]]:
+def _threads(config: Config, threads_here: int, models: Iterable[str]) -> dict[str, list[Seat]]:
     """Seat the roles of a run in one process: all on one worker, or on one each if they overlap."""
     engines, knobs = config.rollout.engines, config.schedule.knobs
-    cores = config.threads or max(cores, 1)
+    cores = config.threads or max(threads_here, 1)
     if not knobs.overlaps(engines):
         one = [Seat((0,), cores)]
         return {"generator": one, **dict.fromkeys(models, one), "learner": one, FUNCTION: one}
@@ -233,9 +239,11 @@ def _processes(config: Config, machine: Machine, models: Collection[str]) -> dic
     """Seat the roles of a run over processes, as its placement says."""
     from stretto.runtime.groups.placement import places  # imports torch
 
-    named = (p.device.partition(":")[2] for p in config.cluster.processes)
-    gpus = max(len(machine.gpus), *(1 + int(number or -1) for number in named), 0)
-    cores = config.threads or max(machine.cores, 1)
+    named = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
+    gpus = max(len(machine.gpus), *(int(number) + n for number, n in named if number), 0)
+    if config.model.device == "cpu":
+        gpus = 0
+    cores = config.threads or max(machine.threads, 1)
     seats: defaultdict[str, list[Seat]] = defaultdict(list)
     devices: dict[str, int] = {}
     for place in places(config, cores, gpus, models):
