@@ -80,7 +80,7 @@ def victims_of(pid: int) -> dict[str, int]:
     try:
         for child in psutil.Process(pid).children(recursive=True):
             log = Path(f"/proc/{child.pid}/fd/2").readlink()
-            if log.suffix == ".log" and log.stem != "learner":
+            if log.parent.name == "logs" and not log.stem.startswith("learner"):
                 found[log.stem] = child.pid
     except (psutil.NoSuchProcess, OSError):
         return found
