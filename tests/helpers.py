@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from stretto.config import Config
 from stretto.models.heads import critic_from_actor
+from stretto.observe.run_directory import RolloutRecord
+from stretto.runtime.sim.cluster import Workload
+from stretto.runtime.sim.lengths import Lengths
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.learner import PolicyLearner
 from stretto.training.passes import LocalPasses
@@ -178,3 +181,15 @@ def full_beyond(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def ended_records(workload: Workload, steps: int) -> list[RolloutRecord]:
+    """What a run's folder would have of the rollouts of so many steps, as far as replays look."""
+    w = workload
+    prompts, responses = Lengths(w.prompt_tokens, w.seed + 1), Lengths(w.response_tokens, w.seed)
+    made = []
+    for i in range(w.batch * steps):
+        rollout = Rollout(i, Prompt(i, (0,) * prompts(i), ""), i, finish=FinishReason.STOP)
+        rollout.tokens = [0] * responses(i)
+        made.append(RolloutRecord.of(0, rollout, 0.5))
+    return made

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers import ended_records
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, RolloutConfig, ScheduleConfig
 from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine, usable_cores
@@ -17,13 +18,13 @@ from stretto.runtime.sim.calibration import calibrate, undisturbed
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
-from stretto.runtime.sim.lengths import Bimodal, Lengths, Replayed, Uniform
+from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording
 from stretto.runtime.sim.simulate import simulate
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.worthwhile import worthwhile_tokens
-from stretto.types import FinishReason, Prompt
+from stretto.types import Prompt
 
 TWO_CORES = Machine("a CPU", 2, 2, (), "2.0")
 READ = [Span(r, f"score/{r}", 0, 1, {"tokens": 1}) for r in ("reference", "critic")]
@@ -208,22 +209,7 @@ def crowded(config: Config) -> Cluster:
 
 
 def recording(config: Config, cluster: Cluster) -> Recording:
-    w = cluster.workload
-    prompts, responses = Lengths(w.prompt_tokens, w.seed + 1), Lengths(w.response_tokens, w.seed)
-    rollouts = [
-        RolloutRecord.of(
-            0,
-            Rollout(
-                i,
-                Prompt(i, (0,) * prompts(i), ""),
-                i,
-                tokens=[0] * responses(i),
-                finish=FinishReason.STOP,
-            ),
-            0.5,
-        )
-        for i in range(w.batch * (w.steps + 2))
-    ]
+    rollouts = ended_records(cluster.workload, cluster.workload.steps + 2)
     return Recording(config, rollouts, simulate(cluster).spans, TWO_CORES)
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from helpers import ended_records
 from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfig
 from stretto.errors import ConfigError, RewardError, RoleLostError, StalledError
 from stretto.machine import Machine
-from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span, Spans
 from stretto.runtime.sim.cluster import (
     Cluster,
@@ -41,8 +41,7 @@ from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.replay import Recording
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
 from stretto.schedules.feedback import DecodeSample
-from stretto.schedules.rollout import Rollout
-from stretto.types import FinishReason, Prompt
+from stretto.types import FinishReason
 
 DEADLINE_S = 100.0
 
@@ -201,32 +200,17 @@ def test_a_recorded_run_predicts_itself_and_another_schedule() -> None:
         algorithm=AlgorithmConfig(kl_coef=0),
     )
     real = simulate(cluster)
-    replayed = Recording(config, records(cluster), real.spans, Machine("", 0, 0, (), "")).cluster()
+    replayed = Recording(
+        config,
+        ended_records(cluster.workload, cluster.workload.steps),
+        real.spans,
+        Machine("", 0, 0, (), ""),
+    ).cluster()
     for knobs in ({}, {"overcommit": 6}):
         schedule = ScheduleConfig.model_validate(knobs)
         truth = simulate(cluster.model_copy(update={"schedule": schedule}))
         predicted = simulate(replayed.model_copy(update={"schedule": schedule}))
         assert predicted.makespan_s == pytest.approx(truth.makespan_s, rel=0.01)
-
-
-def records(cluster: Cluster) -> list[RolloutRecord]:
-    """What the run directory would have of the rollouts, as far as a replay looks at it."""
-    w = cluster.workload
-    prompts, responses = Lengths(w.prompt_tokens, w.seed + 1), Lengths(w.response_tokens, w.seed)
-    return [
-        RolloutRecord.of(
-            0,
-            Rollout(
-                i,
-                Prompt(i, (0,) * prompts(i), ""),
-                i,
-                tokens=[0] * responses(i),
-                finish=FinishReason.STOP,
-            ),
-            0.5,
-        )
-        for i in range(w.batch * w.steps)
-    ]
 
 
 def test_a_description_is_read_from_toml(tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from stretto.config import Config
 from stretto.pipelines.executor.layout import Name
 from stretto.training.learner import PolicyLearner
-from stretto.training.passes import LocalPasses
+from stretto.training.passes import LocalPasses, Passes, Trained
 from stretto.training.trained import Course, TrainedModel
 from stretto.weights.channel import WeightChannel
 from stretto.workers.ranks import Ranks
@@ -20,7 +20,7 @@ from stretto.workers.ranks import Ranks
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from stretto.training.sharded import Sharded, ShardedModel
+T = TypeVar("T")
 
 
 def make_learner(
@@ -54,61 +54,49 @@ def make_learner(
         Course(t.lr, updates - frozen, warmup),
         Course(t.critic_lr, updates, warmup),
     )
-    factors = config.reward.factors
+    ranks: Ranks | None = None
+    made: tuple[Trained, Trained | None, Passes]
     if mesh is not None:
-        from stretto.training import sharded
-
-        beside = dist.new_group(backend="gloo")
-        actor_shards = sharded.Sharded(actor, mesh, beside)
-        critic_shards = sharded.Sharded(critic, mesh, beside) if critic else None
-        learner = PolicyLearner(
-            _sharded(actor_shards, of_actor, config),
-            _sharded(critic_shards, of_critic, config) if critic_shards else None,
-            sharded.ShardedPasses(actor_shards, critic_shards, config),
-            config,
-            factors,
-            snapshots=snapshots,
-            channel=channel,
-        )
-        return learner, None
-    if not config.pipeline.ranks or critic is None:
-        learner = PolicyLearner(
-            _trained(actor, of_actor, config),
-            _trained(critic, of_critic, config) if critic else None,
+        made = _sharded(config, actor, critic, of_actor, of_critic, mesh)
+    elif not config.pipeline.ranks or critic is None:
+        made = (
+            _trained(TrainedModel, actor, of_actor, config),
+            _trained(TrainedModel, critic, of_critic, config) if critic else None,
             LocalPasses(actor, critic, config),
-            config,
-            factors,
-            snapshots=snapshots,
-            channel=channel,
         )
-        return learner, None
-    # Imported here, as planning brings a compiler that nothing else needs.
-    from stretto.training import pipelined
+    else:
+        # Imported here, as planning brings a compiler that nothing else needs.
+        from stretto.training import pipelined
 
-    courses: dict[Name, Course] = {"actor": of_actor, "critic": of_critic}
-    staged = pipelined.start(actor, critic, config, courses, threads)
-    stack.callback(staged.ranks.close)
-    learner = PolicyLearner(
-        staged.actor,
-        staged.critic,
-        staged.passes,
-        config,
-        factors,
-        snapshots=snapshots,
-        channel=channel,
+        courses: dict[Name, Course] = {"actor": of_actor, "critic": of_critic}
+        staged = pipelined.start(actor, critic, config, courses, threads)
+        stack.callback(staged.ranks.close)
+        made, ranks = (staged.actor, staged.critic, staged.passes), staged.ranks
+    factors = config.reward.factors
+    learner = PolicyLearner(*made, config, factors, snapshots=snapshots, channel=channel)
+    return learner, ranks
+
+
+def _sharded(
+    config: Config,
+    actor: nn.Module,
+    critic: nn.Module | None,
+    of_actor: Course,
+    of_critic: Course,
+    mesh: DeviceMesh,
+) -> tuple[Trained, Trained | None, Passes]:
+    """Cut the models into shards, of which this rank keeps its own."""
+    from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
+
+    beside = dist.new_group(backend="gloo")
+    shards = Sharded(actor, mesh, beside)
+    others = Sharded(critic, mesh, beside) if critic else None
+    return (
+        _trained(ShardedModel, shards, of_actor, config),
+        _trained(ShardedModel, others, of_critic, config) if others else None,
+        ShardedPasses(shards, others, config),
     )
-    return learner, staged.ranks
 
 
-def _sharded(model: Sharded, course: Course, config: Config) -> ShardedModel:
-    from stretto.training.sharded import ShardedModel
-
-    return ShardedModel(
-        model, course.lr, config.training, updates=course.updates, warmup=course.warmup
-    )
-
-
-def _trained(model: nn.Module, course: Course, config: Config) -> TrainedModel:
-    return TrainedModel(
-        model, course.lr, config.training, updates=course.updates, warmup=course.warmup
-    )
+def _trained(make: Callable[..., T], model: Any, course: Course, config: Config) -> T:
+    return make(model, course.lr, config.training, updates=course.updates, warmup=course.warmup)

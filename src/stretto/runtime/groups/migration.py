@@ -172,16 +172,6 @@ class Couriers:
         transfers: Sequence[KVTransfer],
     ) -> Reply[None]:
         """Have parcels sent while the taker of that name waits for them."""
-        async with self._takers[name]:
-            return await self._accept(name, taker, responses, transfers)
-
-    async def _accept(
-        self,
-        name: str,
-        taker: Executor,
-        responses: Sequence[Response],
-        transfers: Sequence[KVTransfer],
-    ) -> Reply[None]:
         parcels = dict.fromkeys(
             (t.cache.giver, t.cache.parcel) for t in transfers if t.cache is not None
         )
@@ -192,13 +182,12 @@ class Couriers:
             for t in transfers
         ]  # fmt: skip
         # Those of one giver in the order in which the taker asks for them: they share a channel.
-        shipping = [
-            asyncio.to_thread(
-                self._ship, giver, [(p, ways[0]) for (g, p), ways in routes.items() if g == giver]
-            )
-            for giver in dict.fromkeys(giver for giver, _ in routes)
-        ]
-        reply, *_ = await asyncio.gather(taker.call("accept", responses, told), *shipping)
+        by_giver: dict[str, list[tuple[int, Route]]] = {}
+        for (giver, parcel), ways in routes.items():
+            by_giver.setdefault(giver, []).append((parcel, ways[0]))
+        async with self._takers[name]:
+            shipping = [asyncio.to_thread(self._ship, g, sent) for g, sent in by_giver.items()]
+            reply, *_ = await asyncio.gather(taker.call("accept", responses, told), *shipping)
         accepted: Reply[None] = reply
         return accepted
 
