@@ -281,6 +281,15 @@ def test_one_part_by_number_or_name_and_nothing_is_left(
     assert list(tmp_path.glob("stretto-tour-*")) == []
 
 
+@pytest.mark.slow
+def test_the_recipe_of_the_tour_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tour", "training", "--steps", "3"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "learns to spell 200 short words backward, first from 4,500 examples" in text
+    assert "on 64 responses a step, each batch 4 times" in text
+    assert " 3/3 " in text
+
+
 def test_an_interrupted_tour_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,13 +72,16 @@ def stages(
 def against_supervised(found: Sequence[Stage], epochs: int) -> tuple[float, float]:
     """Return the operations of a step over those of a supervised one on the same tokens.
 
+    Args:
+        found: as :func:`stages` gives them.
+        epochs: of the run.
+
     Returns:
         As it is, and with one epoch.
     """
     training = next(stage for stage in found if stage.name == "training")
-    read = training.tokens / epochs
-    forward = next(s.operations for s in found if s.name == "generation") / read / FORWARD
-    supervised = TRAINING * forward * read
+    generation = next(stage for stage in found if stage.name == "generation")
+    supervised = generation.operations / FORWARD * TRAINING
     inference = sum(s.operations for s in found) - training.operations
     once = inference + training.operations / epochs
     return (inference + training.operations) / supervised, once / supervised

@@ -11,6 +11,7 @@ import tomli_w
 
 from stretto.api import simulated
 from stretto.api.variants import Job
+from stretto.files import write_whole
 from stretto.runtime.sim.simulate import simulate
 
 
@@ -69,12 +70,13 @@ def outcomes(run: Path, files: Path) -> Iterator[Outcome]:
 
     Raises:
         StateError: the run has recorded too little.
+        StorageError: a placement's file cannot be written.
     """
     for placement in PLACEMENTS:
         file = ""
         if placement.settings:
             path = file_of(placement, files)
-            path.write_text(tomli_w.dumps(placement.settings), encoding="utf-8")
+            write_whole(path, tomli_w.dumps(placement.settings).encode())
             file = str(path)
         simulation = simulated.recorded(str(run), file)
         assert simulation.seed is not None
