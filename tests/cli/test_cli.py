@@ -94,7 +94,8 @@ def test_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_starts_fast_without_torch_or_transformers() -> None:
-    for command in (["--help"], ["train", "tiny", "--help"], ["recipes"], ["memory", "7B"]):
+    light = (["train", "tiny", "--help"], ["tour", "--help"], ["recipes"], ["memory", "7B"])
+    for command in (["--help"], *light):
         done = subprocess.run(
             [sys.executable, "-X", "importtime", "-m", "stretto", *command],
             capture_output=True,
