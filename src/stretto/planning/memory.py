@@ -1,0 +1,266 @@
+"""Memory of one GPU, phase by phase, in bytes.
+
+Each phase is a mapping from what takes memory to its bytes; the phase takes their sum. Weights and
+activations are in bfloat16 where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from stretto.planning.hardware import Hardware
+from stretto.planning.layout import Layout, Mesh, Workload
+from stretto.planning.shapes import Models, Shape
+
+Parts = Mapping[str, float]
+"""Bytes of a GPU in a phase, by what takes them."""
+
+HALF, SINGLE = 2, 4
+"""Bytes of a bfloat16 and of a float32."""
+STATE = 16
+"""Bytes of a trained parameter: master, gradient and two moments of Adam, in float32.
+
+The learner keeps them all the time; gradients are zeroed, not freed (``training/trained.py``).
+"""
+KEPT = 12
+"""... of which are worth keeping between steps: all but the gradient."""
+BUCKET = 64 * 2**20
+"""Bytes of a bucket in which weights travel (``cluster.bucket_mb``)."""
+SLICE = 256 * 2**20
+"""Bytes of a slice of logits in float32 (``models/logits.py``)."""
+SLICE_ENTRIES = 1024
+"""Vocabulary entries that a slice has at least."""
+
+
+def state_bytes(shape: Shape, devices: int) -> float:
+    """Return bytes of a trained model's states, in shards over devices (ZeRO stage 3).
+
+    Rajbhandari et al. 2020, with float32 gradients: 16 P / devices.
+    """
+    return STATE * shape.parameters / devices
+
+
+def weight_bytes(shape: Shape, tensor: int) -> float:
+    """Return bytes of whole weights, split over tensor-parallel devices: 2 P / t."""
+    return HALF * shape.parameters / tensor
+
+
+def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
+    """Return bytes of what FSDP2 gathers in a pass of a learner.
+
+    Two layers are there at a time, the one at work and the next one, which is fetched meanwhile;
+    embedding and output layer are there throughout (``training/sharded.py``; "FSDP2" in torch's
+    documentation of ``fully_shard``). In the backward pass, gradients of a layer and of the root
+    come on top, in bfloat16 and, to be reduced, in float32. A learner of one shard has a copy of
+    all weights to compute with.
+    """
+    if mesh.data == 1:
+        return weight_bytes(shape, mesh.tensor)
+    weights = HALF * (2 * shape.layer_parameters + shape.root_parameters)
+    of_gradients = (HALF + SINGLE) * (shape.layer_parameters + shape.root_parameters)
+    return (weights + (of_gradients if gradients else 0)) / mesh.tensor
+
+
+def layer_activation_bytes(shape: Shape, tokens: int, tensor: int) -> float:
+    """Return bytes that a layer keeps for its backward pass.
+
+    Counted as Korthikanti et al. 2022 do (sections 4.1 and 4.2.1), with attention recomputed and
+    without dropout: a token keeps inputs of both norms, of attention and of the MLP (8 h bytes, on
+    each tensor-parallel device); Q, K, V and the output layer's input of attention; of an MLP
+    the intermediate state before and after its activation, twice where it is gated. For their
+    layer (no gate, inner = 4 h) that is (8 + 24/t) h: their (10 + 24/t) h less two masks of
+    dropout.
+    """
+    whole = 4 * HALF * shape.hidden
+    attention = 2 * HALF * (shape.hidden + shape.kv_width)
+    mlp = (4 if shape.gated else 2) * HALF * shape.inner
+    return tokens * (whole + (attention + mlp) / tensor)
+
+
+def activation_bytes(shape: Shape, tokens: int, tensor: int, *, checkpointing: bool) -> float:
+    """Return bytes of activations of a micro-batch that is trained on.
+
+    With checkpointing each layer keeps its input alone (2 h a token: Korthikanti et al. 2022,
+    section 5), and one layer at a time what it computes again.
+    """
+    layer = layer_activation_bytes(shape, tokens, tensor)
+    if not checkpointing:
+        return shape.layers * layer
+    return shape.layers * HALF * shape.hidden * tokens + layer
+
+
+def logits_bytes(shape: Shape, tokens: int, *, gradients: bool) -> float:
+    """Return bytes of logits, which are made slice by slice (``models/logits.py``).
+
+    Four slices in float32 in a backward pass, and the gradient of the hidden states in float32; two
+    slices without gradients. A scalar head has next to nothing.
+    """
+    entries = min(shape.outputs, max(SLICE_ENTRIES, SLICE // (SINGLE * tokens)))
+    slices = (4 if gradients else 2) * SINGLE * tokens * entries
+    return slices + (SINGLE * tokens * shape.hidden if gradients else 0)
+
+
+def cache_bytes(shape: Shape, tensor: int) -> float:
+    """Return bytes of a token's keys and values: 2 x layers x KV width / t x 2.
+
+    Where there are more devices than KV heads, each head is on several.
+    """
+    a_head = shape.hidden // shape.heads
+    return 2 * shape.layers * math.ceil(shape.kv_heads / tensor) * a_head * HALF
+
+
+def bucket_bytes(shape: Shape, mesh: Mesh) -> float:
+    """Return bytes of one side's two buckets at a hand-over of a learner's shards.
+
+    No tensor is cut but by the shards: a larger one has a bucket of its own.
+    """
+    return 2 * max(BUCKET, HALF * shape.largest_tensor / mesh.devices)
+
+
+def frozen_bytes(models: Models, layout: Layout) -> float:
+    """Return bytes of the frozen models on a scorer's GPU.
+
+    Set apart, they have a copy of the critic beside them, which computes values.
+    """
+    shapes = [models.reference, models.reward, *([] if layout.colocated else [models.critic])]
+    return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
+
+
+def resident(models: Models, layout: Layout) -> Parts:
+    """Return what colocated roles keep on a GPU while another one is at work."""
+    if not layout.colocated or layout.offload:
+        return {}
+    return {"learner's states": _states(models, layout), "frozen": frozen_bytes(models, layout)}
+
+
+def _total(parts: Parts) -> float:
+    return sum(parts.values())
+
+
+def _states(models: Models, layout: Layout) -> float:
+    return sum(state_bytes(m, layout.learner.devices) for m in (models.actor, models.critic))
+
+
+def rows_in_flight(
+    models: Models, layout: Layout, workload: Workload, hardware: Hardware
+) -> tuple[int, int]:
+    """Return how many responses a generator decodes at a time, and in how many goes.
+
+    All of its share at once, where their keys and values fit at full length; else as few goes as
+    possible, and one response at a time where none fits.
+    """
+    share = math.ceil(workload.responses / layout.generator.data)
+    others = {**_generator(models, layout), **resident(models, layout)}
+    free = hardware.usable_bytes - _total(others)
+    fit = max(1, int(free // _row_bytes(models.actor, layout, workload)))
+    goes = math.ceil(share / fit)
+    return math.ceil(share / goes), goes
+
+
+def _generator(models: Models, layout: Layout) -> dict[str, float]:
+    actor, tensor = models.actor, layout.generator.tensor
+    parts = {
+        "weights": weight_bytes(actor, tensor),
+        "activations": layer_activation_bytes(actor, layout.micro_tokens, tensor),
+    }
+    if not layout.colocated:  # else they are freed after the hand-over
+        parts["buckets"] = bucket_bytes(actor, layout.learner)
+    return parts
+
+
+def _row_bytes(actor: Shape, layout: Layout, workload: Workload) -> float:
+    """Keys and values of a response at full length, and the logits of its next token."""
+    return workload.length * cache_bytes(actor, layout.generator.tensor) + SINGLE * actor.outputs
+
+
+def generation(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
+    """Return the memory of a generator's GPU.
+
+    Prompts are prefilled ``micro_tokens`` at a time. Set apart, responses stay while new weights
+    come, and so there is room for these, too.
+    """
+    rows, _ = rows_in_flight(models, layout, workload, hardware)
+    cache = {"keys and values": rows * _row_bytes(models.actor, layout, workload)}
+    return {**resident(models, layout), **_generator(models, layout), **cache}
+
+
+def scoring(models: Models, layout: Layout) -> Parts:
+    """Return the memory of a scorer's GPU.
+
+    Colocated, values come from the learner's critic, whose layers are gathered; of an offloaded
+    critic the masters are brought back for that.
+    """
+    tokens, tensor = layout.micro_tokens, layout.scorer.tensor
+    of_critic = layout.learner.tensor if layout.colocated else tensor
+    placed = ((models.reference, tensor), (models.reward, tensor), (models.critic, of_critic))
+    work = {
+        "activations": max(layer_activation_bytes(shape, tokens, t) for shape, t in placed),
+        "logits": logits_bytes(models.reference, tokens, gradients=False),
+    }
+    if not layout.colocated:
+        return {"frozen": frozen_bytes(models, layout), **work}
+    work["gathered"] = gathered_bytes(models.critic, layout.learner, gradients=False)
+    if layout.offload:
+        work["critic's masters"] = SINGLE * models.critic.parameters / layout.learner.devices
+        work["frozen"] = frozen_bytes(models, layout)
+    return {**resident(models, layout), **work}
+
+
+def training(models: Models, layout: Layout) -> Parts:
+    """Return the memory of a learner's GPU: states of both models, and one of them in a pass.
+
+    Set apart, it also keeps a bfloat16 copy of both models in shards: what is being handed over
+    while it trains on.
+    """
+    tokens, mesh = layout.micro_tokens, layout.learner
+    trained = (models.actor, models.critic)
+    passes = [
+        {
+            "gathered": gathered_bytes(shape, mesh, gradients=True),
+            "activations": activation_bytes(
+                shape, tokens, mesh.tensor, checkpointing=layout.checkpointing
+            ),
+            "logits": logits_bytes(shape, tokens, gradients=True),
+        }
+        for shape in trained
+    ]
+    parts = {"learner's states": _states(models, layout)}
+    if not layout.colocated:
+        parts["snapshots"] = sum(weight_bytes(shape, mesh.devices) for shape in trained)
+    largest = max(passes, key=_total)
+    return {**resident(models, layout), **parts, **largest}
+
+
+def handover(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
+    """Return the memory of the GPU that has the most while weights are handed over.
+
+    Colocated, the actor's masters and the generator's new weights are there at once. Set apart, the
+    learner trains meanwhile, and generators keep the responses that they have begun.
+    """
+    buckets = bucket_bytes(models.actor, layout.learner)
+    if layout.colocated:
+        weights = weight_bytes(models.actor, layout.generator.tensor)
+        masters = {}
+        if layout.offload:
+            masters = {"actor's masters": SINGLE * models.actor.parameters / layout.gpus}
+        return {
+            **resident(models, layout),
+            **masters,
+            "weights": weights,
+            "buckets": 2 * buckets,
+        }
+    return max(
+        {**training(models, layout), "buckets": buckets},
+        generation(models, layout, workload, hardware),
+        {"frozen": frozen_bytes(models, layout), "buckets": buckets},
+        key=_total,
+    )
+
+
+def host_bytes(models: Models, layout: Layout) -> float:
+    """Return bytes in the host's memory for each GPU: of what is offloaded."""
+    if not layout.offload:
+        return 0.0
+    trained = models.actor.parameters + models.critic.parameters
+    return KEPT * trained / layout.learner.devices + frozen_bytes(models, layout)
