@@ -48,9 +48,9 @@ class Estimate:
         return self.generation, self.scoring, self.training, self.handover
 
     @property
-    def bursts(self) -> Phase | None:
-        """The first phase that does not fit into a GPU, if there is one."""
-        return next((p for p in self.phases if p.memory_bytes > self.usable_bytes), None)
+    def bursts(self) -> tuple[Phase, ...]:
+        """The phases that do not fit into a GPU."""
+        return tuple(p for p in self.phases if p.memory_bytes > self.usable_bytes)
 
     @property
     def groups(self) -> dict[str, dict[str, float]]:
@@ -121,7 +121,7 @@ class _Maker:
         assumed, gpu = self.hardware.assumed, self.hardware.gpu
         rows, goes = memory.rows_in_flight(self.models, self.layout, load, self.hardware)
         prompts = rows * goes * load.prompt_tokens
-        passes = math.ceil(prompts / self.layout.micro_tokens)
+        passes = math.ceil(prompts / self.layout.prefill_tokens)
         flops = compute.forward_flops(actor, prompts, load.prompt_tokens) / mesh.tensor
         prefill, prefill_bytes = self._reduced(actor, prompts, mesh.tensor, FORWARD, passes)
         context = load.prompt_tokens + load.response_tokens / 2
@@ -149,11 +149,10 @@ class _Maker:
     def scoring(self) -> Phase:
         """A forward pass of reference, reward model and critic over all tokens."""
         models, layout = self.models, self.layout
-        frozen = [self._scored(shape, layout.scorer) for shape in (models.reference, models.reward)]
-        of_critic = self._scored(models.critic, layout.scorer)
+        shapes = [models.reference, models.reward, *([] if layout.colocated else [models.critic])]
+        pieces = [self._scored(s, layout.scorer, layout.prefill_tokens) for s in shapes]
         if layout.colocated:
-            of_critic = self._forward_in_shards(models.critic)
-        pieces = [*frozen, of_critic]
+            pieces.append(self._forward_in_shards(models.critic))
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
             work.append(self._to_host(memory.frozen_bytes(models, layout)))
@@ -190,9 +189,10 @@ class _Maker:
         parts = memory.handover(models, layout, self.workload, self.hardware)
         return Phase("hand-over", parts, size, tuple(works)), tuple(works)
 
-    def _scored(self, shape: Shape, mesh: Mesh) -> tuple[Work, float]:
+    def _scored(self, shape: Shape, mesh: Mesh, pass_tokens: int) -> tuple[Work, float]:
+        """A model's forward passes, and bytes of their tensor parallelism."""
         tokens = self.workload.tokens / mesh.data
-        passes = math.ceil(tokens / self.layout.micro_tokens)
+        passes = math.ceil(tokens / pass_tokens)
         flops = compute.forward_flops(shape, tokens, self.workload.length) / mesh.tensor
         reduced, size = self._reduced(shape, tokens, mesh.tensor, FORWARD, passes)
         arithmetic_s = flops / (self.hardware.gpu.flops * self.hardware.assumed.prefill)
@@ -203,8 +203,9 @@ class _Maker:
         ), size
 
     def _forward_in_shards(self, shape: Shape) -> tuple[Work, float]:
+        """The same of a model that stays in the learner's shards."""
         mesh = self.layout.learner
-        work, size = self._scored(shape, mesh)
+        work, size = self._scored(shape, mesh, self.layout.micro_tokens)
         gathered = wire.fsdp_forward_bytes(shape, mesh, self._passes())
         return Work(
             arithmetic_s=work.arithmetic_s,

@@ -6,7 +6,9 @@ Peaks are published; the shares are assumptions, every one, and so fields that c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+
+from stretto.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,11 @@ class Assumptions:
     usable: float = 0.9
     step_s: float = 0.002
     reduce_s: float = 0.00002
+
+    def __post_init__(self) -> None:
+        *shares, step_s, reduce_s = astuple(self)
+        if not all(0 < share <= 1 for share in shares) or min(step_s, reduce_s) < 0:
+            raise ConfigError(f"{self}: shares are above 0 and at most 1, seconds 0 or more")
 
 
 @dataclass(frozen=True, slots=True)

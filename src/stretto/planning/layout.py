@@ -50,7 +50,8 @@ class Layout:
             and the critic's values come from a copy beside the frozen models.
         offload: roles that are not at work keep their states in the host's memory.
         checkpointing: layers keep their inputs alone, and are computed again in the backward pass.
-        micro_tokens: tokens of a micro-batch, of one shard of the learner or one copy of a scorer.
+        micro_tokens: tokens of a micro-batch of one shard of the learner.
+        prefill_tokens: tokens of a pass without gradients of one generator or scorer.
     """
 
     learner: Mesh
@@ -60,6 +61,7 @@ class Layout:
     offload: bool = False
     checkpointing: bool = True
     micro_tokens: int = 8192
+    prefill_tokens: int = 8192
 
     def __post_init__(self) -> None:
         meshes = (self.learner, self.generator, self.scorer)
@@ -74,8 +76,10 @@ class Layout:
                 "offload moves roles that take turns on a device; roles apart have their devices "
                 "for themselves: leave it out, or colocate them"
             )
-        if self.micro_tokens < 1:
-            raise ConfigError(f"micro-batches of {self.micro_tokens} tokens: give 1 or more")
+        if min(self.micro_tokens, self.prefill_tokens) < 1:
+            raise ConfigError(
+                f"passes of {self.micro_tokens} and {self.prefill_tokens} tokens: give 1 or more"
+            )
 
     @property
     def gpus(self) -> int:

@@ -159,10 +159,11 @@ def rows_in_flight(
 
 
 def _generator(models: Models, layout: Layout) -> dict[str, float]:
+    """What is there whatever the number of rows; of a prefill, as much as a layer would keep."""
     actor, tensor = models.actor, layout.generator.tensor
     parts = {
         "weights": weight_bytes(actor, tensor),
-        "activations": layer_activation_bytes(actor, layout.micro_tokens, tensor),
+        "activations": layer_activation_bytes(actor, layout.prefill_tokens, tensor),
     }
     if not layout.colocated:  # else they are freed after the hand-over
         parts["buckets"] = bucket_bytes(actor, layout.learner)
@@ -177,7 +178,7 @@ def _row_bytes(actor: Shape, layout: Layout, workload: Workload) -> float:
 def generation(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
     """Return the memory of a generator's GPU.
 
-    Prompts are prefilled ``micro_tokens`` at a time. Set apart, responses stay while new weights
+    Prompts are prefilled ``prefill_tokens`` at a time. Set apart, responses stay while new weights
     come, and so there is room for these, too.
     """
     rows, _ = rows_in_flight(models, layout, workload, hardware)
@@ -191,11 +192,13 @@ def scoring(models: Models, layout: Layout) -> Parts:
     Colocated, values come from the learner's critic, whose layers are gathered; of an offloaded
     critic the masters are brought back for that.
     """
-    tokens, tensor = layout.micro_tokens, layout.scorer.tensor
-    of_critic = layout.learner.tensor if layout.colocated else tensor
-    placed = ((models.reference, tensor), (models.reward, tensor), (models.critic, of_critic))
+    tokens, tensor = layout.prefill_tokens, layout.scorer.tensor
+    of_critic = (models.critic, tokens, tensor)
+    if layout.colocated:
+        of_critic = (models.critic, layout.micro_tokens, layout.learner.tensor)
+    passes = ((models.reference, tokens, tensor), (models.reward, tokens, tensor), of_critic)
     work = {
-        "activations": max(layer_activation_bytes(shape, tokens, t) for shape, t in placed),
+        "activations": max(layer_activation_bytes(*each) for each in passes),
         "logits": logits_bytes(models.reference, tokens, gradients=False),
     }
     if not layout.colocated:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots, as counts are kept
 class Shape:
     """Shape of a decoder.
 
@@ -35,25 +36,25 @@ class Shape:
     tied: bool = False
     gated: bool = True
 
-    @property
+    @cached_property
     def kv_width(self) -> int:
         """Width of the keys of a token; the same of its values."""
         return self.kv_heads * self.hidden // self.heads
 
-    @property
+    @cached_property
     def layer_parameters(self) -> int:
         """Parameters of a layer: Q and O, K and V, the MLP's matrices, two norms."""
         attention = 2 * self.hidden**2 + 2 * self.hidden * self.kv_width
         mlp = (3 if self.gated else 2) * self.hidden * self.inner
         return attention + mlp + 2 * self.hidden
 
-    @property
+    @cached_property
     def root_parameters(self) -> int:
         """Parameters around the layers: embedding, last norm, output layer."""
         head = 0 if self.tied else self.outputs * self.hidden
         return self.vocabulary * self.hidden + self.hidden + head
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """All parameters."""
         return self.layers * self.layer_parameters + self.root_parameters
