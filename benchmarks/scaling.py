@@ -23,7 +23,7 @@ from stretto.planning.shapes import LLAMAS, Models, Shape
 
 COUNTS = (8, 16, 32, 64, 128)
 TENSOR = (1, 2, 4, 8)
-PASSES = ((False, 4096), (True, 4096), (True, 16_384))
+PASSES = ((False, 4096), (True, 2048), (True, 4096), (True, 16_384))
 """Of the learner: whether layers are computed again, and tokens of a micro-batch."""
 EIGHTHS = tuple(
     (n, 8 - n - scorer, scorer) for n in range(2, 7) for scorer in (1, 2) if n + scorer < 8
@@ -83,12 +83,11 @@ def rows_of(shape: Shape, hardware: Hardware, counts: Sequence[int]) -> Iterator
             yield Row(gpus, min(estimates, key=preference))
 
 
-def preference(found: Estimate) -> tuple[float, float, float, int]:
+def preference(found: Estimate) -> tuple[float, float, float, float]:
     """What fits first, then what lacks least, then what is quick; of equals the least work."""
-    held = max(*(p.memory_bytes for p in found.phases), found.usable_bytes)
-    layout = found.layout
-    tensor = layout.learner.tensor + layout.generator.tensor + layout.scorer.tensor
-    return held, found.step_s, sum(phase.seconds for phase in found.phases), tensor
+    held = max(*(phase.memory_bytes for phase in found.phases), found.usable_bytes)
+    work = sum(phase.seconds for phase in found.phases)
+    return held, found.step_s, work, sum(phase.wire_bytes for phase in found.phases)
 
 
 def meshes(shape: Shape, devices: int) -> list[Mesh]:

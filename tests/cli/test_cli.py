@@ -398,9 +398,9 @@ def test_memory_of_each_gpu_by_phase(capsys: pytest.CaptureFixture[str]) -> None
 def test_memory_names_the_phase_that_bursts(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("memory", "70B", "--gpus", "16", "--tp", "8", "--offload") == 2
     printed = capsys.readouterr()
-    assert "training takes 152.2 GB of each GPU, of which 72 GB can be filled; most" in printed.err
+    assert "training takes 152.7 GB of each GPU, of which 72 GB can be filled; most" in printed.err
     assert "learner's states. Give more --gpus, another --fsdp or --tp\n" in printed.err
-    assert "training     152.2 GB" in printed.out
+    assert "training     152.7 GB" in printed.out
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.planning import compute, memory, wire
 from stretto.planning.hardware import GPUS, Assumptions, Links
@@ -97,10 +98,10 @@ def test_two_layers_and_the_root_are_gathered() -> None:
 
 
 def test_activations_of_a_layer() -> None:
-    # norms, attention and MLP: 4 x 8 bytes; Q, K, V and attention's output: 2 x (4 + 2 + 2 + 4);
-    # gate, up, the gate's activation and the product: 4 x 2 x 8
-    assert memory.layer_activation_bytes(SMALL, 3, 1) == 3 * (32 + 24 + 64)
-    assert memory.layer_activation_bytes(SMALL, 3, 2) == 3 * (32 + 12 + 32)
+    # two norms: 4 x 4 + 2 x 4 bytes; attention and MLP: 2 x 4; Q, K, V and attention's output:
+    # 2 x (4 + 2 + 2 + 4); gate, up, the gate's activation and the product: 4 x 2 x 8
+    assert memory.layer_activation_bytes(SMALL, 3, 1) == 3 * (48 + 16 + 24 + 64)
+    assert memory.layer_activation_bytes(SMALL, 3, 2) == 3 * (48 + 16 + 12 + 32)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
@@ -112,8 +113,55 @@ def test_the_layer_of_korthikanti_without_dropout(tensor: int) -> None:
 
 
 def test_checkpoints_are_the_layers_inputs_and_one_layer() -> None:
-    assert memory.activation_bytes(SMALL, 3, 1, checkpointing=False) == 2 * 360
-    assert memory.activation_bytes(SMALL, 3, 1, checkpointing=True) == 2 * 2 * 4 * 3 + 360
+    assert memory.activation_bytes(SMALL, 3, 1, checkpointing=False) == 2 * 3 * 152
+    assert memory.activation_bytes(SMALL, 3, 1, checkpointing=True) == 2 * 2 * 4 * 3 + 3 * 152
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_autograd_keeps_these_activations_of_a_llama(kv_heads: int) -> None:
+    """The difference between two and three layers; the log-sum-exp of attention is left out."""
+    shape = Shape(1, 512, 1376, 8, kv_heads, 10, 10)
+    kept = [kept_bytes(shape, layers, checkpointing=False) for layers in (2, 3)]
+    formula = memory.layer_activation_bytes(shape, TOKENS, 1)
+    assert kept[1] - kept[0] == pytest.approx(formula, rel=0.003)
+    kept = [kept_bytes(shape, layers, checkpointing=True) for layers in (2, 3)]
+    assert kept[1] - kept[0] == 2 * 512 * TOKENS
+
+
+TOKENS = 64
+
+
+def kept_bytes(shape: Shape, layers: int, *, checkpointing: bool) -> int:
+    """Bytes that the forward pass of a Llama keeps for its backward pass, weights not counted."""
+    import torch
+    from transformers import LlamaConfig, LlamaModel
+
+    from stretto.models.load import set_checkpointing
+
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+    )
+    model = LlamaModel(config).bfloat16()
+    if checkpointing:
+        set_checkpointing(model, ModelConfig(gradient_checkpointing=True))
+        model.train()
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()  # kept alive, so that no address comes twice
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def test_slices_of_logits() -> None:

@@ -66,13 +66,16 @@ def layer_activation_bytes(shape: Shape, tokens: int, tensor: int) -> float:
     """Return bytes that a layer keeps for its backward pass.
 
     Counted as Korthikanti et al. 2022 do (sections 4.1 and 4.2.1), with attention recomputed and
-    without dropout: a token keeps inputs of both norms, of attention and of the MLP (8 h bytes, on
-    each tensor-parallel device); Q, K, V and the output layer's input of attention; of an MLP
-    the intermediate state before and after its activation, twice where it is gated. For their
-    layer (no gate, inner = 4 h) that is (8 + 24/t) h: their (10 + 24/t) h less two masks of
-    dropout.
+    without dropout. On each tensor-parallel device a token keeps inputs of both norms, of attention
+    and of the MLP; divided among them, Q, K, V and the input of attention's output layer, and the
+    MLP's intermediate state before and after its activation, twice where it is gated. For their
+    layer (no gate, inner = 4 h) that is (8 + 24/t) h: their (10 + 24/t) h less two dropout masks.
+
+    Llama's norms compute in float32, and keep their input so, and what they make of it in bfloat16.
+    For a Llama layer this is what autograd keeps, measured on a CPU (``tests/planning``).
     """
-    whole = 4 * HALF * shape.hidden
+    norm = SINGLE + HALF if shape.gated else HALF
+    whole = 2 * (norm + HALF) * shape.hidden
     attention = 2 * HALF * (shape.hidden + shape.kv_width)
     mlp = (4 if shape.gated else 2) * HALF * shape.inner
     return tokens * (whole + (attention + mlp) / tensor)

@@ -23,7 +23,7 @@ class Shape:
         vocabulary: rows of the embedding.
         outputs: of the last layer: as many as the vocabulary, or 1 in a critic or reward model.
         tied: embedding and output layer are one matrix.
-        gated: the MLP has a gate, and so three matrices instead of two.
+        gated: the MLP has a gate, as Llama's, and so three matrices instead of two.
     """
 
     layers: int
