@@ -51,9 +51,9 @@ class Side:
     def load(self, ref: WeightsRef, mark: str, route: Route) -> Reply[float]:
         """Receive them into the tensors that are here; return the seconds."""
         start_s = time.perf_counter()
-        self.inbox.expect(ref, mark, route)
-        for name, tensor in self.inbox.get(ref).items():
-            self.tensors[name].copy_(tensor)
+        self.inbox.expect(ref, [mark], [route])
+        for name, part in self.inbox.get(ref).items():
+            self.tensors[name].copy_(part.tensor)
         return Reply(time.perf_counter() - start_s)
 
     def plain(self, route: Route) -> Reply[float]:

@@ -13,15 +13,17 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from stretto.config import AlgorithmConfig, Config
 from stretto.models.heads import critic_from_actor
+from stretto.models.pieces import Layout
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
+from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
 from stretto.training.passes import LocalPasses
-from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
+from stretto.training.sharded import Sharded, ShardedModel
+from stretto.training.sharded_passes import ShardedPasses
 from stretto.training.trained import TrainedModel
 from stretto.types import FinishReason, Prompt, Score, TrainBatch
 
@@ -60,11 +62,13 @@ class Side:
     Args:
         rank: its number.
         folder: of the model.
+        tp: slices that linear layers are cut into.
     """
 
-    def __init__(self, rank: int, folder: Path) -> None:
+    def __init__(self, rank: int, folder: Path, tp: int = 1) -> None:
         self._folder, self._ranks = folder, dist.get_world_size()
-        self._mesh = init_device_mesh("cpu", (self._ranks,)) if self._ranks > 1 else None
+        layout = Layout(self._ranks // tp, tp)
+        self._grid = Grid("cpu", layout) if self._ranks > 1 else None
 
     def learn(
         self, given: Mapping[str, Any], batch: TrainBatch, steps: int, compare: bool
@@ -78,16 +82,17 @@ class Side:
         gradients: dict[str, Tensor] = {}
 
         def keeping(name: str, trained: Any) -> None:
-            update = trained.update
+            called = "_norm" if self._grid else "update"  # once they are added up
+            method = getattr(trained, called)
 
             def first() -> float:
-                for key, p in trained.model.named_parameters():
-                    whole = getattr(p.grad, "full_tensor", lambda p=p: p.grad.clone())
-                    gradients[f"{name}.{key}"] = whole()
-                trained.update = update
-                return float(update())
+                found = {key: gradient.clone() for key, gradient in trained.gradients().items()}
+                found = trained.gathered(found)
+                gradients.update({f"{name}.{key}": whole for key, whole in found.items()})
+                setattr(trained, called, method)
+                return float(method())
 
-            trained.update = first
+            setattr(trained, called, first)
 
         for name, trained in learner._trained.items() if compare else ():
             keeping(name, trained)
@@ -104,8 +109,7 @@ class Side:
             for model, tensors in learner.weights().items()
             for name, tensor in tensors.items()
         }
-        first_rank = dist.get_rank() == 0
-        return gradients if first_rank else {}, weights, min(seconds), held
+        return gradients, weights, min(seconds), held
 
     def peak_bytes(self) -> int:
         """Return the most memory that this process has held."""
@@ -121,15 +125,15 @@ class Side:
         t: Any = config.training
         schedule: dict[str, Any] = {"updates": UPDATES, "warmup": 0}
         parts: tuple[Any, Any, Any]
-        if self._mesh is None:
+        if self._grid is None:
             parts = (
                 TrainedModel(actor, t.lr, t, **schedule),
                 TrainedModel(critic, t.critic_lr, t, **schedule) if critic else None,
                 LocalPasses(actor, critic, config),
             )
         else:
-            shards = Sharded(actor, self._mesh)
-            others = Sharded(critic, self._mesh) if critic else None
+            shards = Sharded(actor, self._grid)
+            others = Sharded(critic, self._grid) if critic else None
             parts = (
                 ShardedModel(shards, t.lr, t, **schedule),
                 ShardedModel(others, t.critic_lr, t, **schedule) if others else None,

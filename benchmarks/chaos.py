@@ -102,11 +102,12 @@ def main() -> None:
     parser.add_argument("--hangs", type=float, default=0.25, help="share of SIGSTOP")
     parser.add_argument("--deadline-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="keep both runs in this folder, with their logs")
     args = parse(
         parser, {"steps": 2, "batch": 4, "tokens": 4, "every": 20.0, "hangs": 0.0, "deadline_s": 60}
     )
     with tempfile.TemporaryDirectory() as folder:
-        whole, torn = Path(folder) / "whole", Path(folder) / "torn"
+        whole, torn = (Path(args.out or folder) / name for name in ("whole", "torn"))
         subprocess.run(command(args, whole, "inline"), check=True, stdout=sys.stderr)
         start_s = time.monotonic()
         process = subprocess.Popen(command(args, torn, "local"), stdout=sys.stderr)

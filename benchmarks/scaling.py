@@ -92,7 +92,7 @@ def preference(found: Estimate) -> tuple[float, float, float, float]:
 
 def meshes(shape: Shape, devices: int) -> list[Mesh]:
     """Return ways to divide devices among shards or copies of a model."""
-    fitting = (t for t in TENSOR if devices % t == 0 and shape.heads % t == 0)
+    fitting = (t for t in TENSOR if devices % t == 0 and shape.heads % t == shape.kv_heads % t == 0)
     return [Mesh(devices // t, t) for t in fitting]
 
 
@@ -212,33 +212,33 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def travelling(sizes: Sequence[str], hardware: Hardware) -> str:
-    """Return two ways of handing weights over to generators apart, and the tokens of a step."""
+    """Return ways of handing weights over to generators apart, and the tokens of a step."""
     learner, generator, scorer = SPLIT
-    links, scorers = hardware.links, 3
+    link = hardware.links.between_bytes_per_s * hardware.assumed.link
     rows = []
     for size in sizes:
         models = Models.of_one_size(LLAMAS[size])
         layout = Layout(learner, generator, scorer, colocated=False)
+        at_once_s = estimate(models, layout, WORKLOAD, hardware).handovers[0].exposed_s
         whole = wire.broadcast_bytes(models.actor)
         first = wire.gathered_first_bytes(models.actor, learner)
-        # All of it goes through one adapter.
-        first_s = first / (links.between_bytes_per_s * hardware.assumed.link)
         rows.append(
             (
                 size,
-                f"{gb(whole / learner.devices)} / {gb(whole)}",
-                f"{estimate(models, layout, WORKLOAD, hardware).handovers[0].exposed_s:.2f} s",
-                gb(first),
-                f"{first_s:.2f} s",
-                f"{wire.chunk_bytes(WORKLOAD.tokens, scorers) / 1e6:.1f} MB",
+                f"{gb(whole)} GB, {gb(whole / learner.devices)} GB",
+                f"{at_once_s:.2f} s",
+                f"{whole / link:.2f} s",
+                f"{first / link:.2f} s",
+                f"{wire.chunk_bytes(WORKLOAD.tokens, 3) / 1e6:.1f} MB",
             )
         )
     head = (
-        *("model", "each rank broadcasts its shard: out of one / into one, GB", ""),
-        *("all through the first rank, GB", "", f"tokens of a step to {scorers} scorers"),
+        *("model", "its weights, a rank's shard", "ranks broadcast shards at once"),
+        *("one after another", "all through the first rank", "tokens of a step to 3 scorers"),
     )
-    return f"A learner of {learner.devices} GPUs, generators on {generator.devices}:\n\n" + table(
-        head, rows
+    return (
+        f"From a learner of {learner.devices} GPUs to generators on {generator.devices}; where not "
+        f"all ranks broadcast at once, one adapter works at a time:\n\n{table(head, rows)}"
     )
 
 

@@ -45,21 +45,24 @@ def difference(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, help="folder; a tiny model without one")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument(
+        "--layouts", nargs="+", default=["2x1", "3x1", "1x2", "2x2"], help="fsdp x tp, such as 2x2"
+    )
     parser.add_argument("--algorithms", nargs="+", default=list(ALGORITHMS))
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--memory", action="store_true", help="memory and seconds alone")
-    args = parse(parser, {"ranks": [2], "algorithms": ["ppo"], "steps": 1})
+    args = parse(parser, {"layouts": ["1x2"], "algorithms": ["ppo"], "steps": 1})
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or Path(scratch) / "tiny"
         if not args.model:
             make_tiny(folder)
         vocabulary = AutoConfig.from_pretrained(folder).vocab_size
-        print("| ranks | algorithm | gradients | weights | s a step | GB held by each | at most |")
+        print("| fsdp x tp | algorithm | gradients | weights | s a step | GB held | at most |")
         print("|---|---|---|---|---|---|---|")
         whole: dict[str, Any] = {}
-        for count in [1, *args.ranks]:
-            ranks = Ranks(count, Side, (folder,))
+        for layout in ["1x1", *args.layouts]:
+            fsdp, tp = map(int, layout.split("x"))
+            ranks = Ranks(fsdp * tp, Side, (folder, tp))
             for name in args.algorithms:
                 batch = batch_of(name, LENGTHS, vocabulary)
                 found = ranks.call("learn", settings(name), batch, args.steps, not args.memory)
@@ -68,7 +71,7 @@ def main() -> None:
                 held = ", ".join(f"{rank[3] / 1e9:.2f}" for rank in found)
                 peak = max(ranks.call("peak_bytes")) / 1e9
                 print(
-                    f"| {count} | {name} | {difference(gradients, before[0]):.1e} "
+                    f"| {layout} | {name} | {difference(gradients, before[0]):.1e} "
                     f"| {difference(weights, before[1]):.1e} | {seconds:.2f} | {held} "
                     f"| {peak:.2f} |",
                     flush=True,

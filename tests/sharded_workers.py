@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from helpers import critic_of, llama
+from helpers import VOCABULARY, critic_of, llama
 from stretto.config import Config, ModelConfig
 from stretto.errors import LearnerError
 from stretto.models.lora import add_lora
+from stretto.models.pieces import Layout
 from stretto.models.tiny import byte_tokenizer
+from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
-from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
+from stretto.training.sharded import Sharded, ShardedModel
+from stretto.training.sharded_passes import ShardedPasses
 from stretto.types import Response, TrainBatch
 
 UPDATES = 10
@@ -26,7 +29,7 @@ UPDATES = 10
 def models(kind: str) -> tuple[Any, Any]:
     """An actor and a critic, the same on every rank."""
     dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
-    actor = llama(dtype=dtype, tied=kind != "untied")
+    actor = qwen() if kind == "norms of heads" else llama(dtype=dtype, tied=kind != "untied")
     critic = critic_of(actor)
     if kind.endswith("lora"):
         lora = ModelConfig(lora_rank=2)
@@ -41,22 +44,58 @@ def models(kind: str) -> tuple[Any, Any]:
     return actor, critic
 
 
+def qwen() -> Any:
+    """A model that normalises the queries and keys of each head, and shares keys among heads."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        attention_bias=True,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+    return model
+
+
+def first_gradients(learner: PolicyLearner, before: str, batch: TrainBatch) -> dict[str, Any]:
+    """Gradients as they are when a method of the actor's trained model is called."""
+    actor: Any = learner._trained["actor"]
+    method, found = getattr(actor, before), {}
+
+    def keep(*args: Any) -> float:
+        own = {key: gradient.clone() for key, gradient in actor.gradients().items()}
+        found.update(actor.gathered(own))
+        return float(method(*args))
+
+    setattr(actor, before, keep)
+    learner.train(batch)
+    return found
+
+
 class ShardedRank:
     """A rank that makes one learner after the other."""
 
     learner: PolicyLearner
 
-    def __init__(self, rank: int) -> None:
-        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        self._beside = dist.new_group(backend="gloo")
+    def __init__(self, rank: int, tp: int = 1) -> None:
+        self._grid = Grid("cpu", Layout(dist.get_world_size() // tp, tp))
 
     def make(self, kind: str, given: Mapping[str, Any]) -> None:
         config = Config.model_validate(given)
         t = config.training
         whole_actor, whole_critic = models(kind)
         with_critic = config.algorithm.definition.critic
-        actor = Sharded(whole_actor, self._mesh, self._beside)
-        critic = Sharded(whole_critic, self._mesh, self._beside) if with_critic else None
+        actor = Sharded(whole_actor, self._grid)
+        critic = Sharded(whole_critic, self._grid) if with_critic else None
         self.learner = PolicyLearner(
             ShardedModel(actor, t.lr, t, updates=UPDATES, warmup=0),
             ShardedModel(critic, t.critic_lr, t, updates=UPDATES, warmup=0) if critic else None,
@@ -67,6 +106,10 @@ class ShardedRank:
 
     def train(self, batches: Sequence[TrainBatch]) -> list[Mapping[str, float]]:
         return [self.learner.train(batch).stats for batch in batches]
+
+    def first_gradients(self, batch: TrainBatch) -> dict[str, Any]:
+        """The actor's gradients, before they are clipped and used; on the first rank."""
+        return first_gradients(self.learner, "_norm", batch)
 
     def refused(self, batch: TrainBatch) -> str:
         """The error of a batch that cannot be trained on."""

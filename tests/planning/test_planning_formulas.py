@@ -30,6 +30,10 @@ def test_parameters_of_a_small_shape() -> None:
     assert SMALL.valued().parameters == P - 40 + 4
     assert replace(SMALL, tied=True).valued() == SMALL.valued()
     assert SMALL.largest_tensor == 40
+    # Layers are cut, the 84 around them are not; of these the embedding's 40 are looked up.
+    assert (SMALL.held(1), SMALL.held(2)) == (388, 152 + 84)
+    assert (SMALL.multiplied(1), SMALL.multiplied(2)) == (348, 152 + 44)
+    assert replace(SMALL, tied=True).multiplied(1) == 348
 
 
 @pytest.mark.parametrize(
@@ -83,18 +87,19 @@ def test_what_is_assumed_is_what_the_simulator_assumes() -> None:
 
 
 def test_states_are_sixteen_bytes_a_parameter_over_all_devices() -> None:
-    assert memory.state_bytes(SMALL, 4) == 16 * 388 / 4
+    assert memory.state_bytes(SMALL, Mesh(4)) == 16 * 388 / 4
+    assert memory.state_bytes(SMALL, Mesh(4, 2)) == 16 * (152 + 84) / 4
     # ZeRO's own example: 7.5e9 parameters on 64 devices take 1.9 GB.
     seven_and_a_half = 7.5e9 / LLAMAS["7B"].parameters
-    assert memory.state_bytes(LLAMAS["7B"], 64) * seven_and_a_half == pytest.approx(1.875e9)
+    assert memory.state_bytes(LLAMAS["7B"], Mesh(64)) * seven_and_a_half == pytest.approx(1.875e9)
 
 
 def test_two_layers_and_the_root_are_gathered() -> None:
-    assert memory.gathered_bytes(SMALL, Mesh(4, 2), gradients=False) == 2 * (304 + 84) / 2
+    assert memory.gathered_bytes(SMALL, Mesh(4, 2), gradients=False) == 2 * (304 / 2 + 84)
     # ... and gradients of a layer and the root, in bfloat16 and float32
-    expected = (2 * (304 + 84) + 6 * (152 + 84)) / 2
+    expected = 2 * (304 / 2 + 84) + 6 * (152 / 2 + 84)
     assert memory.gathered_bytes(SMALL, Mesh(4, 2), gradients=True) == expected
-    assert memory.gathered_bytes(SMALL, Mesh(1, 2), gradients=True) == 388
+    assert memory.gathered_bytes(SMALL, Mesh(1, 2), gradients=True) == 2 * (152 + 84)
 
 
 def test_activations_of_a_layer() -> None:
@@ -181,20 +186,20 @@ def test_slices_of_logits() -> None:
 def test_keys_and_values_of_a_token() -> None:
     assert memory.cache_bytes(LLAMAS["7B"], 1) == 2 * 32 * 32 * 128 * 2  # half a megabyte
     assert memory.cache_bytes(LLAMAS["70B"], 4) == 2 * 80 * 2 * 128 * 2
-    assert memory.cache_bytes(SMALL, 2) == memory.cache_bytes(SMALL, 1) == 2 * 2 * 2 * 2
+    assert memory.cache_bytes(SMALL, 1) == 2 * 2 * 2 * 2
 
 
 def test_two_buckets_a_side() -> None:
     assert memory.bucket_bytes(SMALL, Mesh(4)) == 2 * 64 * 2**20
     shape = replace(SMALL, vocabulary=50 * 2**20)  # a matrix of 400 MiB
-    assert memory.bucket_bytes(shape, Mesh(2, 2)) == 2 * 100 * 2**20
+    assert memory.bucket_bytes(shape, Mesh(4, 2)) == 2 * 100 * 2**20
 
 
 def test_the_memory_plan_counts_states_alike() -> None:
     from stretto.models.memory import memory_plan
 
     plan = memory_plan(SMALL.parameters).mixed.roles
-    assert plan[0].total_bytes == memory.state_bytes(SMALL, 1)
+    assert plan[0].total_bytes == memory.state_bytes(SMALL, Mesh(1))
     assert plan[2].total_bytes == memory.weight_bytes(SMALL, 1)
 
 
@@ -209,9 +214,9 @@ def test_collectives() -> None:
 
 def test_traffic_of_shards() -> None:
     # layers twice and the root once in bfloat16, all gradients in float32; three of four come in
-    expected = 5 * (2 * (2 * 304 + 84) + 4 * 388) / 2 * 3 / 4
+    expected = 5 * (2 * (2 * 152 + 84) + 4 * (152 + 84)) * 3 / 4
     assert wire.fsdp_training_bytes(SMALL, Mesh(4, 2), 5) == expected
-    assert wire.fsdp_forward_bytes(SMALL, Mesh(4, 2), 5) == 5 * 2 * 388 / 2 * 3 / 4
+    assert wire.fsdp_forward_bytes(SMALL, Mesh(4, 2), 5) == 5 * 2 * (152 + 84) * 3 / 4
     assert wire.fsdp_training_bytes(SMALL, Mesh(1, 2), 5) == 0
 
 
@@ -224,33 +229,35 @@ def test_traffic_of_tensor_parallelism() -> None:
 def test_traffic_of_hand_overs() -> None:
     assert wire.broadcast_bytes(SMALL) == 2 * 388
     assert wire.gathered_first_bytes(SMALL, Mesh(2, 2)) == 2 * 388 * (3 / 4 + 1)
-    # of half of the weights an eighth of all is there
-    assert wire.reshard_bytes(SMALL, Mesh(8), Mesh(4, 2)) == 2 * 388 * (1 / 2 - 1 / 8)
-    assert wire.reshard_bytes(SMALL, Mesh(1, 8), Mesh(1, 8)) == 0
+    # of what a generator's device holds, an eighth of all weights is there
+    assert wire.reshard_bytes(SMALL, Mesh(8), Mesh(4, 2)) == 2 * (152 + 84 - 388 / 8)
+    assert wire.reshard_bytes(SMALL, Mesh(1), Mesh(1)) == 0
     assert wire.chunk_bytes(1000, 3) == 24_000
 
 
 def test_states_to_the_host() -> None:
     models = Models.of_one_size(SMALL)
-    assert wire.swap_bytes(models, Mesh(2, 2)) == 12 * (388 + 352) / 4
+    assert memory.kept_bytes(models, Mesh(4)) == 12 * (388 + 352) / 4
+    assert memory.kept_bytes(models, Mesh(2, 2)) == 12 * (152 + 84 + 152 + 48) / 2
 
 
 # -- operations ------------------------------------------------------------------------------------
 
 
 def test_operations() -> None:
-    # 2 x 388 a token; a token sees half of 10 others, at 4 operations a layer and unit of width
-    assert compute.forward_flops(SMALL, 30, 10) == 30 * (776 + 4 * 2 * 4 * 5)
-    forward = compute.forward_flops(SMALL, 30, 10)
-    assert compute.training_flops(SMALL, 30, 10, checkpointing=False) == 3 * forward
-    assert compute.training_flops(SMALL, 30, 10, checkpointing=True) == 4 * forward
+    # 2 x 348 a token; a token sees half of 10 others, at 4 operations a layer and unit of width
+    assert compute.forward_flops(SMALL, 30, 10, 1) == 30 * (696 + 4 * 2 * 4 * 5)
+    assert compute.forward_flops(SMALL, 30, 10, 2) == 30 * (2 * (152 + 44) + 4 * 2 * 4 * 5 / 2)
+    forward = compute.forward_flops(SMALL, 30, 10, 1)
+    assert compute.training_flops(SMALL, 30, 10, 1, checkpointing=False) == 3 * forward
+    assert compute.training_flops(SMALL, 30, 10, 1, checkpointing=True) == 4 * forward
 
 
 def test_a_decode_step() -> None:
-    assert compute.decode_flops(SMALL, 5, 10, 2) == 5 * (776 + 4 * 2 * 4 * 10) / 2
-    # half of the weights, and the one KV head of 10 tokens of five rows
-    assert compute.decode_read_bytes(SMALL, 5, 10, 2) == 388 + 50 * 16
-    assert compute.optimizer_bytes(SMALL, 4) == 32 * 388 / 4
+    assert compute.decode_flops(SMALL, 5, 10, 2) == 5 * (2 * (152 + 44) + 4 * 2 * 4 * 10 / 2)
+    # the layers' halves and the head; of keys and values of 10 tokens of five rows the half
+    assert compute.decode_read_bytes(SMALL, 5, 10, 2) == 2 * (152 + 44) + 50 * 16 / 2
+    assert compute.optimizer_bytes(SMALL, Mesh(4, 2)) == 32 * (152 + 84) / 4
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -274,7 +281,9 @@ def test_layouts_that_cannot_be() -> None:
 def test_models_that_cannot_be_divided() -> None:
     links, models = Links(450e9), Models.of_one_size(LLAMAS["33B"])
     layout = Layout(Mesh(1, 8), Mesh(2, 4), Mesh(2, 4), colocated=True)
-    with pytest.raises(ConfigError, match="tensor parallelism 8 of a model with 52 heads"):
+    with pytest.raises(
+        ConfigError, match="parallelism 8 of a model with 52 heads, 52 of keys and values"
+    ):
         layout.check(models, links)
     layout = Layout(Mesh(1, 4), Mesh(2, 2), Mesh(2, 2), colocated=True)
     with pytest.raises(ConfigError, match="on nodes of 2 GPUs: it must stay within a node"):

@@ -131,31 +131,53 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        (2, {"schedule": {"preset": "async"}}),
-        pytest.param(3, {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
-        pytest.param(2, RLOO, marks=pytest.mark.slow),
+        ({"learner": (2, 1)}, {"schedule": {"preset": "async"}}),
+        (
+            {"learner": (2, 2), "generator": (1, 2), "reference": (1, 2), "critic": (1, 2)},
+            {"schedule": {"preset": "oppo", "overcommit": 0}},
+        ),
+        pytest.param(
+            {"learner": (1, 2), "generator 0": (1, 2), "generator 1": (1, 2)},
+            {"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 2}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"learner": (3, 1), "generator": (1, 2)},
+            {"model": {"lora_rank": 2}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"learner": (1, 2)}, RLOO, marks=pytest.mark.slow),
     ],
 )
-def test_a_learner_in_shards_trains_as_one_process(
-    tiny_folder: Path, tmp_path: Path, ranks: int, changes: dict[str, Any]
+def test_roles_over_ranks_work_as_one_process(
+    tiny_folder: Path, tmp_path: Path, ranks: dict[str, tuple[int, int]], changes: dict[str, Any]
 ) -> None:
     """The same responses, and rewards and weights but for rounding."""
-    model = {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})}
-    config = settings(tiny_folder, **{**changes, "model": model})
+    rewards = tmp_path / "rewards.py"
+    rewards.write_text(
+        "def some(completions, **rest):\n"
+        "    return [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
+    )
+    own = {
+        "model": {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})},
+        "reward": {"sources": (f"{rewards}:some",), "missing_eos": "off"},
+    }
+    config = settings(tiny_folder, **{**changes, **own})
     here = trained(config, tmp_path / "inline")
-    learner = ProcessConfig(roles=("learner",), fsdp=ranks)
-    placed = {"runtime": "local", "cluster": ClusterConfig(processes=(learner,))}
+    processes_ = tuple(ProcessConfig(roles=(r,), fsdp=f, tp=t) for r, (f, t) in ranks.items())
+    placed = {"runtime": "local", "cluster": ClusterConfig(processes=processes_)}
     there = trained(config.model_copy(update=placed), tmp_path / "there")
-    assert [(r.id, r.tokens) for r in here.read_rollouts()] == [
+    assert {(r.id, r.tokens) for r in here.read_rollouts()} == {
         (r.id, r.tokens) for r in there.read_rollouts()
-    ]
+    }
     for one, two in zip(here.read_metrics(), there.read_metrics(), strict=True):
         for name in ("objective/scores", "policy/grad_norm", "loss/policy_avg"):
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5)
-    weights = [load_file(run.model / "model.safetensors") for run in (here, there)]
-    assert weights[0].keys() == weights[1].keys()
-    for name in weights[0]:
-        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-3, atol=1e-5)
+    start = load_file(tiny_folder / "model.safetensors")
+    one, two = (load_file(run.model / "model.safetensors") for run in (here, there))
+    assert start.keys() == one.keys() == two.keys()
+    for name, before in start.items():  # AdamW makes steps of roundings where gradients are zero
+        assert (one[name] - two[name]).norm() <= 0.02 * (one[name] - before).norm(), name
     assert not processes()
 
 

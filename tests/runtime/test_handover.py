@@ -33,11 +33,12 @@ class FakeLearner:
         self.outbox.put(REF, NEW)
         self.sends = 0
 
-    def aside(self, method: str, ref: WeightsRef, *rest: Any, timeout_s: float) -> Any:
+    def aside_on_all(self, method: str, ref: WeightsRef, *rest: Any, timeout_s: float) -> list[Any]:
         if method == "offer":
-            return Offer(*self.outbox.plan(ref), PROBE)
+            return [Offer(*self.outbox.plan(ref), PROBE)]
         self.sends += 1
-        return self.outbox.send(ref, *rest)
+        (route,) = rest[0]
+        return [self.outbox.send(ref, route)]
 
 
 class FakeFollower:
@@ -48,17 +49,17 @@ class FakeFollower:
         probe: its log-probs.
     """
 
-    generation = 0
+    generation, size = 0, 1
 
     def __init__(self, fault: str = "", probe: FloatArray = PROBE, other: bool = False) -> None:
         self.weights = {n: torch.zeros_like(t) for n, t in NEW.items() if not (other and n == "b")}
         self.inbox = Inbox(self.weights, CPU, 1024)
         self.fault, self.probe, self.released = fault, probe, threading.Event()
 
-    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         if self.fault == "stopped":
             raise RankError(f"no answer to '{method}' within {timeout_s:g} s")
-        return getattr(self.inbox, method)(*args)
+        return [getattr(self.inbox, method)(*args)]
 
     def ask(self, method: str, ref: WeightsRef) -> Reply[Loaded]:
         fault, self.fault = self.fault, "" if self.fault != "stopped" else self.fault
@@ -68,10 +69,10 @@ class FakeFollower:
             raise RankError("the process of the follower was killed by SIGKILL")
         if fault == "hangs":
             self.released.wait(30)
-        for name, tensor in self.inbox.get(ref).items():
-            self.weights[name].copy_(tensor)
+        for name, part in self.inbox.get(ref).items():
+            self.weights[name].copy_(part.tensor)
             if fault == "corrupts":
-                tensor.add_(1)
+                part.tensor.add_(1)
         return Reply(Loaded("other" if fault == "corrupts" else self.inbox.mark, self.probe))
 
 
@@ -159,7 +160,7 @@ def test_a_learner_that_is_gone_is_nobody_else_s_fault(
     def gone(method: str, *args: Any, timeout_s: float) -> Any:
         raise RankError("the process of the learner was killed by SIGKILL")
 
-    monkeypatch.setattr(learner, "aside", gone)
+    monkeypatch.setattr(learner, "aside_on_all", gone)
     with pytest.raises(RankError, match="of the learner was killed") as died:
         outcomes(handover, one=FakeFollower())
     assert not isinstance(died.value, RoleLostError)

@@ -32,10 +32,8 @@ class FakeGenerator:
         self.accepted: list[KVTransfer] = []
         self.gone = False
 
-    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        if not self.gone:
-            return getattr(self.parcels, method)(*args)
-        return None
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [None if self.gone else getattr(self.parcels, method)(*args)]
 
     def ask(self, method: str, *args: Any) -> Any:
         return getattr(self.parcels, method)(*args)

@@ -162,5 +162,5 @@ def test_a_learner_in_shards_has_a_rank_each() -> None:
     assert places(there, 8, 4)[0].devices == ("cuda:2", "cuda:3")
     with pytest.raises(ValidationError, match="is for the learner, in processes of its own, and"):
         config(cluster={"processes": [{"roles": ["reference", "learner"], "fsdp": 2}]})
-    with pytest.raises(ValidationError, match="asks for processes of the learner"):
+    with pytest.raises(ValidationError, match="ask for processes, and"):
         config(runtime="inline", cluster={"processes": [by_hand]})

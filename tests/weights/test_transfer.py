@@ -48,7 +48,7 @@ def routes(port: int, size: int, timeout_s: float = 20.0, epoch: int = 1) -> lis
 
 
 def taken(inbox: Inbox, ref: WeightsRef = REF) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in inbox.get(ref).items()}
+    return {name: part.tensor.clone() for name, part in inbox.get(ref).items()}
 
 
 def test_followers_get_what_was_sent_and_can_prove_it() -> None:
@@ -62,7 +62,7 @@ def test_followers_get_what_was_sent_and_can_prove_it() -> None:
         assert size == 32 + 32 + 160  # 28, 24 and 160 bytes, rounded up to 16
         ways = routes(port, 3)
         for inbox, way in zip(inboxes, ways[1:], strict=True):
-            inbox.expect(ref, mark, way)
+            inbox.expect(ref, [mark], [way])
         got = run(
             {
                 "send": lambda ref=ref, way=ways[0]: outbox.send(ref, way),
@@ -94,7 +94,7 @@ def test_a_group_stays_while_others_are_made(monkeypatch: pytest.MonkeyPatch) ->
             ref = replace(REF, model=model)
             outbox.put(ref, tensors(3.0))
             ways = meeting.routes(model, 1 if model == "actor" else epoch, 2)
-            inbox.expect(ref, outbox.plan(ref)[0], ways[1])
+            inbox.expect(ref, [outbox.plan(ref)[0]], [ways[1]])
             got = run(
                 {
                     "send": lambda ref=ref, way=ways[0]: outbox.send(ref, way),
@@ -113,14 +113,14 @@ def test_a_follower_that_has_vanished_costs_no_more_than_the_deadline() -> None:
     outbox.put(REF, tensors(1.0))
     mark, _ = outbox.plan(REF)
     ways = routes(port, 3, timeout_s=1.0)  # the third member never comes
-    inbox.expect(REF, mark, ways[1])
+    inbox.expect(REF, [mark], [ways[1]])
     start_s = time.monotonic()
     got = run({"send": lambda: outbox.send(REF, ways[0]), "one": lambda: taken(inbox)})
     assert isinstance(got["send"], TransferError)
     assert isinstance(got["one"], TransferError)
     assert time.monotonic() - start_s < 15
     ways = routes(port, 2, epoch=2)  # once more, without it
-    inbox.expect(REF, mark, ways[1])
+    inbox.expect(REF, [mark], [ways[1]])
     got = run({"send": lambda: outbox.send(REF, ways[0]), "one": lambda: taken(inbox)})
     assert got["one"]["a"].equal(tensors(1.0)["a"])
     del store
@@ -133,7 +133,7 @@ def test_a_follower_that_raises_in_the_middle_is_waited_for_until_the_deadline()
     outbox.put(REF, large)
     mark, _ = outbox.plan(REF)
     ways = routes(port, 2, timeout_s=2.0)
-    inbox.expect(REF, mark, ways[1])
+    inbox.expect(REF, [mark], [ways[1]])
 
     def fails() -> None:
         for name, _ in inbox.get(REF).items():
@@ -153,7 +153,7 @@ def test_an_abort_ends_a_wait_at_once() -> None:
     outbox.put(REF, tensors(1.0))
     mark, _ = outbox.plan(REF)
     (_, way) = routes(port, 2, timeout_s=3.0)
-    inbox.expect(REF, mark, way)
+    inbox.expect(REF, [mark], [way])
     threading.Timer(0.5, inbox.abort).start()
     got = run({"one": lambda: taken(inbox)})
     assert isinstance(got["one"], TransferError)
@@ -164,7 +164,7 @@ def test_control_comes_before_any_tensor() -> None:
     outbox, inbox = Outbox(CPU, 64, keep=2), Inbox(tensors(0.0), CPU, 64)
     way = routes(1, 2)[1]
     with pytest.raises(EngineError, match="travels by the plan other, and who is to load it has"):
-        inbox.expect(REF, "other", way)
+        inbox.expect(REF, ["other"], [way])
     with pytest.raises(EngineError, match="version 3 of the actor was not announced"):
         inbox.get(REF)
     with pytest.raises(EngineError, match="a follower publishes no weights"):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
 from stretto.config import Config
@@ -18,7 +17,7 @@ from stretto.weights.channel import WeightChannel
 from stretto.workers.ranks import Ranks
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from stretto.training.grid import Grid
 
 T = TypeVar("T")
 
@@ -32,7 +31,7 @@ def make_learner(
     snapshots: Sequence[str],
     channel: WeightChannel,
     threads: int,
-    mesh: DeviceMesh | None = None,
+    grid: Grid | None = None,
 ) -> tuple[PolicyLearner, Ranks | None]:
     """Make the learner, and the ranks that train for it, where there are any.
 
@@ -43,7 +42,7 @@ def make_learner(
         snapshots: the models of which copies are published.
         channel: takes them to the roles that follow.
         threads: CPU threads of training, for the ranks together.
-        mesh: of the ranks that hold shards of the models, of which this process is one; ``None``
+        grid: the ranks that hold shards of the models, of which this process is one; ``None``
             where this process holds them whole.
     """
     t = config.training
@@ -56,8 +55,8 @@ def make_learner(
     )
     ranks: Ranks | None = None
     made: tuple[Trained, Trained | None, Passes]
-    if mesh is not None:
-        made = _sharded(config, actor, critic, of_actor, of_critic, mesh)
+    if grid is not None:
+        made = _sharded(config, actor, critic, of_actor, of_critic, grid)
     elif not config.pipeline.ranks or critic is None:
         made = (
             _trained(TrainedModel, actor, of_actor, config),
@@ -83,14 +82,14 @@ def _sharded(
     critic: nn.Module | None,
     of_actor: Course,
     of_critic: Course,
-    mesh: DeviceMesh,
+    grid: Grid,
 ) -> tuple[Trained, Trained | None, Passes]:
     """Cut the models into shards, of which this rank keeps its own."""
-    from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
+    from stretto.training.sharded import Sharded, ShardedModel
+    from stretto.training.sharded_passes import ShardedPasses
 
-    beside = dist.new_group(backend="gloo")
-    shards = Sharded(actor, mesh, beside)
-    others = Sharded(critic, mesh, beside) if critic else None
+    shards = Sharded(actor, grid)
+    others = Sharded(critic, grid) if critic else None
     return (
         _trained(ShardedModel, shards, of_actor, config),
         _trained(ShardedModel, others, of_critic, config) if others else None,

@@ -32,6 +32,7 @@ COMMANDS = {
     "pipeline": "plan one pipeline schedule for actor and critic, and say how good it is",
     "doctor": "say what this machine has, and what would not work on it",
     "memory": "plan the memory of the four models of PPO",
+    "tour": "show PPO and what it costs in four parts that run, in about a minute",
 }
 
 

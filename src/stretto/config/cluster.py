@@ -26,7 +26,14 @@ class ProcessConfig(Section):
     device: str = ""
     """Device, such as cuda:1 or cpu; empty spreads processes over the GPUs there are. Of several ranks, the first one's."""
     fsdp: PositiveInt = 1
-    """Ranks of the learner, each with a shard of every weight (FSDP2), of its gradient and of its optimizer state; each makes its share of the passes."""
+    """Ranks of the learner that share the rows of every weight (FSDP2), of its gradient and of its optimizer state; each makes its share of the passes."""
+    tp: PositiveInt = 1
+    """Slices that linear layers are cut into (tensor parallelism), each held by a rank of its own, of every role here; of a learner fsdp ranks have each. A divisor of the numbers of heads."""
+
+    @property
+    def ranks(self) -> int:
+        """Operating-system processes."""
+        return self.fsdp * self.tp
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,10 +77,10 @@ class ClusterConfig(Section):
     forward: tuple[str, ...] = ()
     """Names of environment variables that are passed on to Ray's processes, besides those of the libraries."""
 
-    @property
-    def learner_ranks(self) -> int:
-        """Ranks of the learner."""
-        return max((p.fsdp for p in self.processes if LEARNER in p.roles), default=1)
+    def process_of(self, role: str) -> ProcessConfig:
+        """Return the settings of a role's process, as they are where none are given."""
+        named = (p for p in self.processes if role in p.roles)
+        return next(named, ProcessConfig(roles=(role,)))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -89,12 +96,22 @@ class ClusterConfig(Section):
                     "cluster.processes: two generators in one process take turns and gain nothing; "
                     "lower rollout.engines, or give each a process"
                 )
+            if kinds[LEARNER] and process.tp > 1 and len(process.roles) > 1:
+                raise ValueError(
+                    f"cluster.processes: tp = {process.tp} with a learner is for the learner alone, "
+                    f"and these have {', '.join(process.roles)}; give others another place"
+                )
             if kinds[LEARNER] and kinds["generator"]:
                 raise ValueError(
                     "cluster.processes: learner and generator in one process is what runtime = "
                     "'inline' does; give them processes of their own, on one device where they are "
                     "to share it"
                 )
+        if len(cuts := {p.tp for p in self.processes for r in p.roles if "generator" in r}) > 1:
+            raise ValueError(
+                f"cluster.processes: generators have tp = {', '.join(map(str, sorted(cuts)))}; "
+                "rollouts move between them with their keys and values, so give all the same"
+            )
         if self.address not in ("", "auto", "local") and ":" not in self.address:
             raise ValueError(
                 f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"

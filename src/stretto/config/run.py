@@ -130,10 +130,11 @@ class Config(Section):
                 "critic.init = 'reward' needs a reward model, and reward.sources has none; "
                 "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"
             )
-        if (ranks := self.cluster.learner_ranks) > 1 and self.runtime == "inline":
+        several = [p for p in self.cluster.processes if p.ranks > 1]
+        if several and self.runtime == "inline":
             raise ValueError(
-                f"cluster.processes: fsdp = {ranks} asks for processes of the learner, and runtime "
-                "= 'inline' has none; set runtime = 'local' or 'ray'"
+                f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
+                "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
             )
         self._check_algorithm()
         if self.pipeline.ranks:

@@ -42,6 +42,7 @@ def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv: int, tied: bool
 
 _SMOLLM2_135M = {**_llama(576, 1536, 30, 9, 3, 49_152), "tie_word_embeddings": True}
 _LLAMA_8B = _llama(4096, 14_336, 32, 32, 8, 128_256)
+_LLAMA_70B = _llama(8192, 28_672, 80, 64, 8, 128_256)
 _RHO_1B = _llama(2048, 5632, 22, 32, 4, 32_000)
 
 _BY_NAME: Mapping[str, Mapping[str, Any]] = {
@@ -51,8 +52,14 @@ _BY_NAME: Mapping[str, Mapping[str, Any]] = {
     "EleutherAI/pythia-2.8b-deduped": _pythia(2560, 32, 32),
     "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": _pythia(2048, 16, 8),
     "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": _pythia(2048, 16, 8),
+    "huggyllama/llama-7b": _llama(4096, 11_008, 32, 32, 32, 32_000),
+    "huggyllama/llama-13b": _llama(5120, 13_824, 40, 40, 40, 32_000),
+    "huggyllama/llama-30b": _llama(6656, 17_920, 60, 52, 52, 32_000),
+    "huggyllama/llama-65b": _llama(8192, 22_016, 80, 64, 64, 32_000),
     "meta-llama/Llama-3.1-8B": _LLAMA_8B,
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "meta-llama/Llama-3.1-70B": _LLAMA_70B,
+    "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_70B,
     "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": _LLAMA_8B,
     "microsoft/rho-math-1b-v0.1": _RHO_1B,
     "realtreetune/rho-1b-sft-GSM8K": _RHO_1B,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError
+from stretto.models.pieces import Box, Layout, Part, Whole, held_elements, wholes_of
+from stretto.models.tensor_parallel import slices_of
 from stretto.types import WeightsRef
 
 SAMPLES = 256
@@ -70,29 +74,78 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     Whoever holds the same weights finds the same; it is a proof that a hand-over happened, not a
     defence against a forger.
     """
-    digest = hashlib.sha256()
-    spread: list[Tensor] = []
+    heads, spread = list[str](), list[Tensor]()
     for name, tensor in tensors:
-        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        heads.append(f"{name}{tuple(tensor.shape)}{tensor.dtype}")
         flat = tensor.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
         spread.append(sample.to(torch.float32, copy=True))  # a view would keep all of it
+    return _hash(heads, spread)
+
+
+@torch.no_grad()
+def fingerprint_of_parts(
+    wholes: Mapping[str, Whole],
+    parts: Mapping[str, Tensor],
+    boxes: Mapping[str, Box],
+    add_up: Callable[[Tensor], Tensor],
+) -> str:
+    """The :func:`fingerprint` of a model of which each of several ranks holds parts.
+
+    Args:
+        wholes: all parameters of the model.
+        parts: of them that this rank holds, by name.
+        boxes: the place of each part that no rank before it holds.
+        add_up: adds up the ranks' tensors. A collective.
+    """
+    heads, spread = list[str](), list[Tensor]()
+    for name, whole in wholes.items():
+        heads.append(f"{name}{whole.shape}{whole.dtype}")
+        count = math.prod(whole.shape)
+        places = np.arange(0, count, max(1, count // SAMPLES), dtype=np.int64)[:SAMPLES]
+        part = parts[name].detach()
+        sample = torch.zeros(len(places), device=part.device)
+        if name in boxes:
+            numbers, at = held_elements(places, whole.shape, boxes[name])
+            own = part.reshape(-1)[torch.from_numpy(at).to(part.device)]
+            sample[torch.from_numpy(numbers).to(part.device)] = own.to(whole.dtype).float()
+        spread.append(sample)
+    return _hash(heads, [add_up(torch.cat(spread))])
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """The :func:`fingerprint` of all parameters of a model; a collective where it is in slices."""
+    named = dict(model.named_parameters())
+    slices, dims = slices_of(model)
+    if slices is None:
+        return fingerprint(named.items())
+    wholes = wholes_of(model, dims)
+    held = {name: replace(whole, by_rows=False) for name, whole in wholes.items()}
+    boxes = Layout(tp=slices.size).own(held, slices.rank)
+    return fingerprint_of_parts(wholes, named, boxes, slices.sum_)
+
+
+def _hash(heads: Sequence[str], spread: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256("".join(heads).encode())
     if spread:
-        digest.update(torch.cat(spread).cpu().numpy().tobytes())
+        digest.update(torch.cat(list(spread)).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 @torch.no_grad()
-def copy_into(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the module's parameters of the same names."""
+def copy_into(module: nn.Module, tensors: Mapping[str, Tensor | Part]) -> None:
+    """Copy tensors, or parts of them, into the module's parameters of the same names."""
     parameters = dict(module.named_parameters())
     for name, tensor in tensors.items():
-        parameters[name].copy_(tensor)
+        if isinstance(tensor, Part):
+            parameters[name][tensor.to].copy_(tensor.tensor)
+        else:
+            parameters[name].copy_(tensor)
 
 
 @torch.no_grad()
 def load_weights(
-    module: nn.Module, ref: WeightsRef, tensors: Mapping[str, Tensor], who: str
+    module: nn.Module, ref: WeightsRef, tensors: Mapping[str, Tensor | Part], who: str
 ) -> None:
     """Copy the tensors that were handed over into a module, and prove that it holds them.
 
@@ -106,14 +159,14 @@ def load_weights(
         EngineError: a tensor has no parameter to go to, or the module's fingerprint is then not the
             one handed over.
     """
-    parameters = dict(module.named_parameters())
-    if unknown := set(tensors) - set(parameters):
+    known = {name for name, _ in module.named_parameters()}
+    if unknown := set(tensors) - known:
         raise EngineError(
             f"version {ref.version} brings '{min(unknown)}', which the model of {who} does not "
             f"have; learner and {who} must hold the same model"
         )
     copy_into(module, tensors)
-    found = fingerprint(parameters.items())
+    found = fingerprint_of(module)
     if found != ref.fingerprint:
         raise EngineError(
             f"version {ref.version} was handed over with fingerprint {ref.fingerprint}, "

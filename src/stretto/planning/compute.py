@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from stretto.planning.memory import cache_bytes, weight_bytes
+from stretto.planning.layout import Mesh
+from stretto.planning.memory import HALF, cache_bytes
 from stretto.planning.shapes import Shape
 
 OPTIMIZER = 32
@@ -12,27 +13,32 @@ The fp32 gradient is read and cleared; master weight and two moments are read an
 """
 
 
-def forward_flops(shape: Shape, tokens: float, length: float) -> float:
-    """Return operations of a forward pass: 2 P a token, and attention's 2 x layers x length x h.
+def forward_flops(shape: Shape, tokens: float, length: float, tensor: int) -> float:
+    """Return a device's operations in a forward pass: 2 P a token, and attention's.
 
-    Kaplan et al. 2020, section 2.1. Attention is causal: on average a token sees half of
-    the others.
+    Kaplan et al. 2020, section 2.1, with P what a tensor-parallel device holds besides the
+    embedding, which is looked up, and attention's 2 x layers x length x h divided among them.
+    Attention is causal: on average a token sees half of the others.
 
     Args:
         shape: of the model.
         tokens: of all sequences.
         length: of each sequence.
+        tensor: tensor-parallel devices.
     """
-    return tokens * (2 * shape.parameters + 2 * shape.layers * length * shape.hidden)
+    attention = 2 * shape.layers * length * shape.hidden
+    return tokens * (2 * shape.multiplied(tensor) + attention / tensor)
 
 
-def training_flops(shape: Shape, tokens: float, length: float, *, checkpointing: bool) -> float:
-    """Return operations of a forward and a backward pass: three forward passes' (6 P a token).
+def training_flops(
+    shape: Shape, tokens: float, length: float, tensor: int, *, checkpointing: bool
+) -> float:
+    """Return a device's operations in a forward and a backward pass: 6 P a token.
 
-    Four (8 P) with checkpointing, which computes the forward pass twice (Narayanan et al.
-    2021).
+    That is three forward passes'; with checkpointing it is four (8 P), as the forward pass is
+    computed twice (Narayanan et al. 2021).
     """
-    return (4 if checkpointing else 3) * forward_flops(shape, tokens, length)
+    return (4 if checkpointing else 3) * forward_flops(shape, tokens, length, tensor)
 
 
 def decode_flops(shape: Shape, rows: float, context: float, tensor: int) -> float:
@@ -44,17 +50,18 @@ def decode_flops(shape: Shape, rows: float, context: float, tensor: int) -> floa
         context: tokens of each so far.
         tensor: tensor-parallel devices.
     """
-    return rows * (2 * shape.parameters + 4 * shape.layers * context * shape.hidden) / tensor
+    attention = 4 * shape.layers * context * shape.hidden
+    return rows * (2 * shape.multiplied(tensor) + attention / tensor)
 
 
 def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) -> float:
-    """Return what a device reads in a decode step: all weights once, and all keys and values.
+    """Return what a device reads in a decode step: its weights once, and all its keys and values.
 
-    Pope et al. 2022.
+    Pope et al. 2022. Of the embedding next to nothing is read.
     """
-    return weight_bytes(shape, tensor) + rows * context * cache_bytes(shape, tensor)
+    return HALF * shape.multiplied(tensor) + rows * context * cache_bytes(shape, tensor)
 
 
-def optimizer_bytes(shape: Shape, devices: int) -> float:
+def optimizer_bytes(shape: Shape, mesh: Mesh) -> float:
     """Return what a device moves in an update of its shard."""
-    return OPTIMIZER * shape.parameters / devices
+    return OPTIMIZER * shape.held(mesh.tensor) / mesh.data

@@ -122,7 +122,7 @@ class _Maker:
         rows, goes = memory.rows_in_flight(self.models, self.layout, load, self.hardware)
         prompts = rows * goes * load.prompt_tokens
         passes = math.ceil(prompts / self.layout.prefill_tokens)
-        flops = compute.forward_flops(actor, prompts, load.prompt_tokens) / mesh.tensor
+        flops = compute.forward_flops(actor, prompts, load.prompt_tokens, mesh.tensor)
         prefill, prefill_bytes = self._reduced(actor, prompts, mesh.tensor, FORWARD, passes)
         context = load.prompt_tokens + load.response_tokens / 2
         step, step_bytes = self._reduced(actor, rows, mesh.tensor, FORWARD, 1)
@@ -165,7 +165,7 @@ class _Maker:
         pieces = [self._trained(shape) for shape in (models.actor, models.critic)]
         work = [*(piece for piece, _ in pieces), self._updated(models.actor, models.critic)]
         if layout.offload:
-            work.append(self._to_host(wire.swap_bytes(models, layout.learner)))
+            work.append(self._to_host(memory.kept_bytes(models, layout.learner)))
         parts = memory.training(models, layout)
         return Phase("training", parts, sum(size for _, size in pieces), tuple(work))
 
@@ -178,7 +178,7 @@ class _Maker:
             among = Mesh(layout.gpus // layout.generator.tensor, layout.generator.tensor)
             works = [Work(exposed_s=size / self._linked(among.data_bytes_per_s(links)))]
             if layout.offload:
-                works.append(self._to_host(wire.swap_bytes(models, layout.learner)))
+                works.append(self._to_host(memory.kept_bytes(models, layout.learner)))
         else:
             sizes = [wire.broadcast_bytes(shape) for shape in (models.actor, models.critic)]
             size = max(sizes)
@@ -193,7 +193,7 @@ class _Maker:
         """A model's forward passes, and bytes of their tensor parallelism."""
         tokens = self.workload.tokens / mesh.data
         passes = math.ceil(tokens / pass_tokens)
-        flops = compute.forward_flops(shape, tokens, self.workload.length) / mesh.tensor
+        flops = compute.forward_flops(shape, tokens, self.workload.length, mesh.tensor)
         reduced, size = self._reduced(shape, tokens, mesh.tensor, FORWARD, passes)
         arithmetic_s = flops / (self.hardware.gpu.flops * self.hardware.assumed.prefill)
         return Work(
@@ -221,7 +221,7 @@ class _Maker:
         tokens = load.tokens / mesh.data
         passes = load.epochs * self._passes()
         flops = load.epochs * compute.training_flops(
-            shape, tokens, load.length, checkpointing=layout.checkpointing
+            shape, tokens, load.length, mesh.tensor, checkpointing=layout.checkpointing
         )
         reductions = CHECKPOINTED if layout.checkpointing else TRAINED
         reduced, reduced_bytes = self._reduced(
@@ -229,7 +229,7 @@ class _Maker:
         )
         sharded = wire.fsdp_training_bytes(shape, mesh, passes)
         return Work(
-            arithmetic_s=flops / mesh.tensor / (gpu.flops * assumed.training),
+            arithmetic_s=flops / (gpu.flops * assumed.training),
             hidden_s=sharded / self._linked(mesh.data_bytes_per_s(self.hardware.links)),
             exposed_s=reduced.exposed_s,
             overhead_s=reduced.overhead_s,
@@ -237,8 +237,8 @@ class _Maker:
 
     def _updated(self, *shapes: Shape) -> Work:
         """Updates of trained models, one an epoch."""
-        devices, gpu = self.layout.learner.devices, self.hardware.gpu
-        moved = sum(compute.optimizer_bytes(shape, devices) for shape in shapes)
+        gpu = self.hardware.gpu
+        moved = sum(compute.optimizer_bytes(shape, self.layout.learner) for shape in shapes)
         speed = gpu.memory_bytes_per_s * self.hardware.assumed.memory
         return Work(memory_s=self.workload.epochs * moved / speed)
 

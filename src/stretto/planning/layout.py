@@ -102,10 +102,10 @@ class Layout:
             (self.scorer, models.reward),
         )
         for mesh, shape in pairs:
-            if shape.heads % mesh.tensor:
+            if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
                 raise ConfigError(
-                    f"tensor parallelism {mesh.tensor} of a model with {shape.heads} heads: it "
-                    "must divide them"
+                    f"tensor parallelism {mesh.tensor} of a model with {shape.heads} heads, "
+                    f"{shape.kv_heads} of keys and values: it must divide both"
                 )
             if mesh.tensor > links.gpus_per_node:
                 raise ConfigError(

@@ -33,17 +33,17 @@ SLICE_ENTRIES = 1024
 """Vocabulary entries that a slice has at least."""
 
 
-def state_bytes(shape: Shape, devices: int) -> float:
-    """Return bytes of a trained model's states, in shards over devices (ZeRO stage 3).
+def state_bytes(shape: Shape, mesh: Mesh) -> float:
+    """Return bytes of a trained model's states, in shards (ZeRO stage 3).
 
-    Rajbhandari et al. 2020, with float32 gradients: 16 P / devices.
+    Rajbhandari et al. 2020: 16 P / n, with P what a tensor-parallel device holds.
     """
-    return STATE * shape.parameters / devices
+    return STATE * shape.held(mesh.tensor) / mesh.data
 
 
 def weight_bytes(shape: Shape, tensor: int) -> float:
-    """Return bytes of whole weights, split over tensor-parallel devices: 2 P / t."""
-    return HALF * shape.parameters / tensor
+    """Return bytes of a tensor-parallel device's weights."""
+    return HALF * shape.held(tensor)
 
 
 def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
@@ -57,9 +57,9 @@ def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
     """
     if mesh.data == 1:
         return weight_bytes(shape, mesh.tensor)
-    weights = HALF * (2 * shape.layer_parameters + shape.root_parameters)
-    of_gradients = (HALF + SINGLE) * (shape.layer_parameters + shape.root_parameters)
-    return (weights + (of_gradients if gradients else 0)) / mesh.tensor
+    layer, root = shape.layer_parameters / mesh.tensor, shape.root_parameters
+    of_gradients = (HALF + SINGLE) * (layer + root) if gradients else 0
+    return HALF * (2 * layer + root) + of_gradients
 
 
 def layer_activation_bytes(shape: Shape, tokens: int, tensor: int) -> float:
@@ -105,12 +105,8 @@ def logits_bytes(shape: Shape, tokens: int, *, gradients: bool) -> float:
 
 
 def cache_bytes(shape: Shape, tensor: int) -> float:
-    """Return bytes of a token's keys and values: 2 x layers x KV width / t x 2.
-
-    Where there are more devices than KV heads, each head is on several.
-    """
-    a_head = shape.hidden // shape.heads
-    return 2 * shape.layers * math.ceil(shape.kv_heads / tensor) * a_head * HALF
+    """Return bytes of a token's keys and values: 2 x layers x KV width / t x 2."""
+    return 2 * shape.layers * shape.kv_width / tensor * HALF
 
 
 def bucket_bytes(shape: Shape, mesh: Mesh) -> float:
@@ -118,7 +114,7 @@ def bucket_bytes(shape: Shape, mesh: Mesh) -> float:
 
     No tensor is cut but by the shards: a larger one has a bucket of its own.
     """
-    return 2 * max(BUCKET, HALF * shape.largest_tensor / mesh.devices)
+    return 2 * max(BUCKET, HALF * shape.largest_tensor / mesh.data)
 
 
 def frozen_bytes(models: Models, layout: Layout) -> float:
@@ -142,7 +138,11 @@ def _total(parts: Parts) -> float:
 
 
 def _states(models: Models, layout: Layout) -> float:
-    return sum(state_bytes(m, layout.learner.devices) for m in (models.actor, models.critic))
+    return sum(state_bytes(shape, layout.learner) for shape in (models.actor, models.critic))
+
+
+def _masters(shape: Shape, learner: Mesh) -> float:
+    return SINGLE * shape.held(learner.tensor) / learner.data
 
 
 def rows_in_flight(
@@ -208,7 +208,7 @@ def scoring(models: Models, layout: Layout) -> Parts:
         return {"frozen": frozen_bytes(models, layout), **work}
     work["gathered"] = gathered_bytes(models.critic, layout.learner, gradients=False)
     if layout.offload:
-        work["critic's masters"] = SINGLE * models.critic.parameters / layout.learner.devices
+        work["critic's masters"] = _masters(models.critic, layout.learner)
         work["frozen"] = frozen_bytes(models, layout)
     return {**resident(models, layout), **work}
 
@@ -233,7 +233,7 @@ def training(models: Models, layout: Layout) -> Parts:
     ]
     parts = {"learner's states": _states(models, layout)}
     if not layout.colocated:
-        parts["snapshots"] = sum(weight_bytes(shape, mesh.devices) for shape in trained)
+        parts["snapshots"] = sum(weight_bytes(s, mesh.tensor) / mesh.data for s in trained)
     largest = max(passes, key=_total)
     return {**resident(models, layout), **parts, **largest}
 
@@ -249,7 +249,7 @@ def handover(models: Models, layout: Layout, workload: Workload, hardware: Hardw
         weights = weight_bytes(models.actor, layout.generator.tensor)
         masters = {}
         if layout.offload:
-            masters = {"actor's masters": SINGLE * models.actor.parameters / layout.gpus}
+            masters = {"actor's masters": _masters(models.actor, layout.learner)}
         return {
             **resident(models, layout),
             **masters,
@@ -268,5 +268,10 @@ def host_bytes(models: Models, layout: Layout) -> float:
     """Return bytes in the host's memory for each GPU: of what is offloaded."""
     if not layout.offload:
         return 0.0
-    trained = models.actor.parameters + models.critic.parameters
-    return KEPT * trained / layout.learner.devices + frozen_bytes(models, layout)
+    return kept_bytes(models, layout.learner) + frozen_bytes(models, layout)
+
+
+def kept_bytes(models: Models, learner: Mesh) -> float:
+    """Return bytes of a learner's states on a GPU that are worth keeping between steps."""
+    held = sum(shape.held(learner.tensor) for shape in (models.actor, models.critic))
+    return KEPT * held / learner.data

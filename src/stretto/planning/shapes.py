@@ -59,6 +59,19 @@ class Shape:
         """All parameters."""
         return self.layers * self.layer_parameters + self.root_parameters
 
+    def held(self, tensor: int) -> float:
+        """Parameters on each of ``tensor`` devices: layers are cut, all else is on every one.
+
+        So ``models/tensor_parallel.py`` does it. A layer's norms, a few in ten thousand of its
+        parameters, are counted with what is cut.
+        """
+        return self.layers * self.layer_parameters / tensor + self.root_parameters
+
+    def multiplied(self, tensor: int) -> float:
+        """Parameters of these that a token is multiplied with: all but the embedding's."""
+        around = self.outputs * self.hidden + self.hidden
+        return self.layers * self.layer_parameters / tensor + around
+
     @property
     def largest_tensor(self) -> int:
         """Parameters of the largest matrix."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stretto.planning.layout import Mesh
-from stretto.planning.memory import HALF, KEPT, SINGLE
-from stretto.planning.shapes import Models, Shape
+from stretto.planning.memory import HALF, SINGLE
+from stretto.planning.shapes import Shape
 
 TOKEN = 8
 """Bytes of a token on its way to a scorer: its id and its log-probability."""
@@ -35,14 +35,15 @@ def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
         mesh: of the learner.
         passes: micro-batches of a shard.
     """
-    weights = HALF * (2 * shape.layers * shape.layer_parameters + shape.root_parameters)
-    gradients = SINGLE * shape.parameters
-    return passes * gather_bytes((weights + gradients) / mesh.tensor, mesh.data)
+    layers = shape.layers * shape.layer_parameters / mesh.tensor
+    weights = HALF * (2 * layers + shape.root_parameters)
+    gradients = SINGLE * shape.held(mesh.tensor)
+    return passes * gather_bytes(weights + gradients, mesh.data)
 
 
 def fsdp_forward_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
     """Return bytes of FSDP2 in forward passes alone: all weights, once a pass."""
-    return passes * gather_bytes(HALF * shape.parameters / mesh.tensor, mesh.data)
+    return passes * gather_bytes(HALF * shape.held(mesh.tensor), mesh.data)
 
 
 def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> float:
@@ -63,7 +64,8 @@ def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> f
 def broadcast_bytes(shape: Shape) -> float:
     """Return bytes that a follower takes in where each rank of a learner broadcasts its shard.
 
-    All weights, in bfloat16. Each rank of the learner sends its shard once: 2 P / (n t).
+    All weights, in bfloat16: a follower takes what it needs of each shard. Each rank of the learner
+    sends its shard once: 2 P / (n t).
     """
     return HALF * shape.parameters
 
@@ -80,17 +82,12 @@ def gathered_first_bytes(shape: Shape, mesh: Mesh) -> float:
 def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
     """Return bytes of making generators' weights out of the learner's shards on the same devices.
 
-    A GPU needs 1/t of the weights, and has its shard of 1/n of them already where ranks are
-    numbered to that end: 2 P (1/t - 1/n), as in HybridFlow (Sheng et al. 2024).
+    A GPU has its shard of them already, where ranks are numbered to that end: about
+    2 P (1/t - 1/n), as in HybridFlow (Sheng et al. 2024).
     """
-    return HALF * shape.parameters * (1 / generator.tensor - 1 / learner.devices)
+    return HALF * (shape.held(generator.tensor) - shape.parameters / learner.devices)
 
 
 def chunk_bytes(tokens: int, scorers: int) -> int:
     """Return bytes of responses' tokens to all scorers of a step."""
     return TOKEN * tokens * scorers
-
-
-def swap_bytes(models: Models, mesh: Mesh) -> float:
-    """Return bytes between a GPU and its host to move the learner's states once, one way."""
-    return KEPT * (models.actor.parameters + models.critic.parameters) / mesh.devices

@@ -164,8 +164,22 @@ class PolicyLearner:
         self._actor.save(folder, tokenizer)
 
     def weights(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of the trained weights of all models, by model and name."""
-        return {name: dict(trained.snapshot()) for name, trained in self._trained.items()}
+        """Return copies of the trained weights of all models, by model and name.
+
+        Where ranks hold parts of them, on the first rank; a collective.
+        """
+        return {
+            name: dict(trained.gathered(trained.snapshot()))
+            for name, trained in self._trained.items()
+        }
+
+    def gathered(self, model: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the whole of what was published of a model; see :meth:`Trained.gathered`."""
+        return self._trained[model].gathered(tensors)
+
+    def divided(self, model: str, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The inverse of :meth:`gathered`."""
+        return self._trained[model].divided(tensors)
 
     def fingerprint(self, name: str) -> str:
         """Return the fingerprint of all parameters of a trained model."""

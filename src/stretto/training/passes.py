@@ -85,7 +85,15 @@ class Trained(Protocol):
         ...
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of the model's trained weights, by parameter name."""
+        """Copies of the model's trained weights, by parameter name; of this rank's parts."""
+        ...
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the whole of a snapshot, on the first rank; a collective of all ranks."""
+        ...
+
+    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return this rank's parts of what :meth:`gathered` has returned."""
         ...
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,6 +76,14 @@ class WholeModel:
     def fingerprint(self) -> str:
         """A short hash of all parameters, frozen ones too."""
         return fingerprint(self.model.named_parameters())
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a snapshot, which is whole."""
+        return tensors
+
+    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return whole tensors, all of which are this process's."""
+        return tensors
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         """Write model and tokenizer in Hugging Face format, whole or not at all."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
+from stretto.models.pieces import Box, Part, overlap, shape, within
 from stretto.types import WeightsRef
-from stretto.weights.buckets import Plan, combined, plan
+from stretto.weights.buckets import combined, plan
 from stretto.weights.transfer import Route, Transfers
 
 
@@ -55,18 +56,24 @@ class Outbox:
         return found.mark, found.size
 
     def send(self, ref: WeightsRef, route: Route) -> str:
-        """Send a ticket's tensors; return the mark of what was sent."""
+        """Send a ticket's tensors; return the mark of what was sent, empty for nothing."""
         tensors = self.get(ref)
-        return self._transfers.send(route, plan(tensors.items(), self._bucket_bytes), tensors)
+        what = plan(tensors.items(), self._bucket_bytes)
+        return self._transfers.send(route, what, tensors) if what.buckets else ""
 
 
 class Inbox:
     """A follower's side: a channel whose tensors arrive while they are read.
 
+    Each rank of the learner sends its own parts; the follower takes what it holds of them.
+
     Args:
-        tensors: the parameters that travel, by name; only their shapes and types are looked at.
+        tensors: the parameters that travel, by name, as they are held here; only their shapes and
+            types are looked at.
         device: that they are on.
         bucket_bytes: that travel at a time.
+        sources: the parts that each rank of the learner sends; without any, one sends all.
+        own: the parts that are held here; what is not named is held whole.
 
     Attributes:
         mark: of what was received last.
@@ -75,40 +82,67 @@ class Inbox:
     name = "broadcast"
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], device: torch.device, bucket_bytes: int
+        self,
+        tensors: Mapping[str, Tensor],
+        device: torch.device,
+        bucket_bytes: int,
+        sources: Sequence[Mapping[str, Box]] = (),
+        own: Mapping[str, Box] | None = None,
     ) -> None:
-        self._plan = plan(tensors.items(), bucket_bytes)
+        self._own = {n: tuple((0, size) for size in t.shape) for n, t in tensors.items()}
+        self._sources = sources or [self._own]
+        self._own |= own or {}
+        self._plans = [
+            plan(
+                ((n, torch.empty(shape(b), dtype=tensors[n].dtype, device="meta"))
+                 for n, b in source.items()),
+                bucket_bytes,
+            )
+            for source in self._sources
+        ]  # fmt: skip
         self._transfers = Transfers(device)
-        self._expected: tuple[WeightsRef, Route] | None = None
+        self._expected: tuple[WeightsRef, Sequence[Route]] | None = None
         self.mark = ""
 
-    def expect(self, ref: WeightsRef, mark: str, route: Route) -> None:
+    def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
         """Prepare to receive a ticket's tensors.
 
-        Raises:
-            EngineError: they travel by another plan than this side has.
-        """
-        if mark != self._plan.mark:
-            raise EngineError(
-                f"version {ref.version} of the {ref.model} travels by the plan {mark}, and who is "
-                f"to load it has {self._plan.mark}: both sides must hold the same model, with the "
-                "same adapters and types"
-            )
-        self._expected = ref, route
+        Args:
+            ref: the ticket.
+            marks: of the plan by which each rank of the learner sends.
+            routes: this side's way to each.
 
-    def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors of the ticket that is expected; they arrive as they are read."""
+        Raises:
+            EngineError: they travel by other plans than this side has.
+        """
+        own = [what.mark for what in self._plans]
+        if list(marks) != own:
+            raise EngineError(
+                f"version {ref.version} of the {ref.model} travels by the plan {' '.join(marks)}, "
+                f"and who is to load it has {' '.join(own)}: both sides must hold the same model, "
+                "with the same adapters and types"
+            )
+        self._expected = ref, routes
+
+    def get(self, ref: WeightsRef) -> Mapping[str, Any]:
+        """Return parts of the expected ticket's tensors, which arrive as they are read."""
         if self._expected is None or self._expected[0] != ref:
             raise EngineError(
                 f"version {ref.version} of the {ref.model} was not announced to who is to load it"
             )
-        (_, route), self._expected = self._expected, None
-        return _Arriving(self._plan, lambda: self._receive(route))
+        (_, routes), self._expected = self._expected, None
+        return _Arriving(self._own, lambda: self._receive(routes))
 
-    def _receive(self, route: Route) -> Iterator[tuple[str, Tensor]]:
-        sums: list[int] = []
-        yield from self._transfers.receive(route, self._plan, sums)
-        self.mark = combined(sums)
+    def _receive(self, routes: Sequence[Route]) -> Iterator[tuple[str, Part]]:
+        marks: list[str] = []
+        for source, what, route in zip(self._sources, self._plans, routes, strict=True):
+            sums: list[int] = []
+            for name, tensor in self._transfers.receive(route, what, sums) if what.buckets else ():
+                sent, own = source[name], self._own[name]
+                if common := overlap(sent, own):
+                    yield name, Part(tensor[within(common, sent)], within(common, own))
+            marks.append(combined(sums) if what.buckets else "")
+        self.mark = " ".join(marks)
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
         """Refuse: this side only receives."""
@@ -119,19 +153,21 @@ class Inbox:
         self._transfers.abort()
 
 
-class _Arriving(Mapping[str, Tensor]):
-    """Tensors by name that arrive in order, once."""
+class _Arriving(Mapping[str, Part]):
+    """Parts of tensors by name that arrive in order, once; of one name there may be several."""
 
-    def __init__(self, what: Plan, receive: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        self._plan, self._receive = what, receive
+    def __init__(
+        self, names: Collection[str], receive: Callable[[], Iterator[tuple[str, Part]]]
+    ) -> None:
+        self._names, self._receive = names, receive
 
     def __iter__(self) -> Iterator[str]:
-        return (s.name for bucket in self._plan.buckets for s in bucket.slices)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return sum(len(bucket.slices) for bucket in self._plan.buckets)
+        return len(self._names)
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Part:
         raise KeyError(f"'{name}': tensors that arrive are read in order, by items()")
 
     def items(self) -> Any:

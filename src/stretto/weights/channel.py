@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -29,8 +29,10 @@ class WeightChannel(Protocol):
         """
         ...
 
-    def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors of a ticket. Older versions of the model are not asked for again.
+    def get(self, ref: WeightsRef) -> Mapping[str, Any]:
+        """Return the tensors of a ticket, or parts of them (:class:`~stretto.models.pieces.Part`).
+
+        Older versions of the model are not asked for again.
 
         Raises:
             EngineError: they are not here.
@@ -38,7 +40,7 @@ class WeightChannel(Protocol):
         ...
 
 
-def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Tensor]:
+def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]:
     """Return the tensors of a ticket; none where its two sides share memory.
 
     Raises:

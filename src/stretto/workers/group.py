@@ -255,6 +255,11 @@ class GroupExecutor:
             raise _lost(self._service, error) from error
         self._generation = self._group.generation
 
+    @property
+    def size(self) -> int:
+        """How many ranks hold the service."""
+        return len(self._group.ranks.facts)
+
     def ask(self, method: str, *args: Any) -> Any:
         """Return a method's result; blocks."""
         return self._group.ask(self._service, method, *args)
@@ -265,9 +270,13 @@ class GroupExecutor:
 
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method of all ranks at once while another may be under way; blocks."""
-        ranks = range(len(self._group.ranks.facts))
-        with ThreadPoolExecutor(len(ranks)) as pool:
-            return list(pool.map(lambda rank: self._aside(rank, method, args, timeout_s), ranks))
+        if self.size == 1:
+            return [self._aside(0, method, args, timeout_s)]
+        with ThreadPoolExecutor(self.size) as pool:
+            calls = [
+                pool.submit(self._aside, rank, method, args, timeout_s) for rank in range(self.size)
+            ]
+        return [call.result() for call in calls]
 
     def _aside(self, rank: int, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         ranks: Group = self._group.ranks

@@ -122,8 +122,8 @@ class Handover:
         left, tries = dict(followers), 0
         while left and tries < 2:
             tries += 1
-            offer: Offer = self._learner.aside("offer", ref, timeout_s=self._control_s)
-            found = self._try(ref, offer, left)
+            offers = self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
+            found = self._try(ref, offers, left)
             outcomes.update(found)
             left = {n: left[n] for n, o in found.items() if isinstance(o, TransferError)}
             if left:
@@ -134,26 +134,31 @@ class Handover:
         )
         self.metrics |= {
             f"handover/{ref.model}_s": seconds,
-            f"handover/{ref.model}_mb": offer.size / 1e6,
+            f"handover/{ref.model}_mb": sum(offer.size for offer in offers) / 1e6,
             "handover/retries": self.metrics.get("handover/retries", 0.0) + tries - 1,
         }
         return outcomes
 
     def _try(
-        self, ref: WeightsRef, offer: Offer, followers: Mapping[str, GroupExecutor]
+        self, ref: WeightsRef, offers: Sequence[Offer], followers: Mapping[str, GroupExecutor]
     ) -> dict[str, Reply[Loaded] | Exception]:
         """Try once. Control calls come first: no collective is begun that somebody refuses."""
-        routes = self._routes(ref, followers)
-        for i, (name, follower) in enumerate(followers.items(), 1):
+        size = 1 + sum(follower.size for follower in followers.values())
+        groups = self._groups_for(ref, len(offers), size, followers)
+        marks, member = [offer.mark for offer in offers], 1
+        for name, follower in followers.items():
+            routes = [group[member] for group in groups]  # of the first of its ranks
+            member += follower.size
             try:
-                follower.aside("expect", ref, offer.mark, routes[i], timeout_s=self._control_s)
+                follower.aside_on_all("expect", ref, marks, routes, timeout_s=self._control_s)
             except RankError as error:
                 rest = dict.fromkeys(followers, TransferError(f"{name} is gone: {error}"))
                 self._groups.pop(ref.model, None)
                 return {**rest, name: RoleLostError(name, str(error))}
         limit_s = self._meeting.timeout_s + self._control_s
         pool = ThreadPoolExecutor(len(followers) + 1)
-        sending = pool.submit(self._learner.aside, "send", ref, routes[0], timeout_s=limit_s)
+        first = [group[0] for group in groups]
+        sending = pool.submit(self._learner.aside_on_all, "send", ref, first, timeout_s=limit_s)
         loading = {n: pool.submit(f.ask, "load", ref) for n, f in followers.items()}
         wait(loading.values(), timeout=limit_s)
         pool.shutdown(wait=False)  # who hangs is waited for by a thread until it is ended
@@ -161,8 +166,8 @@ class Handover:
         outcomes = {n: _outcome(n, future) for n, future in loading.items()}
         if failure is not None and not isinstance(failure, TransferError):
             raise failure
-        sent = "" if failure else sending.result()
-        proved = {n: self._proved(n, o, ref, offer, sent) for n, o in outcomes.items()}
+        sent = "" if failure else " ".join(sending.result())
+        proved = {n: self._proved(n, o, ref, offers[0], sent) for n, o in outcomes.items()}
         if failure is not None or any(isinstance(o, Exception) for o in proved.values()):
             self._groups.pop(ref.model, None)  # it is broken: the next one is another
         return proved
@@ -204,15 +209,17 @@ class Handover:
         """Take out of ``left`` who does not answer on the side: it is why the transfer failed."""
         for name, follower in list(left.items()):
             try:
-                follower.aside("abort", timeout_s=self._control_s)
+                follower.aside_on_all("abort", timeout_s=self._control_s)
             except RankError as error:
                 del left[name]
                 outcomes[name] = RoleLostError(name, f"{name} hangs in a hand-over: {error}")
 
-    def _routes(self, ref: WeightsRef, followers: Mapping[str, GroupExecutor]) -> list[Route]:
-        """Return each member's way to the model's group, the learner's first.
+    def _groups_for(
+        self, ref: WeightsRef, senders: int, size: int, followers: Mapping[str, GroupExecutor]
+    ) -> list[list[Route]]:
+        """Return each member's way to the group of each rank of the learner, that rank's first.
 
-        It is a new group, if others took part last time.
+        They are new groups, if others took part last time.
         """
         members = [(n, f.generation) for n, f in followers.items()]
         epoch, before = self._groups.get(ref.model, (0, []))
@@ -220,7 +227,10 @@ class Handover:
             self._epoch += 1
             epoch = self._epoch
             self._groups[ref.model] = epoch, members
-        return self._meeting.routes(f"weights/{ref.model}", epoch, 1 + len(members))
+        return [
+            self._meeting.routes(f"weights/{ref.model}/{rank}", epoch, size)
+            for rank in range(senders)
+        ]
 
 
 def _outcome(name: str, future: Future[Reply[Loaded]]) -> Reply[Loaded] | Exception:

@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
 from stretto.config import Config
 from stretto.models.load import pick_device, pick_dtype
 from stretto.runtime.groups.messages import Offer, Ready, Setting, frozen_mark
+from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.state import BackgroundWriter
 from stretto.tasks.prompts import PromptSource
+from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
 from stretto.weights.broadcast import Outbox
@@ -71,9 +72,14 @@ class GroupLearner(LearnerService):
         mark, size = self._outbox.plan(ref)
         return Offer(mark, size, self._probed.get(ref.version) if ref.model == "actor" else None)
 
-    def send(self, ref: WeightsRef, route: Route) -> str:
-        """Send a version; on the side, while training may go on."""
-        return self._outbox.send(ref, route)
+    def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
+        """Send this rank's parts of a version; on the side, while training may go on.
+
+        Args:
+            ref: the ticket.
+            routes: of each rank.
+        """
+        return self._outbox.send(ref, routes[dist.get_rank()])
 
     def stage(self, copy: bool) -> Reply[bool]:
         """Stage the learner's state; see :class:`~stretto.runtime.state.BackgroundWriter`."""
@@ -90,8 +96,9 @@ class GroupLearner(LearnerService):
         return Reply(self._writer.written())
 
     def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[dict[str, torch.Tensor]]]:
-        """Return the tensors of versions that are kept."""
-        return Reply([dict(self._outbox.get(ref)) for ref in refs])
+        """Return the tensors of versions that are kept, which the first rank gathers."""
+        found = ((ref.model, self._outbox.get(ref)) for ref in refs)
+        return Reply([dict(self._learner.gathered(*tensors)) for tensors in found])
 
     def load_state_dict(
         self,
@@ -106,7 +113,7 @@ class GroupLearner(LearnerService):
         """
         self._learner.load_state_dict(state)
         for ref, tensors in kept:
-            self._outbox.put(ref, tensors)
+            self._outbox.put(ref, self._learner.divided(ref.model, tensors))
         return Reply(self.offered())
 
     def offered(self) -> Mapping[str, WeightsRef]:
@@ -159,7 +166,7 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
         snapshots=trained,
         channel=outbox,
         threads=setting.threads or torch.get_num_threads(),
-        mesh=init_device_mesh(device.type, (ranks,)) if ranks > 1 else None,
+        grid=Grid(device.type, learner_layout(config)) if ranks > 1 else None,
     )
     ready = Ready({}, frozen, said)
     service = GroupLearner(made, outbox, prompts, ready, probe)

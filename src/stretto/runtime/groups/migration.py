@@ -58,10 +58,11 @@ class Parcels:
     Args:
         name: of the generator.
         device: of the engine.
+        rank: of this process, of several that hold slices of it.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._name, self._device, self._count = name, device, 0
+    def __init__(self, name: str, device: torch.device, rank: int = 0) -> None:
+        self._name, self._device, self._rank, self._count = name, device, rank, 0
         self._giving, self._taking = Transfers(device), Transfers(device)
         self._kept: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -91,7 +92,7 @@ class Parcels:
         tensors = self._kept.pop(parcel, None)
         if tensors is None:
             raise TransferError(f"{self._name} does not keep the parcel {parcel}")
-        self._giving.send(route, plan(tensors.items(), BUCKET_BYTES), tensors)
+        self._giving.send(self._own(route), plan(tensors.items(), BUCKET_BYTES), tensors)
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Put keys and values in the place of tickets; nothing where they do not come."""
@@ -118,15 +119,19 @@ class Parcels:
     def measure(self, route: Route, what: Plan) -> float:
         """Receive a sample; return how long that took, in seconds."""
         start_s = time.perf_counter()
-        for _ in self._taking.receive(route, what, []):
+        for _ in self._taking.receive(self._own(route), what, []):
             pass
         return time.perf_counter() - start_s
+
+    def _own(self, route: Route) -> Route:
+        """Return this rank's way: each sends its slice of keys and values to its like."""
+        return replace(route, channel=f"{route.channel}/{self._rank}")
 
     def _fetched(self, ticket: Ticket) -> dict[str, torch.Tensor]:
         if ticket.route is None:
             return {}
         try:
-            arriving = self._taking.receive(ticket.route, ticket.what, [])
+            arriving = self._taking.receive(self._own(ticket.route), ticket.what, [])
             return {name: tensor.to(self._device, copy=True) for name, tensor in arriving}
         except TransferError:
             return {}
@@ -207,7 +212,7 @@ class Couriers:
         limit_s = self._meeting.timeout_s + 1.0
         for parcel, route in parcels:
             with suppress(RankError, TransferError):
-                self._givers[giver].aside("ship", parcel, route, timeout_s=limit_s)
+                self._givers[giver].aside_on_all("ship", parcel, route, timeout_s=limit_s)
 
     def _new_routes(self, giver: str, taker: str) -> list[Route]:
         """Return the ways of one parcel, of giver and taker."""

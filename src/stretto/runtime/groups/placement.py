@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from stretto.assembly.cores import Threads, share_cores
 from stretto.assembly.scorers import MODEL
 from stretto.config import Config
-from stretto.config.cluster import LEARNER
+from stretto.config.cluster import LEARNER, ProcessConfig
 from stretto.errors import ConfigError, nearest
 from stretto.models.memory import format_size
+from stretto.models.pieces import Layout
 from stretto.runtime.clients import generator_names
 
 PROCESS_BYTES = 400 << 20
@@ -54,6 +55,12 @@ class Place:
         return self.devices[0]
 
 
+def learner_layout(config: Config) -> Layout:
+    """Return the layout of the learner's ranks."""
+    process = config.cluster.process_of(LEARNER)
+    return Layout(process.fsdp, process.tp)
+
+
 def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
     """Return the names of all scorers that are models, in the order of the schedule's replicas.
 
@@ -82,15 +89,16 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
         ConfigError: the settings place a role that the run has not, or on a GPU that is not there.
     """
     models = model_scorers(config, brought)
-    groups = _by_hand(config, models)
-    named = {seat.role for seats, _, _ in groups for seat in seats}
-    groups += [(seats, 0, "") for seats in _by_rule(config, named, models) if seats]
+    named = {role for process in config.cluster.processes for role in process.roles}
+    groups = _by_hand(config, models, _hosted(config, named, models))
+    by_rule = (seats for seats in _by_rule(config, named, models) if seats)
+    groups += [(seats, ProcessConfig(roles=(seats[0].role,))) for seats in by_rule]
     groups.sort(key=lambda group: all(seat.role != LEARNER for seat in group[0]))
     overlap = config.schedule.knobs.overlaps(config.rollout.engines)
     shares = share_cores(config, cores) if overlap else None
     found: list[Place] = []
-    for seats, threads, device in groups:
-        ranks = config.cluster.learner_ranks if not found else 1  # the learner comes first
+    for seats, process in groups:
+        ranks, threads = process.ranks, process.threads
         if not threads and shares:
             threads = _threads({_kind(seat) for seat in seats}, shares)
         if not threads and ranks > 1:
@@ -102,7 +110,7 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
                 name,
                 seats,
                 max(threads // ranks, 1) if threads else config.threads,
-                tuple(_device(device, rank, first + rank, gpus) for rank in range(ranks)),
+                tuple(_device(process.device, rank, first + rank, gpus) for rank in range(ranks)),
             )
         )
     _check_devices(found, gpus)
@@ -177,8 +185,33 @@ def _kind(seat: Seat) -> str:
     return "scoring" if seat.scorer else "generating"
 
 
-def _by_hand(config: Config, models: Sequence[str]) -> list[tuple[tuple[Seat, ...], int, str]]:
-    """Return the processes that the settings list: seats, threads and device."""
+def _rule(config: Config) -> str:
+    """Return by which rule scorers are placed that the settings do not list."""
+    rule = config.cluster.scorers
+    if rule != "auto":
+        return rule
+    hosts = config.schedule.knobs.hosts_scorers(config.rollout.engines)
+    return "generators" if hosts else "apart"
+
+
+def _hosted(
+    config: Config, named: Collection[str], models: Sequence[str]
+) -> list[tuple[Seat, ...]]:
+    """Return the copies of scorers that each generator hosts."""
+    engines = config.rollout.engines
+    scorers = [name for name in models if name not in named]
+    if _rule(config) != "generators":
+        return [()] * engines
+    return [
+        tuple(Seat(f"{name} {i}" if engines > 1 else name, name, i) for name in scorers)
+        for i in range(engines)
+    ]
+
+
+def _by_hand(
+    config: Config, models: Sequence[str], hosted: Sequence[tuple[Seat, ...]]
+) -> list[tuple[tuple[Seat, ...], ProcessConfig]]:
+    """Return the processes that the settings list, with their seats."""
     generators = generator_names(config.rollout.engines)
     known = [LEARNER, *generators, *models]
     groups = []
@@ -193,28 +226,19 @@ def _by_hand(config: Config, models: Sequence[str]) -> list[tuple[tuple[Seat, ..
                 )
             scorer = role in known[1 + len(generators) :]
             seats.append(Seat(role, role, host) if scorer else Seat(role))
-        groups.append((tuple(seats), process.threads, process.device))
+        groups.append(((*seats, *(hosted[host] if host is not None else ())), process))
     return groups
 
 
 def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterator[tuple[Seat, ...]]:
     """Yield the processes of all roles that are not placed yet."""
-    engines = config.rollout.engines
-    generators = generator_names(engines)
     if LEARNER not in placed:
         yield (Seat(LEARNER),)
-    rule = config.cluster.scorers
-    if rule == "auto":
-        rule = "generators" if config.schedule.knobs.hosts_scorers(engines) else "apart"
-    scorers = [name for name in models if name not in placed]
-    for i, generator in enumerate(generators):
+    hosted = _hosted(config, placed, models)
+    for i, generator in enumerate(generator_names(config.rollout.engines)):
         if generator not in placed:
-            hosted = scorers if rule == "generators" else []
-            several = engines > 1
-            yield (
-                Seat(generator),
-                *(Seat(f"{n} {i}" if several else n, n, i) for n in hosted),
-            )
+            yield Seat(generator), *hosted[i]
+    scorers, rule = [name for name in models if name not in placed], _rule(config)
     if rule == "together":
         yield tuple(Seat(name, name) for name in scorers)
     if rule == "apart":
@@ -234,7 +258,7 @@ def _check_devices(found: Sequence[Place], gpus: int) -> None:
         if place.device != "cpu" and len(set(place.devices)) < len(place.devices):
             raise ConfigError(
                 f"'{place.name}' has {len(place.devices)} ranks, and there are {gpus} GPUs; lower "
-                "fsdp in cluster.processes, or set model.device = 'cpu'"
+                "fsdp or tp in cluster.processes, or set model.device = 'cpu'"
             )
         for device in place.devices:
             kind, _, number = device.partition(":")

@@ -29,6 +29,7 @@ from stretto.runtime.groups.handover import Handover, hand_over
 from stretto.runtime.groups.memory import MemoryWatch
 from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
+from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.groups.processes import Processes
 from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FILE
@@ -253,11 +254,12 @@ def _check(config: Config, given: Given) -> None:
             f"runtime = '{config.runtime}' has one process for the learner, and pipeline.ranks = "
             f"{config.pipeline.ranks} asks for several; set one of them back"
         )
-    ranks = config.cluster.learner_ranks
-    if ranks > 1 and (given.actor is not None or given.critic is not None):
+    layout = learner_layout(config)
+    if layout.ranks > 1 and (given.actor is not None or given.critic is not None):
         raise ConfigError(
-            f"cluster.processes: fsdp = {ranks} trains shards in other processes, and a model that "
-            "the caller brings as an object is trained in place; name its folder, or set fsdp = 1"
+            f"cluster.processes: fsdp = {layout.fsdp} and tp = {layout.tp} train shards in other "
+            "processes, and a model that the caller brings as an object is trained in place; name "
+            "its folder, or set both to 1"
         )
     if config.model.lora_rank and given.actor is not None:
         raise ConfigError(

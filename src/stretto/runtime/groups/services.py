@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
+import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.checks import check_rewards
@@ -26,10 +28,14 @@ from stretto.assembly.scorers import MODEL, model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.config import Config
 from stretto.errors import EngineError
+from stretto.models.lora import trained_names
+from stretto.models.pieces import Layout, wholes_of
+from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.groups.messages import Loaded, Rates, Ready, Setting, frozen_mark
 from stretto.runtime.groups.migration import Parcels
+from stretto.runtime.groups.placement import learner_layout
 from stretto.scoring.base import ModelScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import (
@@ -56,11 +62,17 @@ class Follower:
 
     inbox: Inbox | None
 
-    def expect(self, ref: WeightsRef, mark: str, route: Route) -> Reply[None]:
-        """Prepare to receive weights; on the side."""
+    def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
+        """Prepare to receive weights; on the side, on all ranks.
+
+        Args:
+            ref: their ticket.
+            marks: of the plans by which they travel.
+            routes: of the first rank, to each rank of the learner.
+        """
         assert self.inbox is not None
-        self.inbox.expect(ref, mark, route)
-        return Reply(None)
+        own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
+        self.inbox.expect(ref, marks, own)
 
     def abort(self) -> None:
         """Break off what is being received; on the side."""
@@ -73,11 +85,41 @@ class Follower:
         return self.inbox.mark
 
 
-def inbox_of(model: nn.Module, config: Config) -> Inbox:
-    """Return an inbox for the trained weights of a model."""
-    travelling = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    device = next(model.parameters()).device
-    return Inbox(travelling, device, config.cluster.bucket_mb << 20)
+def follow(model: nn.Module, config: Config) -> Inbox:
+    """Cut a model into slices, if there are several ranks; return an inbox for trained weights.
+
+    Args:
+        model: whole, as training starts; it is changed in place.
+        config: of the run.
+
+    Raises:
+        ModelError: it cannot be cut into that many slices.
+    """
+    theirs, here = learner_layout(config), Layout(tp=dist.get_world_size())
+    dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
+    trained = trained_names(model)
+    wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
+    cut(model)
+    own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
+    return Inbox(
+        {n: p for n, p in model.named_parameters() if n in trained},
+        next(model.parameters()).device,
+        config.cluster.bucket_mb << 20,
+        [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
+        own,
+    )
+
+
+def cut(model: nn.Module) -> nn.Module:
+    """Cut a model into slices in place, if there are several ranks; return it.
+
+    Raises:
+        ModelError: it cannot be cut into that many.
+    """
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        cut_linears(model, plan_cuts(model, ranks), Slices())
+    return model
 
 
 class GroupGenerator(Follower, GeneratorService):
@@ -171,12 +213,12 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
     setting.prepare()
     config = setting.config
     model, prompts = _actor(setting)
-    inbox = inbox_of(model, config)
+    inbox = follow(model, config)
     rows = most_in_flight(config)
     ends = setting.given.end_tokens
     engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
     device = next(model.parameters()).device
-    return GroupGenerator(engine, inbox, Parcels(name, device), probe)
+    return GroupGenerator(engine, inbox, Parcels(name, device, dist.get_rank()), probe)
 
 
 def reference(setting: Setting) -> GroupScorer:
@@ -189,7 +231,7 @@ def reference(setting: Setting) -> GroupScorer:
     else:
         model, _ = _actor(setting)
     marks = _marks_of(model)
-    (scorer,) = model_scorers(config, model, None, None, said.append)
+    (scorer,) = model_scorers(config, cut(model), None, None, said.append)
     return GroupScorer(scorer, said, marks=marks)
 
 
@@ -203,7 +245,7 @@ def critic(setting: Setting) -> GroupScorer:
     model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
     assert model is not None
     model = with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
-    inbox = inbox_of(model, config)
+    inbox = follow(model, config)
     (scorer,) = model_scorers(config, None, model, inbox, said.append)
     return GroupScorer(scorer, said, inbox)
 
@@ -224,6 +266,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Gr
         loaded = load_reward_model(config, source.removeprefix(MODEL), said.append)
     else:
         made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
+    cut(loaded[0])
     slots = scorer_slots(config, loaded[0], said.append)
     scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
     check_rewards(config, [scorer], prompts)

@@ -120,11 +120,11 @@ class Recording:
                 "a run is replayed from its rollouts, and it has recorded none; let it take a few "
                 "steps"
             )
-        ranks, wanted = self.config.cluster.learner_ranks, config.cluster.learner_ranks
-        if wanted != ranks:
+        had, wanted = _cuts(self.config), _cuts(config)
+        if wanted != had:
             raise ConfigError(
-                f"the learner of the run had {ranks} ranks, and its records do not say what "
-                f"{wanted} would take; record a run with fsdp = {wanted}"
+                f"in the run roles had fsdp and tp {had or 'of 1'}, and its records do not say "
+                f"what {wanted or 'one rank each'} would take; record a run with these"
             )
         costs, seats = self.costs, self.seats(config)
         definition = config.algorithm.definition
@@ -213,6 +213,12 @@ def _scorers(
                 ScorerRole(**common, devices=seat.devices, threads=seat.threads, host=seat.host)
             )
     return tuple(roles)
+
+
+def _cuts(config: Config) -> dict[str, tuple[int, int]]:
+    """Return fsdp and tp by role, where a role has several ranks."""
+    several = (p for p in config.cluster.processes if p.ranks > 1)
+    return {role: (p.fsdp, p.tp) for p in several for role in p.roles}
 
 
 def _threads(config: Config, threads_here: int, models: Iterable[str]) -> dict[str, list[Seat]]:

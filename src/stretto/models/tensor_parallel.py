@@ -1,0 +1,273 @@
+"""Tensor parallelism: every rank of a group holds a slice of a model's linear layers, and computes
+with it (Shoeybi et al. 2019, "Megatron-LM", section 3).
+
+Of two linear layers that follow one another the first is cut by its outputs, the second by its
+inputs: between the two each rank has heads or features of its own, and behind them the ranks' parts
+are added up. Which layers these are, transformers says in the model's plan. All else (embeddings,
+norms, the head) is whole on every rank. All ranks get the same calls with the same inputs, and
+return the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto.errors import ModelError
+from stretto.models.forward import backbone, text_config
+
+BY_OUTPUTS, BY_INPUTS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""Entries of transformers' plans: layers cut by outputs, by inputs, and norms of single heads."""
+
+
+class Slices:
+    """The ranks that hold slices of one model. Copies of the model share it.
+
+    Args:
+        group: of the ranks; ``None`` for the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
+        return self
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Add up the ranks' tensors, in place. A collective."""
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def own(self, whole: Tensor, dim: int) -> Tensor:
+        """Return a copy of this rank's slice of a tensor."""
+        return whole.detach().chunk(self.size, dim)[self.rank].clone()
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """What of a model is cut, by parameter name.
+
+    Attributes:
+        dims: the dimension along which a parameter is cut.
+        partial: parameters that are whole, and whose gradients must be added up over the ranks.
+    """
+
+    dims: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+
+
+class _Linear(nn.Linear):
+    """A slice of a linear layer, in the place of the whole one."""
+
+    def __init__(self, whole: nn.Linear, slices: Slices) -> None:
+        nn.Module.__init__(self)
+        self.slices = slices
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        for name, parameter in whole.named_parameters(recurse=False):
+            dim = self.dim(name)
+            weight = parameter.detach() if dim is None else slices.own(parameter, dim)
+            self.register_parameter(name, nn.Parameter(weight, parameter.requires_grad))
+        if whole.bias is None:
+            self.register_parameter("bias", None)
+        self.train(whole.training)
+
+    def dim(self, name: str) -> int | None:
+        """Return the dimension along which a parameter is cut."""
+        raise NotImplementedError
+
+
+class ByOutputs(_Linear):
+    """A linear layer of which each rank has some outputs."""
+
+    def dim(self, name: str) -> int | None:
+        """Return the dimension along which a parameter is cut."""
+        return 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's outputs [..., out / ranks] for inputs [..., in]."""
+        return F.linear(_Shared.of(x, self.slices), self.weight, self.bias)
+
+
+class ByInputs(_Linear):
+    """A linear layer of which each rank has some inputs; outputs are sums over the ranks."""
+
+    def dim(self, name: str) -> int | None:
+        """Return the dimension along which a parameter is cut."""
+        return 1 if name == "weight" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return all outputs [..., out] for this rank's inputs [..., in / ranks]. A collective."""
+        summed = _Sum.of(F.linear(x, self.weight), self.slices)
+        return summed if self.bias is None else summed + self.bias
+
+
+class _Shared(torch.autograd.Function):
+    """The identity, whose gradient is the sum over the ranks."""
+
+    @staticmethod
+    def of(x: Tensor, slices: Slices) -> Tensor:
+        y: Tensor = _Shared.apply(x, slices)  # type: ignore[no-untyped-call]
+        return y
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
+        ctx.slices = slices
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.slices.sum_(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks, whose gradient each of them has already."""
+
+    @staticmethod
+    def of(x: Tensor, slices: Slices) -> Tensor:
+        y: Tensor = _Sum.apply(x, slices)  # type: ignore[no-untyped-call]
+        return y
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
+        ctx.mark_dirty(x)  # of a linear layer, whose gradient does not need its output
+        return slices.sum_(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def plan_cuts(model: nn.Module, size: int) -> Cuts:
+    """Plan the cuts of a model for so many ranks; with one there are none.
+
+    Args:
+        model: whole; with or without LoRA adapters.
+        size: ranks.
+
+    Raises:
+        ModelError: transformers has no plan for the model, or one with entries that are not known
+            here; or its heads or features cannot be dealt out evenly.
+    """
+    if size == 1:
+        return Cuts()
+    decoder = backbone(model)
+    _check_heads(decoder, size)
+    names = {id(module): name for name, module in model.named_modules()}
+    dims: dict[str, int] = {}
+    partial = set[str]()
+    for module, style in _planned(decoder):
+        name = names[id(module)]
+        if style == OF_HEADS:
+            partial.update(key for key, _ in module.named_parameters(name))
+            continue
+        for linear in _linears(module, style, name):
+            width = linear.out_features if style == BY_OUTPUTS else linear.in_features
+            if width % size:
+                raise ModelError(
+                    f"tp = {size} does not divide the {width} features of '{name}'; choose a "
+                    "divisor"
+                )
+            dims[f"{names[id(linear)]}.weight"] = 0 if style == BY_OUTPUTS else 1
+            if style == BY_OUTPUTS and linear.bias is not None:
+                dims[f"{names[id(linear)]}.bias"] = 0
+    return Cuts(dims, frozenset(partial))
+
+
+def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices) -> None:
+    """Put slices of linear layers in the places of whole ones.
+
+    Args:
+        model: whole on every rank, and the same.
+        cuts: planned for it.
+        slices: the ranks.
+    """
+    for parameter, dim in cuts.dims.items():
+        name, _, kind = parameter.rpartition(".")
+        if kind == "weight":
+            parent, _, key = name.rpartition(".")
+            linear: Any = model.get_submodule(name)
+            cut = ByInputs(linear, slices) if dim else ByOutputs(linear, slices)
+            model.get_submodule(parent)._modules[key] = cut
+
+
+def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
+    """Return the ranks that hold slices of a model, and its cuts' dimensions by parameter name.
+
+    Without any it is ``None``, and there are no cuts.
+    """
+    slices: Slices | None = None
+    dims: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, _Linear):
+            slices = module.slices
+            for key, _ in module.named_parameters(recurse=False):
+                dim = module.dim(key)
+                if dim is not None:
+                    dims[f"{name}.{key}"] = dim
+    return slices, dims
+
+
+def _check_heads(decoder: nn.Module, size: int) -> None:
+    config = text_config(decoder)
+    heads = config.num_attention_heads
+    for count, what in (
+        (heads, "attention heads"),
+        (getattr(config, "num_key_value_heads", None) or heads, "key-value heads"),
+    ):
+        if count % size:
+            raise ModelError(
+                f"tp = {size} does not divide the {count} {what} of {type(decoder).__name__}; "
+                "choose a divisor, or more fsdp"
+            )
+
+
+def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield modules and their entries in the decoder's plan.
+
+    Raises:
+        ModelError: there is no plan, or it has an entry that is not known here.
+    """
+    who = type(decoder).__name__
+    plan = getattr(text_config(decoder), "base_model_tp_plan", None)
+    if not plan:
+        raise ModelError(
+            f"transformers has no plan for tensor parallelism of {who}; set tp = 1, and fsdp for "
+            "the learner"
+        )
+    for pattern, style in plan.items():
+        if style not in (BY_OUTPUTS, BY_INPUTS, OF_HEADS):
+            raise ModelError(
+                f"the plan for tensor parallelism of {who} has '{style}' for '{pattern}', which is "
+                "not supported; set tp = 1, and fsdp for the learner"
+            )
+        matches = re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+        for name, module in decoder.named_modules():
+            if matches(name):
+                yield module, style
+
+
+def _linears(layer: Any, style: str, name: str) -> Iterator[nn.Linear]:
+    """Yield the linear layers to cut for a planned one: itself, or its parts under LoRA.
+
+    Of a layer that is cut by outputs, adapters read whole inputs (A) and write some outputs (B); of
+    one that is cut by inputs, they read some inputs (A) and write whole outputs (B).
+    """
+    parts = [layer]
+    if hasattr(layer, "base_layer"):
+        adapters = layer.lora_B if style == BY_OUTPUTS else layer.lora_A
+        parts = [layer.base_layer, *adapters.values()]
+    for part in parts:
+        if not isinstance(part, nn.Linear):
+            raise ModelError(
+                f"'{name}' is a {type(part).__name__}, and tensor parallelism cuts linear layers; "
+                "set tp = 1, and fsdp for the learner"
+            )
+        yield part

@@ -1,0 +1,321 @@
+"""The tour: its figures against hand counts, and all of it from end to end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from stretto.api import load_recipe, simulated
+from stretto.api.variants import Job
+from stretto.cli.main import main
+from stretto.models.memory import format_size, memory_plan
+from stretto.observe import RunDirectory
+from stretto.observe.progress import NoProgress
+from stretto.observe.run_directory import RolloutRecord
+from stretto.tour import costs, flows, models, page, placements, rollout, training
+from stretto.types import Chunk, Prompt, Response
+
+SMALL = """
+threads = 1
+[model]
+name = "tiny"
+dtype = "float32"
+[task]
+name = "chain_sum"
+settings = {min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}
+[rollout]
+batch = 8
+max_new_tokens = 6
+"""
+
+
+def record(id_: int, prompt_tokens: int, tokens: int, step: int = 1) -> RolloutRecord:
+    lengths = {"prompt_tokens": prompt_tokens, "tokens": tokens}
+    return RolloutRecord(
+        step=step, id=id_, prompt=id_, group=id_, finish="stop", state="trained", because="",
+        carries=0, oldest_version=0, newest_version=0, reward=0.5, **lengths,
+    )  # fmt: skip
+
+
+# -- part 1 --------------------------------------------------------------------------------------
+
+
+def test_models_have_the_parameters_that_are_published() -> None:
+    found = {scale.name: scale.plan.parameters for scale in models.scales()}
+    assert found == {
+        "huggyllama/llama-7b": 6_738_415_616,
+        "huggyllama/llama-13b": 13_015_864_320,
+        "huggyllama/llama-30b": 32_528_943_616,
+        "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    }
+
+
+def test_the_models_page_shows_the_figures_of_the_memory_plan() -> None:
+    text = "\n".join(models.page())
+    for scale in models.scales():
+        plan = memory_plan(scale.plan.parameters)
+        for counting in (plan.sixteen_bit, plan.mixed):
+            sizes = (counting.roles[0], counting.roles[2], counting)
+            cells = [format_size(size.total_bytes) for size in sizes]
+            row = " ".join([*cells, f">= {counting.gpus()}"])
+            assert row in " ".join(text.split())
+    assert "llama-7b 6.74 B each 16-bit 40.43 GB" in " ".join(text.split())  # 6 bytes of 6.738 B
+    lines = [line.split() for line in text.splitlines()]
+    bytes_each = {line[0]: line[-2:] for line in lines if line and line[0] in models.DOES}
+    trained, frozen = ["6", "16"], ["2", "2"]
+    assert bytes_each == {
+        "actor": trained, "critic": trained, "reference": frozen, "reward": frozen
+    }  # fmt: skip
+
+
+# -- part 2 --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> list[rollout.Stage]:
+    folder = tmp_path_factory.mktemp("tour") / "tiny"
+    return list(rollout.walk(rollout.make_cast(folder)))
+
+
+def numbers(stage: rollout.Stage, name: str) -> list[float]:
+    (shown,) = [s for s in stage.shown if s.name == name]
+    return [float(word) for word in shown.values.split() if word != "..."]
+
+
+def test_the_walk_has_the_shapes_of_two_prompts_of_20_and_23_bytes(
+    stages: list[rollout.Stage],
+) -> None:
+    weights, asked, first, second, third, scores, sent, padded, rewards, gae, batch = stages
+    shapes = [[s.shape for s in stage.shown] for stage in stages]
+    # 256 bytes and three special tokens; hidden states of 64 numbers.
+    assert [s.shape for s in weights.shown] == [(259, 64), (1, 64)]
+    assert [s.shape for s in asked.shown] == [(len("Spell backward: tea\n"),), (23,)]
+    lengths = [int(n) for n in numbers(sent, "lengths")]
+    # The first response ends early; where it no longer does, SEED is to be chosen anew.
+    assert lengths == [3, 12, 12, 12]
+    # Calls of 4 tokens: the first response and the last, then the second and the last.
+    assert shapes[2:5] == [[(3,), (3,), (4,), (4,)], [(4,)] * 4, [(4,)] * 4]
+    assert "15 tokens for 4 responses, of which 1 ended" in first.text
+    assert "12 tokens for 3 responses, of which 0 ended" in second.text
+    assert "12 tokens for 3 responses, of which 3 ended" in third.text
+    assert "41 prompt tokens" in first.text  # 19 + 22: the last of each is decoded
+    assert [s.shape for s in scores.shown] == [(1,), (3,), (3,)]
+    of_batch, of_tokens = [(4,)] * 2, [(39,)] * 5  # 3 + 3 * 12
+    assert [s.shape for s in sent.shown] == [*of_batch, *of_tokens, (4,)]
+    for stage in (padded, gae, batch):
+        assert {s.shape for s in stage.shown} == {(4, 12)}
+    assert [s.shape for s in rewards.shown] == [(4, 12), (4,), (4, 12)]
+    assert [s.dtype for s in padded.shown] == ["bool", "float32", "float32"]
+
+
+def test_the_walks_values_follow_from_one_another(stages: list[rollout.Stage]) -> None:
+    *_, scores, sent, padded, rewards, gae, batch = stages
+    log_pi, values = numbers(padded, "log pi")[:3], numbers(padded, "V")[:3]
+    log_ref = numbers(scores, "response 0: log pi_ref(y_t)")
+    score = numbers(rewards, "score r(x, y)")[0]
+    assert numbers(scores, "response 0: r(x, y)") == [score] == numbers(sent, "r(x, y)")[:1]
+    kl = numbers(rewards, "KL_t")[:3]
+    assert kl == pytest.approx([a - b for a, b in zip(log_pi, log_ref, strict=True)], abs=2e-3)
+    r = [-0.05 * kl[0], -0.05 * kl[1], -0.05 * kl[2] + score]
+    assert numbers(rewards, "r_t")[:3] == pytest.approx(r, abs=2e-3)
+    delta = [r[0] + values[1] - values[0], r[1] + values[2] - values[1], r[2] - values[2]]
+    last = delta[2]
+    middle = delta[1] + 0.95 * last
+    advantages = [delta[0] + 0.95 * middle, middle, last]
+    assert numbers(gae, "A_t")[:3] == pytest.approx(advantages, abs=5e-3)
+    returns = [a + v for a, v in zip(advantages, values, strict=True)]
+    assert numbers(gae, "R_t")[:3] == pytest.approx(returns, abs=5e-3)
+    assert numbers(batch, "returns") == numbers(gae, "R_t")
+    assert numbers(batch, "log pi_old") == numbers(padded, "log pi")
+
+
+# -- part 3 --------------------------------------------------------------------------------------
+
+
+def test_the_verdict_compares_the_first_third_with_the_last() -> None:
+    names = [metric for label, metric, _ in training.COLUMNS if label in training.JUDGED]
+    metrics = [dict.fromkeys(names, value) for value in (0.0, 0.5, 0.0, 0.0, 1.0, 1.0)]
+    for step in metrics:
+        step["objective/kl"] = 1 - step["objective/kl"]
+        step["policy/entropy_avg"] = 2.0
+    text = training.verdict(metrics)
+    assert text.startswith("Means of the first and the last 2 steps: reward rose from 0.250 to")
+    assert "KL fell from 0.750 to 0.000" in text
+    assert "entropy stayed from 2.000 to 2.000" in text
+
+
+# -- part 4 --------------------------------------------------------------------------------------
+
+
+def test_a_payload_is_arrays_tensors_and_token_ids() -> None:
+    three, two = np.zeros(3, np.int32), np.zeros(2, np.float32)
+    assert flows.payload(three) == 12
+    assert flows.payload(torch.zeros(5, dtype=torch.bfloat16)) == 10
+    prompt = Prompt(7, (1, 2, 3, 4), "text is not counted", data={"answer": 42})
+    assert flows.payload(Response(0, 0, prompt, three)) == 16 + 12
+    assert flows.payload([Chunk(0, 0, three, two, 0)] * 2) == 2 * (12 + 8)
+    assert flows.payload(()) == flows.payload(3) == flows.payload("abc") == 0
+
+
+def test_bytes_of_a_step_are_those_of_a_hand_count() -> None:
+    actor, critic = nn.Linear(10, 5, bias=False), nn.Linear(4, 1)
+    config = load_recipe("tiny")
+    found = flows.flows(
+        [record(0, 5, 2), record(1, 7, 3)], config, {"actor": actor, "critic": critic}
+    )
+    counted = {(f.sender, f.receiver): f.size_bytes for f in found}
+    read = (5 + 7) * 4 + (2 + 3) * 4
+    batch = sum(
+        [
+            2 * 8,  # ids
+            12 * 4,  # prompts
+            2 * 8,  # prompt ids
+            2 * 8,  # lengths
+            2 * 1,  # ended
+            5 * 4 * 3,  # tokens, log-probs, versions
+            2 * 4 + 2 * 1,  # rewards, and whether they apply
+            5 * 4 * 2,  # reference, values
+        ]
+    )
+    assert counted == {
+        ("driver", "generator"): 12 * 4,
+        ("generator", "driver"): 5 * (4 + 4),
+        ("driver", "task"): read,
+        ("task", "driver"): 2 * 4,
+        ("driver", "reference"): read,
+        ("reference", "driver"): 5 * 4,
+        ("driver", "critic"): read,
+        ("critic", "driver"): 5 * 4,
+        ("driver", "learner"): batch,
+        ("learner", "generator"): 50 * 4,
+        ("learner", "critic"): 5 * 4,
+    }
+
+
+def test_stages_are_means_without_the_first_step() -> None:
+    config = load_recipe("tiny", training__epochs=4)
+    seconds = {"gen": 1.0, "score/task": 0.5, "score/reference": 2.0, "score/critic": 3.0}
+    step = {f"timing_s/{name}": s for name, s in (seconds | {"update": 4.0, "step": 12.0}).items()}
+    metrics = [dict.fromkeys(step, 100.0) | {"step": 1}, step | {"step": 2}, step | {"step": 3}]
+    records = [record(0, 900, 900), record(1, 6, 2, step=2), record(2, 8, 4, step=3)]
+    found = costs.stages(metrics, records, config, parameters=1000)
+    assert [(s.name, s.seconds, s.tokens, s.operations) for s in found] == [
+        ("generation", 1.0, 3.0, 2 * 1000 * 10),
+        ("score: task", 0.5, 3.0, 0),
+        ("score: reference", 2.0, 10.0, 2 * 1000 * 10),
+        ("score: critic", 3.0, 10.0, 2 * 1000 * 10),
+        ("training", 4.0, 40.0, 6 * 1000 * 2 * 40),
+        ("the rest", 1.5, 0, 0),
+    ]
+    # Three forward passes of 2, and two models of 6 in four epochs, over a supervised step's 6.
+    assert costs.against_supervised(found, epochs=4) == pytest.approx((9.0, 3.0))
+
+
+# -- all of it -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A recipe of seconds in the place of the tour's own."""
+    file = tmp_path_factory.mktemp("recipe") / "small.toml"
+    file.write_text(SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "RECIPE", str(file))
+        patch.setenv("STRETTO_CACHE", str(file.parent / "cache"))
+        yield file
+
+
+@pytest.fixture(scope="module")
+def trained(recipe: Path) -> RunDirectory:
+    return training.train(recipe.parent, 4, NoProgress())
+
+
+def test_a_placement_takes_what_compare_says_of_it(trained: RunDirectory, tmp_path: Path) -> None:
+    found = {o.placement.name: o for o in placements.outcomes(trained.path, tmp_path)}
+    devices = {"colocated": 1, "apart": 4, "overlapping": 4, "two": 2}
+    assert {name: o.devices for name, o in found.items()} == devices
+    for name, outcome in found.items():
+        file = "" if name == "colocated" else str(tmp_path / f"{name}.toml")
+        simulation = simulated.recorded(str(trained.path), file)
+        job = Job(outcome.placement.variant, 0)
+        times_s = simulation.run(job, simulation.asked(job)).times_s
+        assert outcome.step_s == pytest.approx((times_s[-1] - times_s[0]) / 3)
+    assert found["colocated"].idle < found["two"].idle < found["apart"].idle
+
+
+def test_the_whole_tour_is_plain_text_and_leaves_the_run_that_it_names(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tour", "--steps", "3", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    titles = [line for line in text.splitlines() if line[:2] in ("1.", "2.", "3.", "4.")]
+    assert len(titles) == 4
+    assert text.count("Go on: docs/") == 4
+    assert "\x1b" not in text
+    own = [line for line in text.splitlines() if "Go on:" not in line]  # these name long folders
+    assert [line for line in own if len(line) > page.WIDTH] == []
+    run = RunDirectory.open(tmp_path / "small-001")
+    assert [step["step"] for step in run.read_metrics()] == [1, 2, 3]
+    assert f"stretto compare --sim {run.path} --placement {run.path / 'two.toml'}" in text
+
+
+def test_one_part_by_number_or_name_and_nothing_is_left(
+    recipe: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["tour", "2"]) == 0
+    assert capsys.readouterr().out.startswith("2. One rollout phase")
+    assert main(["tour", "placements", "--steps", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "made first: 3 steps" in text
+    assert "3. A few iterations" not in text
+    assert list(tmp_path.glob("stretto-tour-*")) == []
+
+
+@pytest.mark.slow
+def test_the_recipe_of_the_tour_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tour", "training", "--steps", "3"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "learns to spell 200 short words backward, first from 4,500 examples" in text
+    assert "on 64 responses a step, each batch 4 times" in text
+    assert " 3/3 " in text
+
+
+def test_an_interrupted_tour_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(folder: Path) -> Iterator[str]:
+        folder.mkdir()
+        yield "so far"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(rollout, "page", interrupted)
+    assert main(["tour", "rollout"]) == 130
+    out, err = capsys.readouterr()
+    assert (out, err) == ("so far\n", "stretto: interrupted\n")
+    assert list(tmp_path.glob("stretto-tour-*")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["5"], "there is no part '5'. Known: models, placements, rollout, training"),
+        (["model"], "there is no part 'model'. Did you mean 'models'?"),
+        (["--steps", "2"], "--steps 2: the tour needs 3 or more"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tour", *arguments]) == 2
+    assert message in capsys.readouterr().err

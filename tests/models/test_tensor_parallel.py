@@ -1,0 +1,83 @@
+"""Plans of cuts, and models that have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from helpers import critic_of, llama
+from sharded_workers import qwen
+from stretto.config import ModelConfig
+from stretto.errors import ModelError
+from stretto.models.lora import add_lora
+from stretto.models.tensor_parallel import Cuts, plan_cuts
+
+
+def test_linear_layers_are_cut_by_outputs_and_by_inputs_in_turn() -> None:
+    cuts = plan_cuts(llama(), 2)
+    layer = {n.removeprefix("model.layers.0."): d for n, d in cuts.dims.items() if ".0." in n}
+    assert layer == {
+        "self_attn.q_proj.weight": 0,
+        "self_attn.k_proj.weight": 0,
+        "self_attn.v_proj.weight": 0,
+        "self_attn.o_proj.weight": 1,
+        "mlp.gate_proj.weight": 0,
+        "mlp.up_proj.weight": 0,
+        "mlp.down_proj.weight": 1,
+    }
+    assert not cuts.partial
+
+
+def test_biases_are_cut_with_outputs_and_norms_of_heads_are_partial() -> None:
+    cuts = plan_cuts(qwen(), 2)
+    assert cuts.dims["model.layers.1.self_attn.q_proj.bias"] == 0
+    assert "model.layers.1.self_attn.o_proj.bias" not in cuts.dims
+    assert cuts.partial == {
+        f"model.layers.{i}.self_attn.{norm}.weight" for i in (0, 1) for norm in ("q_norm", "k_norm")
+    }
+
+
+def test_adapters_are_cut_where_their_layer_is() -> None:
+    cuts = plan_cuts(add_lora(critic_of(llama()), ModelConfig(lora_rank=2), "SEQ_CLS"), 2)
+    prefix = "base_model.model.model.layers.0"
+    adapters = {n.removeprefix(f"{prefix}."): d for n, d in cuts.dims.items() if "lora" in n}
+    assert adapters["self_attn.q_proj.lora_B.default.weight"] == 0
+    assert adapters["self_attn.o_proj.lora_A.default.weight"] == 1
+    assert "self_attn.q_proj.lora_A.default.weight" not in adapters
+    assert "self_attn.o_proj.lora_B.default.weight" not in adapters
+    assert cuts.dims[f"{prefix}.mlp.down_proj.base_layer.weight"] == 1
+
+
+def test_one_rank_cuts_nothing() -> None:
+    assert plan_cuts(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), 1) == Cuts()
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [
+        (llama, 4, "tp = 4 does not divide the 2 attention heads"),
+        (qwen, 4, "tp = 4 does not divide the 2 key-value heads"),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16)),
+            2,
+            "no plan for tensor parallelism of GPT2",
+        ),
+        (
+            lambda: Qwen2MoeForCausalLM(
+                Qwen2MoeConfig(
+                    vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                    num_key_value_heads=2, num_experts=2, intermediate_size=8,
+                    moe_intermediate_size=8, shared_expert_intermediate_size=8,
+                )
+            ),
+            2,
+            "which is not supported",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(model: Any, size: int, message: str) -> None:
+    with torch.device("cpu"), pytest.raises(ModelError, match=message):
+        plan_cuts(model(), size)
