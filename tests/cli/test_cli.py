@@ -410,7 +410,7 @@ def test_memory_names_the_phase_that_bursts(capsys: pytest.CaptureFixture[str]) 
     [
         (["7B", "--tp", "2"], "add --gpus"),
         (["7B", "--gpus", "8", "--tp", "3"], "--tp divides --gpus"),
-        (["7B", "--gpus", "8", "--fsdp", "7"], "that leaves none for generators and scorers"),
+        (["7B", "--gpus", "8", "--fsdp", "7"], "with 1 for each. Give --fsdp 8"),
         (["7B", "--gpus", "8", "--gpu", "h10"], "Did you mean 'h100'?"),
         (["8B", "--gpus", "8"], "one of 7B, 13B, 33B, 70B (Llama)"),
         (["7B", "--gpus", "8", "--lora-rank", "8"], "all weights are trained"),

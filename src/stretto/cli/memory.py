@@ -104,8 +104,8 @@ class _Wanted:
         if rest < 1:
             raise ConfigError(
                 f"--fsdp {self.fsdp} with --tp {self.tp} on {self.gpus} GPUs: that leaves none for "
-                f"generators and scorers. Give --fsdp {everywhere.data}, where roles share all "
-                f"GPUs, or {everywhere.data - 2} at most"
+                f"generators and scorers, with {self.tp} for each. Give --fsdp {everywhere.data}, "
+                "where roles share all GPUs, or fewer shards"
             )
         learner, generator = Mesh(self.fsdp, self.tp), Mesh(rest, self.tp)
         return Layout(learner, generator, Mesh(1, self.tp), False, self.offload)
@@ -128,10 +128,11 @@ def _on_gpus(model: str, wanted: _Wanted) -> str:
         print(table)
         most = max(found.bursts, key=lambda phase: phase.memory_bytes)
         part = max(most.parts, key=lambda name: most.parts[name])
+        might_offload = found.layout.colocated and not wanted.offload
         raise ConfigError(
             f"{most.name} takes {format_size(round(most.memory_bytes))} of each GPU, of which "
             f"{format_size(round(found.usable_bytes))} can be filled; most of it: {part}. "
-            f"Give more --gpus, another --fsdp or --tp{'' if wanted.offload else ', or --offload'}"
+            f"Give more --gpus, another --fsdp or --tp{', or --offload' if might_offload else ''}"
         )
     return table
 
