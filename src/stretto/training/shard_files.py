@@ -30,7 +30,7 @@ from torch import Tensor
 
 from stretto import files
 from stretto.errors import StateError
-from stretto.models.pieces import Box, Piece, box_of, index, overlap, shape, within
+from stretto.models.pieces import Box, Piece, box_of, overlap, shape, within
 
 STEP = "step"
 """What AdamW keeps of a parameter besides tensors like it."""
@@ -186,7 +186,7 @@ _REMEDY = "take the checkpoint before this one, or start the run anew"
 def _opened(file: Path) -> tuple[Any, Any]:
     """Open a file; return it, and what its metadata say."""
     try:
-        stored = safe_open(file, "pt")
+        stored: Any = safe_open(file, "pt")
         return stored, json.loads((stored.metadata() or {})[_ABOUT])
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}") from error
