@@ -132,26 +132,40 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        ({"learner": (2, 1)}, {"schedule": {"preset": "async"}}),
+        ({("learner",): (2, 1)}, {"schedule": {"preset": "async"}}),
         (
-            {"learner": (2, 2), "generator": (1, 2), "reference": (1, 2), "critic": (1, 2)},
+            {
+                ("learner",): (2, 2),
+                ("generator",): (1, 2),
+                ("reference",): (1, 2),
+                ("critic",): (1, 2),
+            },
             {"schedule": {"preset": "oppo", "overcommit": 0}},
         ),
         pytest.param(
-            {"learner": (1, 2), "generator 0": (1, 2), "generator 1": (1, 2)},
+            {("learner",): (1, 2), ("generator 0",): (1, 2), ("generator 1",): (1, 2)},
             {"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 2}},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"learner": (3, 1), "generator": (1, 2)},
+            {("learner",): (3, 1), ("generator",): (1, 2)},
             {"model": {"lora_rank": 2}},
             marks=pytest.mark.slow,
         ),
-        pytest.param({"learner": (1, 2)}, RLOO, marks=pytest.mark.slow),
+        pytest.param({("learner",): (1, 2)}, RLOO, marks=pytest.mark.slow),
+        ({("learner", "generator", "reference", "critic"): (2, 1)}, {}),
+        pytest.param(
+            {("learner", "generator"): (1, 2), ("reference", "critic"): (1, 2)},
+            {"schedule": {"preset": "async"}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_roles_over_ranks_work_as_one_process(
-    tiny_folder: Path, tmp_path: Path, ranks: dict[str, tuple[int, int]], changes: dict[str, Any]
+    tiny_folder: Path,
+    tmp_path: Path,
+    ranks: Mapping[tuple[str, ...], tuple[int, int]],
+    changes: dict[str, Any],
 ) -> None:
     """The same responses, and rewards and weights but for rounding."""
     rewards = tmp_path / "rewards.py"
@@ -165,7 +179,7 @@ def test_roles_over_ranks_work_as_one_process(
     }
     config = settings(tiny_folder, **{**changes, **own})
     here = trained(config, tmp_path / "inline")
-    processes_ = tuple(ProcessConfig(roles=(r,), fsdp=f, tp=t) for r, (f, t) in ranks.items())
+    processes_ = tuple(ProcessConfig(roles=r, fsdp=f, tp=t) for r, (f, t) in ranks.items())
     placed = {"runtime": "local", "cluster": ClusterConfig(processes=processes_)}
     there = trained(config.model_copy(update=placed), tmp_path / "there")
     assert_same_but_for_rounding(tiny_folder, here, there)

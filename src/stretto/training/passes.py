@@ -85,7 +85,7 @@ class Trained(Protocol):
         ...
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of the model's trained weights, by parameter name; of this rank's parts."""
+        """Copies of the trained weights by name; of this rank's parts, and lent if so agreed."""
         ...
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

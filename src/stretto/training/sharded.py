@@ -76,6 +76,8 @@ class Sharded:
     Args:
         model: whole on every rank, in evaluation mode, and the same.
         grid: the ranks.
+        lends: whether what is published are the shards themselves, as who reads them has done so
+            before they change; else copies.
 
     Attributes:
         model: whose parameters are shards now.
@@ -90,8 +92,8 @@ class Sharded:
         ModelError: the model cannot be cut into that many slices.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid) -> None:
-        self.model, self.grid, self._root = model, grid, _Root(model)
+    def __init__(self, model: nn.Module, grid: Grid, *, lends: bool = False) -> None:
+        self.model, self.grid, self._lends, self._root = model, grid, lends, _Root(model)
         self.dtype = next(model.parameters()).dtype
         language = unwrapped(model).get_output_embeddings() is not None
         self.template = OutputHead(_NO_WEIGHT)
@@ -142,11 +144,13 @@ class Sharded:
         return _local(self.parameters[name].detach())
 
     def own(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return copies of this rank's parts of parameters, in the model's types, by name.
+        """Return this rank's parts of parameters by name, in the model's types unless lent.
 
         Without those that a rank before it holds too: all ranks' together are the whole.
         """
         own = (name for name in names if name in self._own)
+        if self._lends:
+            return {name: self.shard(name) for name in own}
         return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in own}
 
     def fingerprint(self) -> str:
@@ -321,15 +325,15 @@ class ShardedModel(TrainedModel):
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of this rank's parts of the trained weights; see :meth:`Sharded.own`."""
+        """This rank's parts of the trained weights; see :meth:`Sharded.own`."""
         return self._sharded.own(self._names)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the whole of what all ranks' parts make, on the first rank. A collective."""
         wholes, grid, found = self._sharded.wholes, self._sharded.grid, {}
         for name in self._names:
-            none = torch.empty(0, dtype=wholes[name].dtype)
-            tensor = grid.on_first(wholes[name], tensors.get(name, none))
+            part = tensors.get(name, torch.empty(0)).to(wholes[name].dtype)
+            tensor = grid.on_first(wholes[name], part)
             if tensor is not None:
                 found[name] = tensor
         return found

@@ -15,7 +15,7 @@ from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
 from stretto.config import Config
 from stretto.models.load import pick_device, pick_dtype
-from stretto.runtime.groups.messages import Offer, Ready, Setting, frozen_mark
+from stretto.runtime.groups.messages import OUTBOX, Offer, Ready, Setting, frozen_mark
 from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.state import BackgroundWriter, claim_of, fit
 from stretto.tasks.prompts import PromptSource
@@ -178,7 +178,8 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
     trained = ["actor", "critic"] if models.critic else ["actor"]
     frozen = frozen_mark(models.actor)
     bucket_bytes = config.cluster.bucket_mb << 20
-    outbox = Outbox(device, bucket_bytes, keep=config.schedule.knobs.lag + 2)
+    keep = 1 if setting.lends else config.schedule.knobs.lag + 2
+    outbox = setting.shared[OUTBOX] = Outbox(device, bucket_bytes, keep)
     made, _ = make_learner(
         config,
         models.actor,
@@ -187,6 +188,7 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
         snapshots=trained,
         channel=outbox,
         threads=setting.threads or torch.get_num_threads(),
+        lends=setting.lends,
         grid=Grid(device.type, learner_layout(config)) if ranks > 1 else None,
     )
     ready = Ready({}, frozen, said)
