@@ -97,11 +97,11 @@ class Trained(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, AdamW's moments and the schedule's position, of the whole model."""
+        """Masters, AdamW's moments and the schedule's position; tensors, or this rank's pieces."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Take up the state of a whole model, whose tensors may be in files."""
         ...
 
 
