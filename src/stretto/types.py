@@ -290,15 +290,17 @@ class Work:
     """A stretch of work, as the worker that did it says.
 
     Attributes:
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate.
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, migrate; swap; or wait.
         start_s, end_s: by the worker's clock.
         attributes: whatever tells more about it, such as rollouts, tokens, version.
+        beside: whether it went on beside calls, and may have begun before this one was made.
     """
 
     name: str
     start_s: float
     end_s: float
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

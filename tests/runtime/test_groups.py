@@ -201,6 +201,55 @@ def assert_same_but_for_rounding(start: Path, here: RunDirectory, there: RunDire
         assert (ours[name] - theirs[name]).norm() <= 0.02 * (ours[name] - then).norm(), name
 
 
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        ({("learner", "generator", "reference", "critic"): 2}, {}),
+        pytest.param(
+            {("learner", "reference", "critic"): 1, ("generator",): 1},
+            {"model": {"dtype": "bfloat16"}},  # with masters
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
+    tiny_folder: Path, tmp_path: Path, ranks: Mapping[tuple[str, ...], int], changes: dict[str, Any]
+) -> None:
+    """Bit for bit, in checkpoints too: both runs are resumed from one."""
+    model = {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})}
+    config = settings(
+        tiny_folder,
+        runtime="local",
+        steps=4,
+        observe={"checkpoint_every": 2},
+        **{**changes, "model": model},
+    )
+    runs_ = []
+    for offload in (False, True):
+        placed = ClusterConfig(
+            processes=tuple(
+                ProcessConfig(roles=r, fsdp=n, offload=offload and len(r) > 1)
+                for r, n in ranks.items()
+            )
+        )
+        config = config.model_copy(update={"cluster": placed})
+        folder = tmp_path / str(offload)
+        with pytest.raises(KeyboardInterrupt):
+            trained(config, folder, Stopper())
+        (path,) = folder.iterdir()
+        run = RunDirectory.open(path)
+        runs.train(config, run_dir=run, resume=True, progress=NoProgress())
+        runs_.append(run)
+    plain, offloaded = runs_
+    assert_same(plain, offloaded)
+    spans = json.loads((offloaded.path / "trace.json").read_text())
+    swaps = [span["args"] for span in spans if span["name"] == "swap"]
+    assert {swap["owner"] for swap in swaps} == {"learner", "reference", "critic"}
+    ways = {who: {s["direction"] for s in swaps if s["owner"] == who} for who in ("reference", "critic")}
+    assert ways == {"reference": {"in"}, "critic": {"in", "out"}}  # who changes is written back
+    assert not processes()
+
+
 def test_roles_work_at_the_same_time_and_a_run_is_resumed(
     tiny_folder: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,9 @@ class ProcessConfig(Section):
     tp: PositiveInt = 1
     """Slices that linear layers are cut into (tensor parallelism), each held by a rank of its own, or of a learner by fsdp ranks. Beside a learner, other roles are cut into fsdp x tp slices. Each a divisor of the model's numbers of heads."""
 
+    offload: bool = False
+    """Roles that are not at work keep frozen weights and optimizer states in the host's memory, pinned for GPUs. For roles that take turns: they are brought back before their turn, as far as possible behind the work of the role before."""
+
     @property
     def ranks(self) -> int:
         """Operating-system processes."""
@@ -43,6 +46,11 @@ class ProcessConfig(Section):
             raise ValueError(
                 f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
                 f"have {', '.join(self.roles)}; set tp instead, which cuts any model"
+            )
+        if self.offload and len(self.roles) == 1:
+            raise ValueError(
+                f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
+                "has these processes for itself; leave it out, or add roles"
             )
         if not _DEVICE.fullmatch(self.device):
             raise ValueError(

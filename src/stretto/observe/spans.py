@@ -25,7 +25,10 @@ CHECKPOINT = "checkpoint"
 HANDOVER = "weights"
 """The role of the hand-over between processes, seen from the one that drives it."""
 
-NO_DEVICES = frozenset({CHECKPOINT, HANDOVER})
+SWAPS = "swaps"
+"""The role of copies between a device and the host's memory, beside the work."""
+
+NO_DEVICES = frozenset({CHECKPOINT, HANDOVER, SWAPS})
 """Roles that work beside the others and occupy no device: they are never busy or idle."""
 
 
@@ -35,12 +38,13 @@ class Span:
 
     Attributes:
         role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
-            'learner', :data:`CHECKPOINT`, :data:`HANDOVER`. One track of a timeline each.
-        name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate,
+            'learner', :data:`CHECKPOINT`, :data:`HANDOVER`, :data:`SWAPS`. One track of a timeline
+            each.
+        name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate, swap,
             checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
-            the ``cause``: data, stragglers, scores, weights; down for :data:`DOWN`.
+            the ``cause``: data, stragglers, scores, weights, swap; down for :data:`DOWN`.
     """
 
     role: str

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from stretto.observe.spans import SWAPS
 from stretto.protocols import Tracer
 from stretto.types import (
     Chunk,
@@ -34,7 +35,8 @@ class _Client:
         with open_span:
             reply = await self._executor.call(method, *args)
         for w in reply.work:
-            self._tracer.add(self._role, w.name, w.start_s, w.end_s, **w.attributes)
+            role = SWAPS if w.beside else self._role
+            self._tracer.add(role, w.name, w.start_s, w.end_s, **w.attributes)
         return reply.value
 
 

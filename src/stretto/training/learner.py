@@ -86,6 +86,11 @@ class PolicyLearner:
         self._coarse = is_coarse(actor.dtype)
         self._version, self._steps, self._moved = 0, 0, False
 
+    @property
+    def trained(self) -> Mapping[str, Trained]:
+        """The models under training, by name."""
+        return self._trained
+
     def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step.
 

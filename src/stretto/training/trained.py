@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.config import OptimizerConfig
 from stretto.errors import LearnerError
-from stretto.training.shard_files import in_memory
+from stretto.training.shard_files import STEP, in_memory
 from stretto.training.whole import WholeModel
 
 BLOCK = 1 << 20
@@ -122,6 +122,9 @@ class TrainedModel(WholeModel):
 
     State: masters, AdamW's moments, the schedule's position. Derived: the weights in the model.
 
+    Attributes:
+        before_update: called before the tensors that only updates need are used.
+
     Args:
         model: its weights say by ``requires_grad`` whether they are trained.
         lr: peak of the learning rate.
@@ -168,6 +171,7 @@ class TrainedModel(WholeModel):
             fused=True,
         )
         kind = "constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule
+        self.before_update: Callable[[], None] = lambda: None
         self._schedule = get_scheduler(
             kind, self._optimizer, num_warmup_steps=warmup, num_training_steps=updates
         )
@@ -217,6 +221,7 @@ class TrainedModel(WholeModel):
         Raises:
             LearnerError: the norm is not finite; the weights are left as they were.
         """
+        self.before_update()
         if norm is None:
             norm = float(nn.utils.clip_grad_norm_(self._masters, self._clip or math.inf))
         else:
@@ -229,6 +234,19 @@ class TrainedModel(WholeModel):
         self._schedule.step()
         self._optimizer.zero_grad(set_to_none=False)
         return norm
+
+    def of_updates(self) -> list[Tensor]:
+        """Return the tensors that only updates and states need: moments, and masters of copies.
+
+        Gradients are not among them: passes add to these.
+        """
+        moments = [
+            value
+            for master in self._masters
+            for key, value in self._optimizer.state.get(master, {}).items()
+            if isinstance(value, Tensor) and key != STEP
+        ]
+        return [*(master for _, master in self._to_copy_back()), *moments]
 
     def skip(self) -> None:
         """Let an update go by without a gradient: the learning rate moves on, nothing else does."""
@@ -259,11 +277,19 @@ class TrainedModel(WholeModel):
         return [(w, m) for w, m in pairs if w is not m]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position."""
+        """Return masters, AdamW's moments and the schedule's position.
+
+        Tensors share memory with what is trained, and stay when that is put elsewhere.
+        """
         masters = (m.detach() for m in self._masters)
+        optimizer = self._optimizer.state_dict()
+        moments = {
+            number: {k: v.detach() if isinstance(v, Tensor) else v for k, v in held.items()}
+            for number, held in optimizer["state"].items()
+        }
         return {
             "masters": dict(zip(self._names, masters, strict=True)),
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": {**optimizer, "state": moments},
             "schedule": self._schedule.state_dict(),
         }
 

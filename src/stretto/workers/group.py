@@ -12,7 +12,9 @@ from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
 from stretto.types import Reply, Work
 from stretto.workers.preflight import Facts
+from stretto.workers.services import Service
 from stretto.workers.threads import WorkerThread
+from stretto.workers.turns import Turns
 
 SAMPLES = 5
 """Round trips by which the distance of two clocks is measured."""
@@ -75,15 +77,22 @@ class Host:
     """
 
     def __init__(self, rank: int, makes: Makes) -> None:
-        self._services = {name: make(*arguments) for name, (make, arguments) in makes.items()}
+        self._services: dict[str, Service] = {}
+        for name, (make, arguments) in makes.items():
+            self._services[name] = service = make(*arguments)
+            if service.shelf:  # to make room for the next one
+                service.shelf.put_away()
+        self._turns = Turns(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
         """Return a method's result, or the error of Stretto that it raised."""
+        result: object
         try:
-            result: object = getattr(self._services[service], method)(*args)
+            self._turns.begin(service, method)
+            result = getattr(self._services[service], method)(*args)
         except StrettoError as error:
-            return Raised(error)
-        return result
+            result = Raised(error)
+        return self._turns.told(result)
 
     def now(self) -> float:
         """Return the time by this process's clock."""
@@ -153,7 +162,8 @@ class ServiceGroup:
             raise answer.error
         if not isinstance(answer, Reply):
             return answer
-        self._ahead_s = ahead(self._ahead_s, answer.work, sent_s, came_s)
+        own = [work for work in answer.work if not work.beside]
+        self._ahead_s = ahead(self._ahead_s, own, sent_s, came_s)
         return answer.shifted(self._ahead_s)
 
     async def restart(self, seen: int) -> None:

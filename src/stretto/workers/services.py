@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from stretto.clock import Clock, RealClock
+from stretto.models.shelf import Shelf
 from stretto.types import (
     Chunk,
     KVTransfer,
@@ -29,10 +30,26 @@ T = TypeVar("T")
 
 
 class Service:
-    """The common part of all services."""
+    """The common part of all services.
+
+    Attributes:
+        shelf: tensors that rest in the host's memory while other services of the process work;
+            ``None`` where all stay.
+        reads: methods that leave the tensors of the shelf as they are; all others may change them.
+        waits: methods that wait for the tensors themselves, when they come to need them.
+    """
+
+    shelf: Shelf | None = None
+    reads: frozenset[str] = frozenset()
+    waits: frozenset[str] = frozenset()
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or RealClock()
+
+    @property
+    def light(self) -> frozenset[str]:
+        """Return methods that need no tensors of the shelf, and next to no room on the device."""
+        return frozenset({"now"})
 
     def now(self) -> Reply[float]:
         """The time by the worker's clock."""
@@ -54,6 +71,10 @@ class GeneratorService(Service):
     def __init__(self, worker: GeneratorWorker, clock: Clock | None = None) -> None:
         super().__init__(clock)
         self._worker = worker
+
+    @property
+    def light(self) -> frozenset[str]:
+        return super().light | {"admit", "release"}
 
     def admit(self, responses: Sequence[Response]) -> Reply[None]:
         self._worker.admit(responses)
@@ -103,9 +124,16 @@ class ScorerService(Service):
     changed them return them.
     """
 
+    reads = frozenset({"admit", "extend", "finish"})
+
     def __init__(self, worker: ScorerWorker, clock: Clock | None = None) -> None:
         super().__init__(clock)
         self._worker, self._role = worker, short_name(worker.name)
+
+    @property
+    def light(self) -> frozenset[str]:
+        reading = set() if self._worker.streaming else {"admit", "extend"}
+        return super().light | {"info", "release"} | reading
 
     def info(self) -> ScorerInfo:
         """Return the facts about the scorer that a schedule needs."""
@@ -155,9 +183,15 @@ class ScorerService(Service):
 class LearnerService(Service):
     """A learner's worker; see :class:`~stretto.protocols.Learner`."""
 
+    waits = frozenset({"train"})
+
     def __init__(self, worker: LearnerWorker, clock: Clock | None = None) -> None:
         super().__init__(clock)
         self._worker = worker
+
+    @property
+    def light(self) -> frozenset[str]:
+        return super().light | {"publish"}
 
     def train(self, batch: TrainBatch) -> Reply[TrainOutput]:
         about = {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
 from stretto.config import Config
+from stretto.config.cluster import LEARNER
 from stretto.models.load import pick_device, pick_dtype
+from stretto.models.shelf import Shelf
 from stretto.runtime.groups.messages import OUTBOX, Offer, Ready, Setting, frozen_mark
 from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.state import BackgroundWriter, claim_of, fit
@@ -22,6 +25,7 @@ from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
 from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
+from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
 from stretto.weights.broadcast import Outbox
 from stretto.weights.transfer import Route
@@ -32,6 +36,8 @@ T = TypeVar("T")
 
 class GroupLearner(LearnerService):
     """The learner, and the weights that travel from it."""
+
+    reads = frozenset({"stage"})
 
     def __init__(
         self,
@@ -48,6 +54,10 @@ class GroupLearner(LearnerService):
         ]
         self._probed: dict[int, FloatArray] = {}
         self._writer = BackgroundWriter()
+
+    @property
+    def light(self) -> frozenset[str]:
+        return super().light | {"ready", "write", "written", "kept"}
 
     def ready(self) -> Ready:
         """Return what the others must know."""
@@ -193,6 +203,7 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
     )
     ready = Ready({}, frozen, said)
     service = GroupLearner(made, outbox, prompts, ready, probe)
+    service.shelf = _shelf(made, setting)
     service._ready = replace(ready, refs=service.offered())
     return service
 
@@ -202,6 +213,16 @@ def _of_all(value: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def _shelf(learner: PolicyLearner, setting: Setting) -> Shelf | None:
+    """Return the shelf of what only updates need, for which each first update of a step waits."""
+    models = [model for model in learner.trained.values() if isinstance(model, TrainedModel)]
+    shelf = setting.shelf(LEARNER, lambda: chain.from_iterable(m.of_updates() for m in models))
+    if shelf:
+        for model in models:
+            model.before_update = shelf.ready
+    return shelf
 
 
 def _loading_on_cpu(config: Config, device: torch.device) -> Config:

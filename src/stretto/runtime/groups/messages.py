@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from stretto.assembly.models import Given, prepare_torch
 from stretto.config import Config
+from stretto.models.load import pick_device
+from stretto.models.shelf import Lane, Shelf
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
 OUTBOX = "outbox"
 """What the learner leaves for those that follow it in the same process."""
+
+LANE = "lane"
+"""What the shelves of a process share."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
 """Sequences of the probe, and tokens of each; all but the first are looked at: 64."""
@@ -33,6 +38,7 @@ class Setting:
         devices: of the group's ranks.
         lends: whether all who follow the learner are in its process and never behind it, so that
             they may read its weights themselves, and no copies.
+        offload: whether roles of the process leave tensors in the host's memory while others work.
         shared: what the services of one process leave there for each other.
     """
 
@@ -41,6 +47,7 @@ class Setting:
     threads: int
     devices: Sequence[str]
     lends: bool = False
+    offload: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,6 +56,17 @@ class Setting:
         device = self.devices[dist.get_rank()]
         model = self.of_run.model.model_copy(update={"device": device})
         return self.of_run.model_copy(update={"model": model})
+
+    def shelf(self, owner: str, find: Callable[[], Iterable[Tensor]]) -> Shelf | None:
+        """Return a shelf for a role's tensors, or ``None`` where all roles keep theirs.
+
+        All shelves of a process share a lane.
+        """
+        if not self.offload:
+            return None
+        if LANE not in self.shared:
+            self.shared[LANE] = Lane(pick_device(self.config.model.device))
+        return Shelf(owner, find, self.shared[LANE])
 
     def prepare(self) -> None:
         """Set memory, threads and torch's seed."""

@@ -42,12 +42,14 @@ class Place:
         seats: its roles.
         threads: of torch, in each rank; 0 leaves its choice.
         devices: of each rank, as torch names it.
+        offload: whether roles leave tensors in the host's memory while others of them work.
     """
 
     name: str
     seats: tuple[Seat, ...]
     threads: int
     devices: tuple[str, ...]
+    offload: bool = False
 
     @property
     def device(self) -> str:
@@ -123,6 +125,7 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
                 seats,
                 max(threads // ranks, 1) if threads else config.threads,
                 tuple(_device(process.device, rank, first + rank, gpus) for rank in range(ranks)),
+                process.offload,
             )
         )
     _check_devices(found, gpus)
@@ -141,6 +144,18 @@ def remarks(config: Config, found: Sequence[Place], cores: int, gpus: int) -> li
             f"{busy} threads of {len(found)} processes share {cores} cores: put scorers together "
             "(cluster.scorers = 'together'), or give processes fewer (cluster.processes)"
         )
+    for place in (place for place in found if place.offload):
+        if place.device == "cpu":
+            said.append(
+                f"offload: the roles of '{place.name}' work on the CPU, and gain nothing from "
+                "copies in the same memory; leave it out, or give them GPUs"
+            )
+        elif config.schedule.knobs.score_on != "batch":
+            said.append(
+                f"offload: with score_on = '{config.schedule.knobs.score_on}' the roles of "
+                f"'{place.name}' take turns many times a step, and each waits for its weights; set "
+                "score_on = 'batch'"
+            )
     used = {device for place in found for device in place.devices if device != "cpu"}
     if 0 < len(used) < gpus:
         said.append(f"{gpus - len(used)} of {gpus} GPUs have no role")

@@ -156,6 +156,7 @@ class Processes:
             place.threads,
             self._launcher.devices(place),
             lends=lends(self._config, self.places),
+            offload=place.offload,
         )
         makes = {seat.role: self._make(seat, setting) for seat in place.seats}
         names = _rank_names(place)

@@ -29,6 +29,7 @@ from stretto.assembly.warmup import warmed_up
 from stretto.errors import EngineError
 from stretto.models.lora import trained_names
 from stretto.models.pieces import Layout, wholes_of
+from stretto.models.shelf import Shelf
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.rollout.engine import TorchEngine
@@ -187,9 +188,14 @@ class GroupScorer(Follower, ScorerService):
         said: Sequence[str],
         inbox: Inbox | Resharding | None = None,
         marks: tuple[str, str] = ("", ""),
+        shelf: Shelf | None = None,
     ) -> None:
         super().__init__(scorer)
-        self.inbox, self._said, self._marks = inbox, said, marks
+        self.inbox, self._said, self._marks, self.shelf = inbox, said, marks, shelf
+
+    @property
+    def light(self) -> frozenset[str]:
+        return super().light | {"ready", "require"}
 
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         """Return the facts about the scorer, and lines for people."""
@@ -238,7 +244,8 @@ def reference(setting: Setting) -> GroupScorer:
         model, _ = _actor(setting)
     marks = _marks_of(model)
     (scorer,) = model_scorers(config, cut(model), None, None, said.append)
-    return GroupScorer(scorer, said, marks=marks)
+    shelf = setting.shelf("reference", scorer.model.parameters)
+    return GroupScorer(scorer, said, marks=marks, shelf=shelf)
 
 
 def critic(setting: Setting) -> GroupScorer:
@@ -253,7 +260,7 @@ def critic(setting: Setting) -> GroupScorer:
     model = with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
     inbox = follow(model, setting)
     (scorer,) = model_scorers(config, None, model, inbox, said.append)
-    return GroupScorer(scorer, said, inbox)
+    return GroupScorer(scorer, said, inbox, shelf=setting.shelf("critic", model.parameters))
 
 
 def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> GroupScorer:
@@ -276,7 +283,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Gr
     slots = scorer_slots(config, loaded[0], said.append)
     scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
-    return GroupScorer(scorer, said)
+    return GroupScorer(scorer, said, shelf=setting.shelf(source, scorer.model.parameters))
 
 
 def _actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
