@@ -1,0 +1,150 @@
+"""Turns of services that share a device: who comes next, and who finds which tensors."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from stretto.errors import EngineError
+from stretto.models.shelf import Lane, Shelf
+from stretto.types import Reply
+from stretto.workers.group import Host, Makes, Raised
+from stretto.workers.services import Service
+from stretto.workers.turns import Order
+
+
+def test_the_order_is_that_of_the_last_time() -> None:
+    order = Order()
+    step = [("gen", "load"), ("gen", "decode"), ("gen", "decode"), ("rm", "finish"), ("l", "train")]
+    assert [order.called(call) for call in step] == ["", "", "", "", ""]
+    # The first of two calls in a row is not the last of its turn.
+    assert [order.called(call) for call in step] == ["gen", "", "rm", "l", "gen"]
+    # One decodes no more often than this time: nothing is known of more calls than before.
+    fewer = [call for i, call in enumerate(step) if i != 1]
+    assert [order.called(call) for call in fewer] == ["gen", "", "l", "gen"]
+    assert [order.called(call) for call in step] == ["gen", "rm", "rm", "l", "gen"]
+
+
+class Owner(Service):
+    """A service with a tensor that rests while others work."""
+
+    reads = frozenset({"value", "watch", "refuse"})
+
+    def __init__(self, name: str, number: float, lane: Lane) -> None:
+        super().__init__()
+        self.tensor = torch.full((4,), number)
+        self.shelf = Shelf(name, lambda: [self.tensor], lane)
+
+    @property
+    def light(self) -> frozenset[str]:
+        return super().light | {"peek"}
+
+    def value(self) -> Reply[float]:
+        return Reply(self.tensor.sum().item())
+
+    def add(self, number: float) -> Reply[None]:
+        self.tensor += number
+        return Reply(None)
+
+    def peek(self) -> Tensor:
+        return self.tensor.clone()
+
+    def refuse(self) -> Reply[None]:
+        raise EngineError("not so")
+
+    def watch(self, began: threading.Event) -> Reply[bool]:
+        """Work until a copy has begun beside it."""
+        return Reply(began.wait(60))
+
+
+class Plain(Service):
+    """A service whose tensors stay."""
+
+    def work(self) -> Reply[int]:
+        return Reply(1)
+
+
+class Watched(Lane):
+    """A lane that tells when it has copied a service's tensors in."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(torch.device("cpu"))
+        self.owner, self.copied = owner, threading.Event()
+
+    def _copy(self, copies, begun, owner, direction) -> None:  # type: ignore[no-untyped-def]
+        super()._copy(copies, begun, owner, direction)
+        if (owner, direction) == (self.owner, "in"):
+            self.copied.set()
+
+
+def host(lane: Lane) -> Host:
+    makes: Makes = {
+        "one": (Owner, ("one", 1.0, lane)),
+        "two": (Owner, ("two", 2.0, lane)),
+        "plain": (Plain, ()),
+    }
+    return Host(0, makes)
+
+
+def value(host: Host, service: str) -> float:
+    reply = host.call(service, "value", ())
+    assert isinstance(reply, Reply)
+    return float(reply.value)
+
+
+def away(host: Host) -> list[str]:
+    names = ["one", "two"]
+    return [name for name in names if host.call(name, "peek", ()).isnan().all()]  # type: ignore[attr-defined]
+
+
+def test_each_call_finds_its_tensors_and_others_are_away() -> None:
+    services = host(Lane(torch.device("cpu")))
+    assert away(services) == ["one", "two"]  # before anybody has worked
+    assert value(services, "one") == 4.0
+    assert away(services) == ["two"]
+    assert value(services, "two") == 8.0
+    assert away(services) == ["one"]
+    services.call("two", "add", (1.0,))
+    services.call("plain", "work", ())
+    assert away(services) == ["one", "two"]
+    assert value(services, "two") == 12.0
+
+
+def test_the_next_role_is_brought_while_the_one_before_works() -> None:
+    lane = Watched("two")
+    services = host(lane)
+    began = lane.copied
+    began.set()
+    services.call("one", "watch", (began,))  # the order, once
+    services.call("two", "value", ())
+    services.call("one", "value", ())
+    lane.drain()
+    began.clear()
+    reply = services.call("one", "watch", (began,))
+    assert isinstance(reply, Reply)
+    assert reply.value  # it was copied before this call had ended
+    assert away(services) == ["two"]  # and is only there for its own call
+    assert value(services, "two") == 8.0
+
+
+def test_replies_tell_of_copies_and_errors_come_through() -> None:
+    lane = Lane(torch.device("cpu"))
+    services = host(lane)
+    lane.drain()
+    refused = services.call("one", "refuse", ())
+    assert isinstance(refused, Raised)
+    lane.drain()
+    reply = services.call("two", "value", ())
+    assert isinstance(reply, Reply)
+    told = [
+        (w.attributes["owner"], w.attributes["direction"]) for w in reply.work if w.name == "swap"
+    ]
+    assert told == [("one", "out"), ("two", "out"), ("one", "in"), ("two", "in")]
+    assert all(w.beside for w in reply.work if w.name == "swap")
+
+
+def test_services_without_shelves_are_left_alone() -> None:
+    services = Host(0, {"plain": (Plain, ())})
+    assert services.call("plain", "work", ()) == Reply(1)
