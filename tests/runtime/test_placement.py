@@ -137,11 +137,12 @@ def test_the_settings_in_the_docs_are_settings() -> None:
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     configs = [Config.model_validate(tomllib.loads(block)) for block in blocks]
-    by_hand, sharded, ray = configs
+    by_hand, sharded, colocated, ray = configs
     assert [p.name for p in places(by_hand, 4, 2)] == [
         "learner", "generator 0+reference", "generator 1", "critic",
     ]  # fmt: skip
-    assert places(sharded, 4, 0)[0].devices == ("cpu", "cpu")
+    assert [len(p.devices) for p in places(sharded, 4, 0)] == [4, 2, 1]
+    assert [len(p.devices) for p in places(colocated, 4, 0)] == [2]
     assert (ray.runtime, ray.cluster.address) == ("ray", "auto")
 
 
