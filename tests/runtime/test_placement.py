@@ -115,6 +115,7 @@ def test_impossible_placements_are_refused(processes: Any, message: str) -> None
         ({"processes": [{"roles": ["a"], "device": "gpu"}]}, "'gpu' is none that torch knows"),
         ({"processes": [{"roles": ["learner", "generator 0"]}]}, "is what runtime = 'inline' does"),
         ({"processes": [{"roles": ["generator 0", "generator 1"]}]}, "two generators in one"),
+        ({"processes": [{"roles": ["critic"], "offload": True}]}, "the critic has these processes"),
         ({"address": "somewhere"}, "is no address"),
     ],
 )
@@ -133,15 +134,29 @@ def test_waste_is_remarked_on() -> None:
     assert line == "1 of 4 GPUs have no role"
 
 
+def test_offload_that_gains_nothing_is_remarked_on() -> None:
+    process = {"roles": ["learner", "generator", "reference", "critic"], "offload": True, "fsdp": 2}
+    cluster = {"processes": [process]}
+    taking_turns = config(cluster=cluster)
+    assert places(taking_turns, 2, 2)[0].offload
+    assert not remarks(taking_turns, places(taking_turns, 2, 2), 2, 2)
+    (line,) = remarks(taking_turns, places(taking_turns, 2, 0), 2, 0)
+    assert line.startswith("offload: the roles of 'learner+generator+reference+critic' work on the")
+    chunks = config(cluster=cluster, schedule={"preset": "oppo"})
+    (line,) = remarks(chunks, places(chunks, 2, 2), 2, 2)
+    assert line.startswith("offload: with score_on = 'chunk' the roles of ")
+
+
 def test_the_settings_in_the_docs_are_settings() -> None:
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     configs = [Config.model_validate(tomllib.loads(block)) for block in blocks]
-    by_hand, sharded, ray = configs
+    by_hand, sharded, colocated, ray = configs
     assert [p.name for p in places(by_hand, 4, 2)] == [
         "learner", "generator 0+reference", "generator 1", "critic",
     ]  # fmt: skip
-    assert places(sharded, 4, 0)[0].devices == ("cpu", "cpu")
+    assert [len(p.devices) for p in places(sharded, 4, 0)] == [4, 2, 1]
+    assert [len(p.devices) for p in places(colocated, 4, 0)] == [2]
     assert (ray.runtime, ray.cluster.address) == ("ray", "auto")
 
 

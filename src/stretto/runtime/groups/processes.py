@@ -20,7 +20,8 @@ from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
-from stretto.runtime.groups import learner, services
+from stretto.models.load import pick_device, pick_dtype
+from stretto.runtime.groups import fitting, learner, services
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
 from stretto.runtime.groups.placement import Place, Seat, lends, places, remarks
@@ -66,6 +67,10 @@ class Processes:
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
         self.places = places(config, cores, gpus, given.reward_models)
         for line in remarks(config, self.places, usable_cores(), gpus):
+            say(line)
+        width = pick_dtype(config.model.dtype, pick_device(config.model.device)).itemsize
+        found = [] if given.actor is not None else fitting.planned(config, self.places, width)
+        for line in fitting.check(found, fitting.capacity):
             say(line)
         self._launcher.prepare(self.places, stack)
         self._facts: dict[str, Facts] = {}
