@@ -193,3 +193,9 @@ def ended_records(workload: Workload, steps: int) -> list[RolloutRecord]:
         rollout.tokens = [0] * responses(i)
         made.append(RolloutRecord.of(0, rollout, 0.5))
     return made
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return bytes of the memory that tensors lie in, what several share counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

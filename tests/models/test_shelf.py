@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import held_bytes
 from stretto.models import shelf as shelves
-from stretto.models.shelf import ALIGNED, Lane, Shelf, held_bytes
+from stretto.models.shelf import ALIGNED, Lane, Shelf
 
 
 class Small(nn.Module):

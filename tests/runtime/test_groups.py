@@ -215,7 +215,7 @@ def assert_same_but_for_rounding(start: Path, here: RunDirectory, there: RunDire
 def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
     tiny_folder: Path, tmp_path: Path, ranks: Mapping[tuple[str, ...], int], changes: dict[str, Any]
 ) -> None:
-    """Bit for bit, in checkpoints too: both runs are resumed from one."""
+    """Bit for bit, also where the run goes on from its checkpoint."""
     model = {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})}
     config = settings(
         tiny_folder,
@@ -224,24 +224,26 @@ def test_roles_that_leave_their_tensors_on_the_host_change_nothing(
         observe={"checkpoint_every": 2},
         **{**changes, "model": model},
     )
-    runs_ = []
-    for offload in (False, True):
-        placed = ClusterConfig(
-            processes=tuple(
-                ProcessConfig(roles=r, fsdp=n, offload=offload and len(r) > 1)
-                for r, n in ranks.items()
-            )
+    plain, offloading = (
+        config.model_copy(
+            update={
+                "cluster": ClusterConfig(
+                    processes=tuple(
+                        ProcessConfig(roles=r, fsdp=n, offload=offload and len(r) > 1)
+                        for r, n in ranks.items()
+                    )
+                )
+            }
         )
-        config = config.model_copy(update={"cluster": placed})
-        folder = tmp_path / str(offload)
-        with pytest.raises(KeyboardInterrupt):
-            trained(config, folder, Stopper())
-        (path,) = folder.iterdir()
-        run = RunDirectory.open(path)
-        runs.train(config, run_dir=run, resume=True, progress=NoProgress())
-        runs_.append(run)
-    plain, offloaded = runs_
-    assert_same(plain, offloaded)
+        for offload in (False, True)
+    )
+    whole = trained(plain, tmp_path / "plain")
+    with pytest.raises(KeyboardInterrupt):
+        trained(offloading, tmp_path / "offloaded", Stopper())
+    (folder,) = (tmp_path / "offloaded").iterdir()
+    offloaded = RunDirectory.open(folder)
+    runs.train(offloading, run_dir=offloaded, resume=True, progress=NoProgress())
+    assert_same(whole, offloaded)
     spans = json.loads((offloaded.path / "trace.json").read_text())
     swaps = [span["args"] for span in spans if span["name"] == "swap"]
     assert {swap["owner"] for swap in swaps} == {"learner", "reference", "critic"}

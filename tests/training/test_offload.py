@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from helpers import held_bytes
 from stretto.config import OptimizerConfig
-from stretto.models.shelf import Lane, Shelf, held_bytes
+from stretto.models.shelf import Lane, Shelf
 from stretto.training.trained import TrainedModel
 
 

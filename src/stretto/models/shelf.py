@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import is_
 from threading import Lock
 from typing import Literal
 
@@ -110,8 +111,8 @@ class _Bucket:
     """Tensors that share a buffer.
 
     Attributes:
-        tensors: they.
-        starts: of each, in bytes.
+        tensors: in their order.
+        starts: of each in the buffer, in bytes.
         size: of the buffer, in bytes.
         strides: of each tensor, in elements, as it lies in the buffer.
         host: the buffer on the host, in parts.
@@ -236,7 +237,7 @@ class Shelf:
         """Move tensors that are not in this shelf's buffers into some, bucket by bucket."""
         tensors = [tensor for tensor in self._find() if tensor.numel()]
         held = [tensor for bucket in self._buckets for tensor in bucket.tensors]
-        if len(held) == len(tensors) and all(map(_is, held, tensors)) and self._in_place():
+        if len(held) == len(tensors) and all(map(is_, held, tensors)) and self._in_place():
             return
         self._buckets, self._buffers, self.changed = [], [], True
         for group in _grouped(tensors):
@@ -266,12 +267,6 @@ class Shelf:
         return _Bucket(tensors, starts, size, strides, host)
 
 
-def held_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return bytes of the memory that tensors lie in, what several share counted once."""
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return tensors in groups, in order, each of a bucket's size at most unless it is one."""
     groups: list[list[Tensor]] = []
@@ -296,7 +291,3 @@ def _stand_in(tensor: Tensor) -> Tensor:
     fill = math.nan if tensor.is_floating_point() else 0
     one = torch.full((), fill, dtype=tensor.dtype, device=tensor.device)
     return one.expand(tensor.shape)
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other

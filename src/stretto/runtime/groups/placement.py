@@ -144,13 +144,13 @@ def remarks(config: Config, found: Sequence[Place], cores: int, gpus: int) -> li
             f"{busy} threads of {len(found)} processes share {cores} cores: put scorers together "
             "(cluster.scorers = 'together'), or give processes fewer (cluster.processes)"
         )
-    for place in (place for place in found if place.offload):
-        if place.device == "cpu":
+    for place in found:
+        if place.offload and place.device == "cpu":
             said.append(
                 f"offload: the roles of '{place.name}' work on the CPU, and gain nothing from "
                 "copies in the same memory; leave it out, or give them GPUs"
             )
-        elif config.schedule.knobs.score_on != "batch":
+        elif place.offload and config.schedule.knobs.score_on != "batch":
             said.append(
                 f"offload: with score_on = '{config.schedule.knobs.score_on}' the roles of "
                 f"'{place.name}' take turns many times a step, and each waits for its weights; set "
