@@ -179,34 +179,37 @@ def _load(
     in_files: bool,
 ) -> PreTrainedModel:
     """Load a model of a class; arguments as of :func:`load_causal_lm`."""
-
-    def read(dtype: torch.dtype) -> PreTrainedModel:
-        return _read(auto_class, path, dtype, trust_remote_code)
-
-    if in_files:
-        with _explained(path, "the model"):
-            stored = mapped.stored_dtype(path) or dtype
-        model = read(stored)
-        if stored != dtype and not _converts_late(model, auto_class, dtype, trust_remote_code):
-            model = read(stored := dtype)
-        mapped.leave_in_files(model, None if stored == dtype else dtype)
-    else:
-        model = read(dtype)
+    read = _read_in_files if in_files else _read
+    model = read(auto_class, path, dtype, trust_remote_code)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             module.p = 0.0
     require_finite(model, f"'{path}'")
     freeze_unread(model)
-    if not in_files:
-        model.to(device)  # type: ignore[arg-type]
-    loaded = model.eval()
+    loaded: PreTrainedModel = (model if in_files else model.to(device)).eval()
     use_short_attention(loaded)
     return loaded
 
 
-def _read(
+def _read_in_files(
     auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool
-) -> PreTrainedModel:
+) -> Any:
+    """Read a model whose weights stay in their files, or get their type now if they must."""
+    with _explained(path, "the model"):
+        stored = mapped.stored_dtype(path) or dtype
+    model = _read(auto_class, path, stored, trust_remote_code)
+    if stored == dtype:
+        mapped.leave_in_files(model)
+    elif _converts_late(model, auto_class, dtype, trust_remote_code):
+        mapped.leave_in_files(model, dtype)
+    else:
+        model = _read(auto_class, path, dtype, trust_remote_code)
+        mapped.leave_in_files(model)
+    return model
+
+
+def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Read a model of a class in a type; arguments as of :func:`load_causal_lm`."""
     config = load_config(path, trust_remote_code)
     _zero_dropout(config)
     with _explained(path, "the model"), quiet_transformers():
@@ -224,8 +227,7 @@ def _read(
             f"{len(missing)} of them ({', '.join(missing[:3])}), which would start from random "
             "numbers. Give a checkpoint saved from a model of this class"
         )
-    loaded: PreTrainedModel = model
-    return loaded
+    return model
 
 
 def _converts_late(

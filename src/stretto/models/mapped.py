@@ -5,13 +5,19 @@ in the type of its files: weights are then the files themselves, mapped into mem
 read when they are computed with, all processes of a machine share them, and the kernel may drop
 them at any time. Every weight knows the type that it is to have, and gets it when it is divided.
 
-Until then such a model may be computed with, in its files' type, and must not be changed.
+Until then such a model may be computed with, in its files' type, and must not be changed. What
+cannot stay in its file is loaded as ever: weights that transformers makes of several tensors, types
+that are not trained in, and models that are another in the files' type.
+
+Newer transformers divide a model while they load it (``distributed_config``), as DTensors over a
+mesh, by plans and hooks of their own. Here layers are cut into plain slices, and checks, critics
+that start from the actor, and adapters come before anything is divided.
 """
 
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -25,30 +31,39 @@ _DTYPE = "_stretto_dtype"
 
 
 def stored_dtype(path: Path | str) -> torch.dtype | None:
-    """The type of a model's weights in its files; ``None`` where it is not trained in or not found.
+    """The one type of a model's weights in its files; ``None`` for any but float32 and bfloat16.
 
     Args:
         path: a folder in Hugging Face format, or a hub name.
     """
     from safetensors import safe_open
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-    from transformers.utils.hub import get_checkpoint_shard_files
+
+    found = set[str]()
+    for file in _files(str(path)):
+        with safe_open(file, "pt") as weights:
+            types = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+            found |= {name for name in types if "F" in name}  # the others are no weights
+    known = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return known.get(min(found)) if len(found) == 1 else None
+
+
+def _files(path: str) -> Sequence[str]:
+    """Return a model's files of weights; fetch them if need be."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     quietly: Any = {"_raise_exceptions_for_missing_entries": False}
-    file = cached_file(str(path), SAFE_WEIGHTS_NAME, **quietly)
-    if file is None:
-        index = cached_file(str(path), SAFE_WEIGHTS_INDEX_NAME, **quietly)
-        if index is None:
-            return None
-        files: Any = get_checkpoint_shard_files(str(path), index)  # type: ignore[no-untyped-call]
-        file = files[0][0]
-    with safe_open(file, "pt") as weights:
-        slices = map(weights.get_slice, weights.keys())
-        largest: Any = max(slices, key=lambda one: math.prod(one.get_shape()))
-    return {"F32": torch.float32, "BF16": torch.bfloat16}.get(largest.get_dtype())
+    file = cached_file(path, SAFE_WEIGHTS_NAME, **quietly)
+    if file is not None:
+        return [file]
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **quietly)
+    if index is None:
+        return []
+    files: Any = get_checkpoint_shard_files(path, index)  # type: ignore[no-untyped-call]
+    return cast(Sequence[str], files[0])
 
 
-def leave_in_files(model: nn.Module, dtype: torch.dtype | None) -> None:
+def leave_in_files(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Take note that a model's weights are to be divided.
 
     Args:

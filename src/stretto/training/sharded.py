@@ -108,7 +108,6 @@ class Sharded:
             if grid.slices:
                 cut_linears(model, cuts, grid.slices, names.get(id(module), ""))
             self._share_out(module)
-        self._root._apply(self._final)  # type: ignore[no-untyped-call]  # as to(), by tensor
         for module in self._root.modules():
             if isinstance(module, FSDPModule):  # on gloo, averages are sums in some versions
                 module.set_force_sum_reduction_for_comms(True)
@@ -118,9 +117,10 @@ class Sharded:
         self._own = grid.layout.own(self.wholes, grid.rank)
 
     def _share_out(self, module: nn.Module) -> None:
-        """Keep this rank's rows of a module's parameters, in the type in which they were loaded."""
+        """Keep this rank's rows of a module's parameters, but for those of modules before it."""
+        before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
         # Such as adapters, which compute in float32 beside a model that does not.
-        weights = [p for p in module.parameters() if not isinstance(p, DTensor)]
+        weights = [p for p in module.parameters() if id(p) not in before]
         others = {p for p in weights if final_dtype(p) != self.dtype}
         for parameter in others:  # which FSDP leaves where they are
             parameter.data = final(parameter).to(self.grid.mesh.device_type)
@@ -128,12 +128,13 @@ class Sharded:
         policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
         fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=others)
 
-    def _final(self, tensor: Tensor) -> Tensor:
-        """Give a shard the model's own type, by which it is rounded, and a trained one float32."""
-        if not isinstance(tensor, DTensor):
-            return tensor
-        shard = tensor.to(self.dtype)
-        return shard.float() if tensor.requires_grad else shard
+        def converted(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor) or id(tensor) in before:
+                return tensor
+            shard = tensor.to(self.dtype)  # rounds what the files have in float32
+            return shard.float() if tensor.requires_grad else shard
+
+        module._apply(converted)  # as module.to() does, tensor by tensor
 
     def __call__(self, compute: Callable[[], T]) -> T:
         """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards.
