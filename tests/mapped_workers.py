@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.config import ModelConfig
+from stretto.assembly.models import NOTHING
+from stretto.config import Config, ModelConfig
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
@@ -19,9 +21,12 @@ from stretto.models.mapped import convert, take
 from stretto.models.pieces import Layout
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of
+from stretto.runtime.groups import learner, services
+from stretto.runtime.groups.messages import Setting, probe_of
 from stretto.training import sharded
 from stretto.training.grid import Grid
 from stretto.training.sharded import Sharded
+from stretto.types import Prompt
 
 
 def held_bytes() -> int:
@@ -57,6 +62,29 @@ class MappedRank:
         own = sum(shards.shard(name).nbytes for name in shards.wholes)
         held = held_bytes() - before
         return shards.fingerprint(), own, held, max(*seen, held)
+
+    def served(self, config: Config, role: str) -> int:
+        """Return bytes held when a role's service, as a run makes it, begins to divide a model."""
+        before, seen = held_bytes(), list[int]()
+        setting = Setting(config, NOTHING, 1, ["cpu"] * dist.get_world_size())
+        probe = probe_of([Prompt(0, (1, 2, 3), "")])
+        make: Callable[[], object] = {
+            "learner": lambda: learner.learner(setting, probe),
+            "generator": lambda: services.generator(setting, role, probe),
+            "reference": lambda: services.reference(setting),
+            "critic": lambda: services.critic(setting),
+        }[role]
+
+        def look(*args: Any, **kwargs: Any) -> None:
+            seen.append(held_bytes() - before)
+            raise InterruptedError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sharded, "fully_shard", look)
+            patch.setattr(services, "cut_linears", look)
+            with pytest.raises(InterruptedError):
+                make()
+        return seen[0]
 
     def slice(self, folder: Path, dtype: torch.dtype, kind: str) -> tuple[str, int, int]:
         """Return the fingerprint of a model in slices, its slice's bytes, and bytes held."""

@@ -10,6 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mapped_workers import MappedRank, load
+from run_helpers import settings
+from stretto.config import ClusterConfig
+from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.workers.ranks import Ranks
 
@@ -24,6 +27,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, dtype in (("tied", torch.float32), ("untied", torch.bfloat16)):
         found[name] = tmp_path_factory.mktemp("models") / name
         large(tied=name == "tied").to(dtype).save_pretrained(found[name], max_shard_size="3MB")
+        byte_tokenizer().save_pretrained(found[name])
     return found
 
 
@@ -35,7 +39,7 @@ def large(*, tied: bool) -> LlamaForCausalLM:
         intermediate_size=384,
         num_hidden_layers=8,
         num_attention_heads=4,
-        max_position_embeddings=128,
+        max_position_embeddings=1024,
         tie_word_embeddings=tied,
     )
     return LlamaForCausalLM(config)
@@ -109,3 +113,19 @@ def test_adapters_beside_weights_of_another_type_are_those_of_a_whole_load(
     for mark, own, held, _ in two.call("shards", folders["tied"], BF16, "lora"):
         assert mark == fingerprint(whole.named_parameters())
         assert held <= own + SMALL
+
+
+@pytest.mark.parametrize("role", ["learner", "generator", "reference", "critic"])
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_services_hold_nothing_before_they_divide(
+    two: Ranks, name: str, role: str, folders: dict[str, Path]
+) -> None:
+    """The learner too has actor, critic and reference then."""
+    ranks = {"fsdp": 2} if role == "learner" else {"tp": 2}
+    config = settings(
+        folders[name],
+        runtime="local",
+        model={"name": str(folders[name]), "dtype": "bfloat16"},
+        cluster=ClusterConfig.model_validate({"processes": [{"roles": [role], **ranks}]}),
+    )
+    assert max(two.call("served", config, role)) <= SMALL
