@@ -17,6 +17,7 @@ from stretto.errors import LearnerError
 from stretto.models.lora import add_lora
 from stretto.models.pieces import Layout
 from stretto.models.tiny import byte_tokenizer
+from stretto.training import shard_files
 from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
 from stretto.training.sharded import Sharded, ShardedModel
@@ -137,11 +138,14 @@ class ShardedRank:
     def logprobs(self, responses: Sequence[Response]) -> Any:
         return self.learner.logprobs(responses)
 
-    def state(self) -> dict[str, Any]:
-        return self.learner.state_dict()
+    def write(self, folder: Path) -> None:
+        """Write this rank's pieces of the learner's state."""
+        rank, ranks = self._grid.rank, self._grid.layout.ranks
+        state = shard_files.packed(self.learner.state_dict(), rank, ranks)
+        shard_files.write(folder / shard_files.file_name(rank, ranks), state)
 
-    def load(self, state: dict[str, Any]) -> None:
-        self.learner.load_state_dict(state)
+    def load(self, path: Path) -> None:
+        self.learner.load_state_dict(shard_files.read(path))
 
     def save_beside_passes(self, batch: TrainBatch, folder: Path) -> str:
         """Save again and again while a step is under way that comes to nothing; return its end."""

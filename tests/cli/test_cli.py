@@ -381,6 +381,48 @@ def test_memory_prints_both_countings(capsys: pytest.CaptureFixture[str]) -> Non
     assert "name a model instead" in capsys.readouterr().err
 
 
+def test_memory_of_each_gpu_by_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("memory", "7b", "--gpus", "8", "--tp", "2") == 0
+    out = capsys.readouterr().out
+    assert "learner 4x2, generators 4x2, scorers 4x2, all on the same GPUs" in out
+    # Half of the layers' 6.48e9 and all of the 0.26e9 and 0.13e9 around them: 6.87e9 parameters of
+    # actor and critic, 16 bytes of each over four shards; 2 bytes of as many frozen ones.
+    assert out.count("learner's states 27.5, frozen 13.7") == 3
+    assert [line.split()[0] for line in out.splitlines()[2:6]] == [
+        *("generation", "scoring", "training", "hand-over"),
+    ]
+    assert run("memory", "7B", "--gpus", "8", "--fsdp", "4", "--offload") == 2
+    assert "offload moves roles that take turns" in capsys.readouterr().err
+    assert run("memory", "7B", "--gpus", "8", "--fsdp", "5") == 0
+    assert "learner 5x1, generators 2x1, scorers 1x1, apart" in capsys.readouterr().out
+
+
+def test_memory_names_the_phase_that_bursts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("memory", "70B", "--gpus", "16", "--tp", "8", "--offload") == 2
+    printed = capsys.readouterr()
+    assert "training takes 161.9 GB of each GPU, of which 72 GB can be filled; most" in printed.err
+    assert "learner's states. Give more --gpus, another --fsdp or --tp\n" in printed.err
+    assert "training     161.9 GB" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["7B", "--tp", "2"], "add --gpus"),
+        (["7B", "--gpus", "8", "--tp", "3"], "--tp divides --gpus"),
+        (["7B", "--gpus", "8", "--fsdp", "7"], "with 1 for each. Give --fsdp 8"),
+        (["7B", "--gpus", "8", "--gpu", "h10"], "Did you mean 'h100'?"),
+        (["8B", "--gpus", "8"], "one of 7B, 13B, 33B, 70B (Llama)"),
+        (["7B", "--gpus", "8", "--lora-rank", "8"], "all weights are trained"),
+    ],
+)
+def test_memory_on_gpus_refuses(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("memory", *options) == 2
+    assert message in capsys.readouterr().err
+
+
 def _doctor_with(monkeypatch: pytest.MonkeyPatch, cached: bool, cache: Path) -> None:
     from stretto.models import resolve
 

@@ -29,7 +29,7 @@ from stretto.models.load import (
     pick_dtype,
     save_model,
 )
-from stretto.models.memory import measure, read_architecture
+from stretto.models.memory import measure, measure_shape, read_architecture
 from stretto.models.rates import cpu_has_bfloat16
 from stretto.models.resolve import cache_dir, resolve
 from stretto.models.tiny import make_tiny
@@ -235,6 +235,37 @@ def test_a_config_that_contradicts_itself_is_refused_in_a_line(tiny: Path, tmp_p
         with pytest.raises(ModelError, match=r"cannot load the config of .*multiple") as caught:
             read(tmp_path)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("smollm2-135m", "meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B-Instruct"),
+        "EleutherAI/pythia-2.8b-deduped",
+    ],
+)
+def test_shapes_of_known_models_have_their_parameters(name: str) -> None:
+    """All but biases, which Qwen and GPT-NeoX have and the formulas leave out."""
+    config = ModelConfig(name=name)
+    parameters, _ = measure(config)
+    shape = measure_shape(config)
+    assert shape.parameters == pytest.approx(parameters, rel=0.001)
+    assert shape.gated == ("pythia" not in name)
+
+
+def test_other_shapes_have_no_plan_on_gpus(tmp_path: Path) -> None:
+    from transformers import GPT2Config, MixtralConfig
+
+    GPT2Config(n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ModelError, match=r"says nothing of its shape: .*intermediate_size"):
+        measure_shape(ModelConfig(name=str(tmp_path / "gpt2")))
+    experts = MixtralConfig(
+        hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=10,
+    )  # fmt: skip
+    experts.save_pretrained(tmp_path / "mixtral")
+    with pytest.raises(ModelError, match=r"layers' sizes it would have 4,464\. Plans on GPUs"):
+        measure_shape(ModelConfig(name=str(tmp_path / "mixtral")))
 
 
 def test_other_architectures_have_no_plan_of_memory(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from helpers import critic_of, llama
@@ -13,7 +14,7 @@ from sharded_workers import qwen
 from stretto.config import ModelConfig
 from stretto.errors import ModelError
 from stretto.models.lora import add_lora
-from stretto.models.tensor_parallel import Cuts, plan_cuts
+from stretto.models.tensor_parallel import Cuts, Slices, cut_linears, plan_cuts
 
 
 def test_linear_layers_are_cut_by_outputs_and_by_inputs_in_turn() -> None:
@@ -81,3 +82,22 @@ def test_one_rank_cuts_nothing() -> None:
 def test_what_cannot_be_cut_is_refused(model: Any, size: int, message: str) -> None:
     with torch.device("cpu"), pytest.raises(ModelError, match=message):
         plan_cuts(model(), size)
+
+
+def test_layers_that_read_the_same_add_up_their_gradients_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer of a Llama has four sums: behind attention and MLP forward, before them backward."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    sums = list[int]()
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: sums.append(tensor.numel()))
+    model = llama()
+    cut_linears(model, plan_cuts(model, 2), Slices())
+    logits = model(input_ids=torch.arange(6)[None], use_cache=False).logits
+    assert len(sums) == 2 * 2
+    logits.sum().backward()
+    assert len(sums) == 2 * 4
+    with torch.no_grad():
+        model(input_ids=torch.arange(6)[None], use_cache=False)
+    assert len(sums) == 2 * 4 + 2 * 2

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from helpers import full_beyond
 from stretto import files
@@ -19,26 +19,32 @@ from stretto.errors import StateError, StorageError
 from stretto.runs import checkpoint
 from stretto.runtime.state import write
 
+RANKS = ("rank-0-of-2.safetensors", "rank-1-of-2.safetensors")
 
-def state(step: int) -> dict[str, Any]:
-    return {"numbers": [step, 2.5, None], "tensor": torch.arange(1000) + step}
+
+def pieces(step: int) -> torch.Tensor:
+    return torch.arange(1000) + step
 
 
 def save(folder: Path, step: int) -> Path:
-    parts = {"driver.pt": {"step": step}, "learner.pt": state(step)}
-    writers = {name: partial(write, state=part) for name, part in parts.items()}
-    return checkpoint.save(folder, step, writers)
+    def write_learner(path: Path) -> None:
+        path.mkdir()
+        for name in RANKS:
+            save_file({"tensor": pieces(step)}, path / name)
+
+    driver = partial(write, state={"step": step, "numbers": [step, 2.5, None]})
+    return checkpoint.save(folder, step, {"driver.pt": driver, "learner": write_learner})
 
 
 def load(folder: Path) -> tuple[int, list[str]]:
     """The step of the one that is taken, and what is said of others."""
     notes: list[str] = []
     step, parts = checkpoint.load_latest(folder, notes.append)
-    assert parts.keys() == {"driver.pt", "learner.pt"}
-    assert parts["driver.pt"] == {"step": step}
-    found = parts["learner.pt"]
-    assert found["numbers"] == [step, 2.5, None]
-    assert torch.equal(found["tensor"], state(step)["tensor"])
+    assert parts.keys() == {"driver.pt", "learner"}
+    assert parts["driver.pt"] == {"step": step, "numbers": [step, 2.5, None]}
+    assert parts["learner"] == folder / f"step-{step:06d}" / "learner"
+    for name in RANKS:
+        assert load_file(parts["learner"] / name)["tensor"].equal(pieces(step))
     return step, notes
 
 
@@ -58,7 +64,7 @@ def test_a_half_written_one_is_passed_over_and_cleared(half: str, tmp_path: Path
     """One of another step too: a resumed run may write at other steps than the killed one."""
     save(tmp_path, 9)
     (tmp_path / half).mkdir()
-    (tmp_path / half / "learner.pt").write_bytes(b"half")
+    (tmp_path / half / "driver.pt").write_bytes(b"half")
     assert load(tmp_path) == (9, [])
     save(tmp_path, 10)
     assert names(tmp_path) == ["step-000009", "step-000010"]
@@ -80,12 +86,12 @@ def flip(file: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
-    ("learner.pt", truncate, r"learner.pt has \d+ bytes of the \d+ that were written"),
-    ("learner.pt", empty, r"learner.pt has 0 bytes of the \d+ that were written"),
-    ("learner.pt", flip, r"learner.pt is not what was written: its SHA-256 differs"),
-    ("learner.pt", Path.unlink, r"learner.pt cannot be read: No such file"),
+    ("driver.pt", empty, r"driver.pt has 0 bytes of the \d+ that were written"),
+    (f"learner/{RANKS[0]}", truncate, rf"{RANKS[0]} has \d+ bytes of the \d+ that were written"),
+    (f"learner/{RANKS[0]}", flip, rf"{RANKS[0]} is not what was written: its SHA-256 differs"),
+    (f"learner/{RANKS[1]}", Path.unlink, rf"{RANKS[1]} cannot be read: No such file"),
     ("manifest.json", truncate, r"manifest.json cannot be read"),
-    ("manifest.json", flip, r"manifest.json|learner.pt|driver.pt"),
+    ("manifest.json", flip, r"manifest.json|rank-.-of-2.safetensors|driver.pt"),
     ("manifest.json", Path.unlink, r"it has no manifest.json \(versions of Stretto before"),
 ]
 
@@ -112,14 +118,25 @@ def test_a_damaged_one_is_passed_over_with_the_reason(
 def test_another_format_is_refused(tmp_path: Path) -> None:
     file = save(tmp_path, 1) / "manifest.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 2}))
-    with pytest.raises(StateError, match="has the format 2, and this version knows 3"):
+    with pytest.raises(StateError, match="has the format 2, and this version knows 4 and 3"):
         load(tmp_path)
+
+
+def test_the_former_format_is_read(tmp_path: Path) -> None:
+    """It had the learner's state in one file; whoever takes it up reads it."""
+    parts = {"driver.pt": {"step": 1}, "learner.pt": {"tensor": pieces(1)}}
+    writers = {name: partial(write, state=part) for name, part in parts.items()}
+    file = checkpoint.save(tmp_path, 1, writers) / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
+    step, found = checkpoint.load_latest(tmp_path, print)
+    assert step == 1
+    assert found == {"driver.pt": {"step": 1}, "learner": file.parent / "learner.pt"}
 
 
 def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:
     for step in (10, 20):
         save(tmp_path, step)
-    empty(tmp_path / "step-000020" / "learner.pt")
+    empty(tmp_path / "step-000020" / "learner" / RANKS[1])
     assert load(tmp_path)[0] == 10
     save(tmp_path, 15)
     assert names(tmp_path) == ["step-000010", "step-000015"]
@@ -155,8 +172,9 @@ def test_an_older_one_goes_only_once_the_new_one_is_on_disk(
 
     monkeypatch.setattr(files, "sync", watched)
     save(tmp_path, 3)
-    assert sorted(synced[:4]) == ["driver.pt", "learner.pt", "manifest.json", "step-000003.tmp"]
-    assert synced[4:] == [tmp_path.name]  # the new name itself
+    made = ["driver.pt", "learner", "manifest.json", *RANKS, "step-000003.tmp"]
+    assert sorted(synced[:6]) == made
+    assert synced[6:] == [tmp_path.name]  # the new name itself
     assert names(tmp_path) == ["step-000002", "step-000003"]
 
 

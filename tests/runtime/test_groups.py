@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -133,31 +134,43 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
 @pytest.mark.parametrize(
     ("ranks", "stored", "changes"),
     [
-        ({"learner": (2, 1)}, torch.float32, {"schedule": {"preset": "async"}}),
+        ({("learner",): (2, 1)}, torch.float32, {"schedule": {"preset": "async"}}),
         (
-            {"learner": (2, 2), "generator": (1, 2), "reference": (1, 2), "critic": (1, 2)},
+            {
+                ("learner",): (2, 2),
+                ("generator",): (1, 2),
+                ("reference",): (1, 2),
+                ("critic",): (1, 2),
+            },
             torch.bfloat16,
             {"schedule": {"preset": "oppo", "overcommit": 0}},
         ),
         pytest.param(
-            {"learner": (1, 2), "generator 0": (1, 2), "generator 1": (1, 2)},
+            {("learner",): (1, 2), ("generator 0",): (1, 2), ("generator 1",): (1, 2)},
             torch.float32,
             {"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 2}},
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"learner": (3, 1), "generator": (1, 2)},
+            {("learner",): (3, 1), ("generator",): (1, 2)},
             torch.bfloat16,
             {"model": {"lora_rank": 2}},
             marks=pytest.mark.slow,
         ),
-        pytest.param({"learner": (1, 2)}, torch.bfloat16, RLOO, marks=pytest.mark.slow),
+        pytest.param({("learner",): (1, 2)}, torch.bfloat16, RLOO, marks=pytest.mark.slow),
+        ({("learner", "generator", "reference", "critic"): (2, 1)}, torch.bfloat16, {}),
+        pytest.param(
+            {("learner", "generator"): (1, 2), ("reference", "critic"): (1, 2)},
+            torch.float32,
+            {"schedule": {"preset": "async"}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_roles_over_ranks_work_as_one_process(
     tiny_folder: Path,
     tmp_path: Path,
-    ranks: dict[str, tuple[int, int]],
+    ranks: Mapping[tuple[str, ...], tuple[int, int]],
     stored: torch.dtype,
     changes: dict[str, Any],
 ) -> None:
@@ -176,21 +189,26 @@ def test_roles_over_ranks_work_as_one_process(
     }
     config = settings(model, **{**changes, **own})
     here = trained(config, tmp_path / "inline")
-    processes_ = tuple(ProcessConfig(roles=(r,), fsdp=f, tp=t) for r, (f, t) in ranks.items())
+    processes_ = tuple(ProcessConfig(roles=r, fsdp=f, tp=t) for r, (f, t) in ranks.items())
     placed = {"runtime": "local", "cluster": ClusterConfig(processes=processes_)}
     there = trained(config.model_copy(update=placed), tmp_path / "there")
+    assert_same_but_for_rounding(model, here, there)
+    assert not processes()
+
+
+def assert_same_but_for_rounding(start: Path, here: RunDirectory, there: RunDirectory) -> None:
+    """The same responses, and metrics and weights that differ little for what was learned."""
     assert {(r.id, r.tokens) for r in here.read_rollouts()} == {
         (r.id, r.tokens) for r in there.read_rollouts()
     }
     for one, two in zip(here.read_metrics(), there.read_metrics(), strict=True):
         for name in ("objective/scores", "policy/grad_norm", "loss/policy_avg"):
             assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-5)
-    start = load_file(model / "model.safetensors")
-    one, two = (load_file(run.model / "model.safetensors") for run in (here, there))
-    assert start.keys() == one.keys() == two.keys()
-    for name, before in start.items():  # AdamW makes steps of roundings where gradients are zero
-        assert (one[name] - two[name]).norm() <= 0.02 * (one[name] - before).norm(), name
-    assert not processes()
+    before = load_file(start / "model.safetensors")
+    ours, theirs = (load_file(run.model / "model.safetensors") for run in (here, there))
+    assert before.keys() == ours.keys() == theirs.keys()
+    for name, then in before.items():  # AdamW makes steps of roundings where gradients are zero
+        assert (ours[name] - theirs[name]).norm() <= 0.02 * (ours[name] - then).norm(), name
 
 
 def test_roles_work_at_the_same_time_and_a_run_is_resumed(
@@ -214,6 +232,71 @@ def test_roles_work_at_the_same_time_and_a_run_is_resumed(
     assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
     assert [m["staleness/max"] for m in run.read_metrics()] == [0, 1, 1, 1]
     assert_same(run, whole)
+
+
+RANKS_BEFORE_AND_AFTER = [
+    ({"fsdp": 2}, {"tp": 2}),
+    pytest.param({"fsdp": 2}, {}, marks=pytest.mark.slow),
+    pytest.param({}, {"fsdp": 2, "tp": 2}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), RANKS_BEFORE_AND_AFTER)
+def test_a_run_is_resumed_with_other_ranks(
+    tiny_folder: Path, tmp_path: Path, before: dict[str, int], after: dict[str, int]
+) -> None:
+    """As one that was never stopped, in one process, but for rounding."""
+    config = settings(
+        tiny_folder, steps=4, schedule={"preset": "async"}, observe={"checkpoint_every": 2}
+    )
+    whole = trained(config, tmp_path / "whole")
+
+    def over(ranks: dict[str, int]) -> Config:
+        learner = ClusterConfig(processes=(ProcessConfig(roles=("learner",), **ranks),))
+        return config.model_copy(update={"runtime": "local", "cluster": learner})
+
+    run = RunDirectory.create(tmp_path, "run", config)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(over(before), run_dir=run, progress=Stopper())
+    files = sorted((run.checkpoints / "step-000002" / "learner").iterdir())
+    assert len(files) == before.get("fsdp", 1)
+    runs.train(over(after), run_dir=run, resume=True, progress=NoProgress())
+    assert [m["step"] for m in run.read_metrics()] == [1, 2, 3, 4]
+    assert_same_but_for_rounding(tiny_folder, whole, run)
+
+
+def test_a_rank_whose_disk_is_full_leaves_the_former_checkpoint(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    learner = ClusterConfig(processes=(ProcessConfig(roles=("learner",), fsdp=2),))
+    config = settings(
+        tiny_folder, steps=3, runtime="local", cluster=learner, observe={"checkpoint_every": 1}
+    )
+    display = Full()
+    run = trained(config, tmp_path, display)
+    assert any("is no checkpoint of step 3" in note for note in display.notes), display.notes
+    assert any("File too large; make room there" in note for note in display.notes)
+    left = sorted(path.name for path in run.checkpoints.iterdir())
+    assert left[0] == "step-000001"
+    assert set(left[1:]) <= {"step-000002"}
+    runs.train(config, run_dir=run, resume=True, progress=NoProgress())
+    assert (run.checkpoints / "step-000003").is_dir()
+
+
+class Full(NoProgress):
+    """Has the learner's second rank write short files alone, from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def step(self, step: int, *_: Any, **__: Any) -> None:
+        if step == 3:
+            limit = 20_000, resource.RLIM_INFINITY
+            resource.prlimit(processes()["learner, rank 1"], resource.RLIMIT_FSIZE, limit)
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
 
 
 class Stopper(NoProgress):

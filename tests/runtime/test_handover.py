@@ -51,6 +51,9 @@ class FakeFollower:
 
     generation, size = 0, 1
 
+    def with_(self, other: object) -> bool:
+        return False
+
     def __init__(self, fault: str = "", probe: FloatArray = PROBE, other: bool = False) -> None:
         self.weights = {n: torch.zeros_like(t) for n, t in NEW.items() if not (other and n == "b")}
         self.inbox = Inbox(self.weights, CPU, 1024)

@@ -12,7 +12,16 @@ from pydantic import ValidationError
 
 from stretto.config import ClusterConfig, Config
 from stretto.errors import ConfigError
-from stretto.runtime.groups.placement import Place, memory, places, remarks, table
+from stretto.models.pieces import Layout
+from stretto.runtime.groups.placement import (
+    Place,
+    learner_layout,
+    lends,
+    memory,
+    places,
+    remarks,
+    table,
+)
 
 
 def config(**settings: Any) -> Config:
@@ -128,11 +137,12 @@ def test_the_settings_in_the_docs_are_settings() -> None:
     text = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     blocks = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     configs = [Config.model_validate(tomllib.loads(block)) for block in blocks]
-    by_hand, sharded, ray = configs
+    by_hand, sharded, colocated, ray = configs
     assert [p.name for p in places(by_hand, 4, 2)] == [
         "learner", "generator 0+reference", "generator 1", "critic",
     ]  # fmt: skip
-    assert places(sharded, 4, 0)[0].devices == ("cpu", "cpu")
+    assert [len(p.devices) for p in places(sharded, 4, 0)] == [4, 2, 1]
+    assert [len(p.devices) for p in places(colocated, 4, 0)] == [2]
     assert (ray.runtime, ray.cluster.address) == ("ray", "auto")
 
 
@@ -145,6 +155,45 @@ def test_the_table_says_what_each_process_holds() -> None:
     assert lines[1].split() == ["learner", "cpu", "2", "32", "MB"]
     assert lines[2].split()[-4:] == ["cpu", "1", "7", "MB"]
     assert lines[2].lstrip().startswith("generator 0, reference 0, critic 0")
+
+
+def test_roles_share_the_ranks_of_a_learner() -> None:
+    """The learner comes first, as others look for what it leaves them."""
+    roles = ["generator", "learner", "reference", "critic"]
+    one = config(cluster={"processes": [{"roles": roles, "fsdp": 2, "tp": 2}]})
+    (place,) = places(one, 8, 0)
+    assert [seat.role for seat in place.seats] == ["learner", "generator", "reference", "critic"]
+    assert place.devices == ("cpu",) * 4
+    assert learner_layout(one) == Layout(2, 2)
+    assert lends(one, [place])
+    assert memory(place, {"learner": 100, "actor": 10, "reference": 7, "critic": 11}) == 32
+
+
+@pytest.mark.parametrize(
+    ("roles", "schedule", "expected"),
+    [
+        (["learner", "generator", "critic"], {}, True),
+        (["learner", "generator"], {}, False),  # the critic follows from elsewhere
+        (["learner", "generator", "critic"], {"preset": "async"}, False),
+    ],
+)
+def test_weights_are_lent_to_those_who_are_never_behind(
+    roles: list[str], schedule: dict[str, Any], expected: bool
+) -> None:
+    c = config(cluster={"processes": [{"roles": roles, "fsdp": 2}]}, schedule=schedule)
+    assert lends(c, places(c, 8, 0)) == expected
+
+
+def test_generators_have_equally_many_ranks() -> None:
+    processes = [{"roles": ["generator 0"], "tp": 2}, {"roles": ["generator 1"]}]
+    with pytest.raises(ValidationError, match="generators have tp = 1, 2"):
+        config(cluster={"processes": processes}, rollout={"engines": 2})
+
+
+def test_a_scorer_that_no_process_names_sits_with_generators_that_are_placed_by_hand() -> None:
+    c = config(cluster={"scorers": "generators", "processes": [{"roles": ["generator"], "tp": 2}]})
+    (generator,) = [p for p in places(c, 8, 0) if p.seats[0].role == "generator"]
+    assert [seat.role for seat in generator.seats] == ["generator", "reference", "critic"]
 
 
 def test_a_learner_in_shards_has_a_rank_each() -> None:
@@ -160,7 +209,7 @@ def test_a_learner_in_shards_has_a_rank_each() -> None:
     assert [line.split("  ")[1] for line in lines[1:3]] == ["learner, rank 0", "learner, rank 1"]
     there = config(cluster={"processes": [{**by_hand, "device": "cuda:2"}]})
     assert places(there, 8, 4)[0].devices == ("cuda:2", "cuda:3")
-    with pytest.raises(ValidationError, match="is for the learner, in processes of its own, and"):
-        config(cluster={"processes": [{"roles": ["reference", "learner"], "fsdp": 2}]})
+    with pytest.raises(ValidationError, match="fsdp = 2 is for the learner, and these processes"):
+        config(cluster={"processes": [{"roles": ["reference"], "fsdp": 2}]})
     with pytest.raises(ValidationError, match="ask for processes, and"):
         config(runtime="inline", cluster={"processes": [by_hand]})

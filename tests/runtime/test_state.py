@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from helpers import full_beyond
 from run_helpers import Kill, assert_same_run, run, settings, weights
@@ -25,7 +26,7 @@ from stretto.errors import StorageError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
-from stretto.runtime.state import BackgroundWriter, copied, copied_if_room, write
+from stretto.runtime.state import BackgroundWriter, Claim, copied, copied_if_room, fit, write
 
 
 def test_a_copy_does_not_change_with_what_was_copied() -> None:
@@ -50,23 +51,42 @@ def test_a_state_that_would_fill_memory_is_not_copied(monkeypatch: pytest.Monkey
         assert copied_if_room(state, copy=False) == (state, True)
 
 
-def written(writer: BackgroundWriter) -> None:
-    while not writer.written():
-        time.sleep(0.001)
-
-
-def test_a_background_writer_writes_what_was_staged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("copy", "expected"), [(True, [0.0, 0.0]), (False, [1.0, 1.0])])
+def test_a_background_writer_writes_what_was_staged(
+    copy: bool, expected: list[float], tmp_path: Path
+) -> None:
     writer, tensor = BackgroundWriter(), torch.zeros(2)
-    assert not writer.stage({"w": tensor}, copy=True)
+    writer.stage({"tensors": {"w": tensor}, "about": "{}"}, copy=copy)
     tensor += 1
-    writer.begin(tmp_path / "learner.pt")
-    written(writer)
-    assert torch.load(tmp_path / "learner.pt")["w"].tolist() == [0.0, 0.0]
-    assert writer.stage({"w": torch.zeros(4000)}, copy=False)
+    assert not writer.ended
+    writer.begin(tmp_path / "rank-0-of-1.safetensors")
+    finish(writer)
+    assert load_file(tmp_path / "rank-0-of-1.safetensors")["w"].tolist() == expected
+    assert not writer.ended
+
+
+def test_a_background_writer_tells_of_a_full_disk(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    writer.stage({"tensors": {"w": torch.zeros(4000)}, "about": "{}"}, copy=False)
     with full_beyond(1000):
-        writer.begin(tmp_path / "full.pt")
-        with pytest.raises(StorageError, match=r"full.pt': File too large; make room there"):
-            written(writer)
+        writer.begin(tmp_path / "full.safetensors")
+        with pytest.raises(StorageError, match=r"full.safetensors': File too large; make room"):
+            finish(writer)
+
+
+def finish(writer: BackgroundWriter) -> None:
+    while not writer.ended:
+        time.sleep(0.001)
+    writer.finish()
+
+
+def test_copies_on_one_machine_share_its_memory() -> None:
+    """Half of what is free may be taken, however many processes take it."""
+    assert fit([Claim("a", 50, 100)])
+    assert not fit([Claim("a", 51, 100)])
+    assert fit([Claim("a", 25, 100), Claim("a", 25, 100), Claim("b", 50, 100)])
+    assert not fit([Claim("a", 25, 100), Claim("a", 26, 100), Claim("b", 1, 100)])
+    assert not fit([Claim("a", 25, 100), Claim("a", 25, 99)])
 
 
 def test_the_systems_error_is_raised_not_torchs(tmp_path: Path) -> None:

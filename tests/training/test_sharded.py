@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from helpers import make_learner, make_rollouts
@@ -16,7 +17,9 @@ from learner_helpers import SHAPES, algorithm_settings, make_batch
 from sharded_workers import UPDATES, ShardedRank, first_gradients, models
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.schedules.rollout import train_batch
+from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
+from stretto.training.shard_files import in_memory
 from stretto.types import TrainBatch
 from stretto.workers.ranks import Ranks
 
@@ -171,12 +174,13 @@ def test_passes_are_shared_out_by_tokens(two: Ranks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "bfloat16 lora"])
-def test_bfloat16_models_have_float32_shards(kind: str, two: Ranks) -> None:
+def test_bfloat16_models_have_float32_shards(kind: str, two: Ranks, tmp_path: Path) -> None:
     """Passes round as those of one process, gradients of all ranks are summed in float32."""
     each_alone = {"microbatch_tokens": 1}  # so that passes have the same shapes
     given = algorithm_settings({"name": "ppo"}, training=each_alone)
     assert_same_learning(two, kind, given, batches_of(given), tolerance=1e-4)
-    masters = two.call("state")[0]["models"]["actor"]["masters"]
+    two.call("write", tmp_path)
+    masters = in_memory(shard_files.read(tmp_path))["models"]["actor"]["masters"]
     assert {t.dtype for t in masters.values()} == {torch.float32}
     weights, _ = two.call("weights")[0]
     own = torch.float32 if kind == "bfloat16 lora" else torch.bfloat16  # of adapters
@@ -208,23 +212,59 @@ def test_logprobs_are_those_of_the_whole_model(two: Ranks, three: Ranks) -> None
         assert ranks.call("logprobs", responses[:1])[0] == pytest.approx(expected[:1], abs=1e-5)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(two: Ranks, three: Ranks) -> None:
-    """From one process to two ranks, to three, and back."""
+@pytest.mark.parametrize("kind", ["plain", "lora", "partly frozen"])
+def test_a_run_goes_on_with_other_ranks(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """From one process to two ranks, to two slices of two, to three ranks, two slices, and back."""
     given = algorithm_settings({"name": "ppo"}, training={"lr_schedule": "linear"})
     (batch,) = batches_of(given, 1)
-    whole = whole_learner("plain", given)
-    state: Any = whole.state_dict()
-    for ranks in (two, three):
-        ranks.call("make", "plain", given)
-        ranks.call("load", state)
+    whole = whole_learner(kind, given)
+    path = tmp_path / "former.pt"
+    torch.save(whole.state_dict(), path)
+    for layout in ("two", "both", "three", "sliced"):
+        ranks: Ranks = request.getfixturevalue(layout)
+        ranks.call("make", kind, given)
+        ranks.call("load", path)
         ranks.call("train", [batch])
-        state, *others = ranks.call("state")
-        assert not any(other["models"]["actor"] for other in others)
-    last = whole_learner("plain", given)
-    last.load_state_dict(state)
-    for _ in range(2):
+        path = tmp_path / layout
+        path.mkdir()
+        ranks.call("write", path)
         whole.train(batch)
-    assert last.train(batch).stats == pytest.approx(whole.train(batch).stats, rel=1e-4, abs=1e-5)
+    last = whole_learner(kind, given)
+    last.load_state_dict(shard_files.read(path))
+    assert last.train(batch).stats == pytest.approx(whole.train(batch).stats, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "lora", "norms of heads"])
+@pytest.mark.parametrize("layout", ["two", "three", "sliced", "both"])
+def test_each_ranks_file_has_its_pieces_alone(
+    kind: str, layout: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Masters and two moments of each trained element, once; all together are what was read."""
+    given = algorithm_settings({"name": "ppo"})
+    whole = whole_learner(kind, given)
+    (batch,) = batches_of(given, 1)
+    whole.train(batch)
+    one = tmp_path / "one"
+    one.mkdir()
+    shard_files.write(one / shard_files.file_name(), shard_files.packed(whole.state_dict()))
+    ranks: Ranks = request.getfixturevalue(layout)
+    ranks.call("make", kind, given)
+    ranks.call("load", one)
+    ranks.call("write", tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"rank-{rank}-of-{len(files)}.safetensors" for rank in range(len(ranks.facts))
+    ]
+    sizes = [sum(t.numel() for t in load_file(file).values()) for file in files]
+    elements = sum(t.numel() for tensors in whole.weights().values() for t in tensors.values())
+    assert sum(sizes) == 3 * elements
+    if kind != "lora":  # adapters are whole on all ranks of a slice
+        assert max(sizes) < 3 * elements
+    before, after = (shard_files.packed(in_memory(shard_files.read(f))) for f in (one, tmp_path))
+    assert before["about"] == after["about"]
+    assert all(t.equal(after["tensors"][name]) for name, t in before["tensors"].items())
 
 
 @pytest.mark.parametrize("kind", ["plain", "lora"])

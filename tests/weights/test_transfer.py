@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -81,9 +84,9 @@ def test_a_group_stays_while_others_are_made(monkeypatch: pytest.MonkeyPatch) ->
     store, port = open_store("127.0.0.1")
     meeting, made = Meeting("127.0.0.1", port, "gloo", 20.0), list[str]()
 
-    def join(route: Route, device: torch.device) -> Any:
+    def join(route: Route, *rest: Any) -> Any:
         made.append(f"{route.prefix} {route.rank}")
-        return joined(route, device)
+        return joined(route, *rest)
 
     joined = transfer._join
     monkeypatch.setattr(transfer, "_join", join)
@@ -144,6 +147,41 @@ def test_a_follower_that_raises_in_the_middle_is_waited_for_until_the_deadline()
     got = run({"send": lambda: outbox.send(REF, ways[0]), "one": fails})
     assert isinstance(got["one"], ValueError)
     assert isinstance(got["send"], TransferError)
+    del store
+
+
+STUCK = """
+import os, sys, time
+from datetime import timedelta
+import torch.distributed as dist
+port, prefix = int(sys.argv[1]), sys.argv[2]
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+own = dist.PrefixStore(prefix, store)
+own.set("here/1", "")
+print("here", flush=True)
+dist.ProcessGroupGloo(own, 1, 2, timedelta(seconds=60))
+"""
+"""A follower that has come, and is stopped before it connects."""
+
+
+def test_a_follower_that_is_stopped_while_they_meet_holds_nobody_up_beyond_the_deadline() -> None:
+    """gloo tries five times; the learner would be taken to hang."""
+    store, port = open_store("127.0.0.1")
+    outbox = Outbox(CPU, 64, keep=2)
+    outbox.put(REF, tensors(1.0))
+    way, other = routes(port, 2, timeout_s=4.0)
+    command = [sys.executable, "-c", STUCK, str(port), other.prefix]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as stuck:
+        assert stuck.stdout
+        stuck.stdout.readline()
+        time.sleep(1.0)  # it publishes its address
+        stuck.send_signal(signal.SIGSTOP)
+        start_s = time.monotonic()
+        with pytest.raises(TransferError, match="was broken off"):
+            outbox.send(REF, way)
+        assert time.monotonic() - start_s < 12  # and not 20
+        stuck.kill()
     del store
 
 

@@ -31,6 +31,7 @@ def make_learner(
     snapshots: Sequence[str],
     channel: WeightChannel,
     threads: int,
+    lends: bool = False,
     grid: Grid | None = None,
 ) -> tuple[PolicyLearner, Ranks | None]:
     """Make the learner, and the ranks that train for it, where there are any.
@@ -42,6 +43,7 @@ def make_learner(
         snapshots: the models of which copies are published.
         channel: takes them to the roles that follow.
         threads: CPU threads of training, for the ranks together.
+        lends: whether who follows reads the weights themselves and no copies; of shards.
         grid: the ranks that hold shards of the models, of which this process is one; ``None``
             where this process holds them whole.
     """
@@ -56,7 +58,7 @@ def make_learner(
     ranks: Ranks | None = None
     made: tuple[Trained, Trained | None, Passes]
     if grid is not None:
-        made = _sharded(config, actor, critic, of_actor, of_critic, grid)
+        made = _sharded(config, actor, critic, of_actor, of_critic, grid, lends)
     elif not config.pipeline.ranks or critic is None:
         made = (
             _trained(TrainedModel, actor, of_actor, config),
@@ -83,13 +85,14 @@ def _sharded(
     of_actor: Course,
     of_critic: Course,
     grid: Grid,
+    lends: bool,
 ) -> tuple[Trained, Trained | None, Passes]:
     """Cut the models into shards, of which this rank keeps its own."""
     from stretto.training.sharded import Sharded, ShardedModel
     from stretto.training.sharded_passes import ShardedPasses
 
-    shards = Sharded(actor, grid)
-    others = Sharded(critic, grid) if critic else None
+    shards = Sharded(actor, grid, lends=lends)
+    others = Sharded(critic, grid, lends=lends) if critic else None
     return (
         _trained(ShardedModel, shards, of_actor, config),
         _trained(ShardedModel, others, of_critic, config) if others else None,

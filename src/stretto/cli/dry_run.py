@@ -105,6 +105,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
 
     from stretto.machine import usable_cores
     from stretto.models.load import pick_device, pick_dtype
+    from stretto.runtime.groups import fitting
     from stretto.runtime.groups.placement import places, remarks, table
 
     if config.runtime == "inline":
@@ -120,6 +121,10 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     yield f"Processes (runtime = '{config.runtime}'):"
     yield table(found, {**frozen, "learner": trained, "reward": reward})
     yield from remarks(config, found, usable_cores(), gpus)
+    if loads := fitting.planned(config, found, width):
+        yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"
+        yield fitting.table(loads)
+        yield from fitting.check(loads, fitting.capacity)
 
 
 def _held_out(task: TaskConfig) -> str:

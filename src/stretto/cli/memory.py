@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
 from stretto.config import ModelConfig
-from stretto.errors import ConfigError
-from stretto.models.memory import format_plan, measure, memory_plan, parse_parameters
+from stretto.errors import ConfigError, nearest
+from stretto.models.memory import (
+    format_plan,
+    format_size,
+    measure,
+    measure_shape,
+    memory_plan,
+    parse_parameters,
+)
+from stretto.planning.estimate import Estimate, estimate
+from stretto.planning.hardware import GPUS, Hardware, Links
+from stretto.planning.layout import Layout, Mesh, Workload
+from stretto.planning.shapes import LLAMAS, Models, Shape
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -23,6 +35,11 @@ def _plan(
     /,
     lora_rank: int = 0,
     lora_targets: tuple[str, ...] = ("all-linear",),
+    gpus: int = 0,
+    fsdp: int = 0,
+    tp: int = 1,
+    gpu: str = "h100",
+    offload: bool = False,
 ) -> None:
     """Plan the memory of actor, critic, reference and reward model, all of one size.
 
@@ -30,9 +47,26 @@ def _plan(
         model: A number of parameters (7B, 135M), or a model's name or folder.
         lora_rank: Rank of LoRA adapters for actor and critic; 0 trains all weights.
         lora_targets: Modules that get adapters; 'all-linear' takes all but the head.
+        gpus: Number of GPUs; above 0, each one's memory is planned, phase by phase and on paper.
+        fsdp: Shards of the learner. Where these do not fill the GPUs, roles are apart: a copy of
+            the scorers, and generators on the rest. 0 takes all GPUs for every role.
+        tp: GPUs that each layer is split over, in every role.
+        gpu: Kind of GPU.
+        offload: Roles that are not at work keep their states in the host's memory.
     """
     if lora_rank < 0:
         raise ConfigError(f"--lora-rank {lora_rank}: must be 0 or more")
+    if gpus:
+        if lora_rank:
+            raise ConfigError(
+                f"--lora-rank {lora_rank}: on GPUs, all weights are trained; leave it out"
+            )
+        print(_on_gpus(model, _Wanted(gpus, fsdp, tp, gpu, offload)))
+        return
+    if fsdp or tp != 1 or offload:
+        raise ConfigError(
+            "--fsdp, --tp and --offload need to know how many GPUs there are: add --gpus"
+        )
     parameters = parse_parameters(model)
     trained = None
     if parameters is None:
@@ -44,3 +78,97 @@ def _plan(
             "not tell; name a model instead"
         )
     print(format_plan(memory_plan(parameters, trained=trained)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The options on GPUs."""
+
+    gpus: int
+    fsdp: int
+    tp: int
+    gpu: str
+    offload: bool
+
+    def layout(self) -> Layout:
+        """The layout that they describe."""
+        if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
+            raise ConfigError(
+                f"--gpus {self.gpus} --fsdp {self.fsdp} --tp {self.tp}: counts are positive, and "
+                "--tp divides --gpus"
+            )
+        everywhere = Mesh(self.gpus // self.tp, self.tp)
+        if self.fsdp in (0, everywhere.data):
+            return Layout(everywhere, everywhere, everywhere, True, self.offload)
+        rest = everywhere.data - self.fsdp - 1
+        if rest < 1:
+            raise ConfigError(
+                f"--fsdp {self.fsdp} with --tp {self.tp} on {self.gpus} GPUs: that leaves none for "
+                f"generators and scorers, with {self.tp} for each. Give --fsdp {everywhere.data}, "
+                "where roles share all GPUs, or fewer shards"
+            )
+        learner, generator = Mesh(self.fsdp, self.tp), Mesh(rest, self.tp)
+        return Layout(learner, generator, Mesh(1, self.tp), False, self.offload)
+
+
+def _on_gpus(model: str, wanted: _Wanted) -> str:
+    """The memory of a GPU in each phase.
+
+    Raises:
+        ConfigError: a phase takes more than there is.
+    """
+    if wanted.gpu not in GPUS:
+        raise ConfigError(f"--gpu {wanted.gpu}: unknown. {nearest(wanted.gpu, GPUS)}")
+    gpu = GPUS[wanted.gpu]
+    hardware = Hardware(gpu, Links.of(gpu))
+    models = Models.of_one_size(_shape(model))
+    found = estimate(models, wanted.layout(), Workload(), hardware)
+    table = _format(found, gpu.memory_bytes)
+    if found.bursts:
+        print(table)
+        most = max(found.bursts, key=lambda phase: phase.memory_bytes)
+        part = max(most.parts, key=lambda name: most.parts[name])
+        might_offload = found.layout.colocated and not wanted.offload
+        raise ConfigError(
+            f"{most.name} takes {format_size(round(most.memory_bytes))} of each GPU, of which "
+            f"{format_size(round(found.usable_bytes))} can be filled; most of it: {part}. "
+            f"Give more --gpus, another --fsdp or --tp{', or --offload' if might_offload else ''}"
+        )
+    return table
+
+
+def _shape(model: str) -> Shape:
+    if model.upper() in LLAMAS:
+        return LLAMAS[model.upper()]
+    if parse_parameters(model) is not None:
+        raise ConfigError(
+            f"'{model}' does not tell the sizes of a model's layers, which a GPU's memory depends "
+            f"on; give a model's name, or one of {', '.join(LLAMAS)} (Llama)"
+        )
+    return measure_shape(ModelConfig(name=model))
+
+
+def _format(found: Estimate, gpu_bytes: float) -> str:
+    layout, load = found.layout, Workload()
+    roles = (
+        ("learner", layout.learner),
+        ("generators", layout.generator),
+        ("scorers", layout.scorer),
+    )
+    where = "all on the same GPUs" if layout.colocated else "apart"
+    lines = [
+        f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(found.usable_bytes))} "
+        f"of {format_size(round(gpu_bytes))} can be filled",
+        f"  {', '.join(f'{name} {mesh.data}x{mesh.tensor}' for name, mesh in roles)}, {where}",
+    ]
+    for phase in found.phases:
+        parts = sorted(phase.parts.items(), key=lambda item: -item[1])
+        held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
+        lines.append(f"  {phase.name:<10} {phase.memory_bytes / 1e9:>7.1f} GB   {held}")
+    if layout.offload:
+        lines.append(f"  {'host':<10} {found.host_bytes / 1e9:>7.1f} GB   for each GPU")
+    lines.append(
+        f"  A step of {load.responses} responses of {load.prompt_tokens} + {load.response_tokens} "
+        f"tokens; micro-batches of {layout.micro_tokens} tokens, layers recomputed."
+    )
+    return "\n".join(lines)

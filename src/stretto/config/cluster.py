@@ -28,7 +28,7 @@ class ProcessConfig(Section):
     fsdp: PositiveInt = 1
     """Ranks of the learner that share the rows of every weight (FSDP2), of its gradient and of its optimizer state; each makes its share of the passes."""
     tp: PositiveInt = 1
-    """Slices that linear layers are cut into (tensor parallelism), each held by a rank of its own, of every role here; of a learner fsdp ranks have each. A divisor of the numbers of heads."""
+    """Slices that linear layers are cut into (tensor parallelism), each held by a rank of its own, or of a learner by fsdp ranks. Beside a learner, other roles are cut into fsdp x tp slices. Each a divisor of the model's numbers of heads."""
 
     @property
     def ranks(self) -> int:
@@ -39,11 +39,10 @@ class ProcessConfig(Section):
     def _check(self) -> Self:
         if not self.roles:
             raise ValueError("cluster.processes: a process without roles; name some, or remove it")
-        if self.fsdp > 1 and self.roles != (LEARNER,):
+        if self.fsdp > 1 and LEARNER not in self.roles:
             raise ValueError(
-                f"cluster.processes: fsdp = {self.fsdp} is for the learner, in processes of its "
-                f"own, and these have {', '.join(self.roles)}; set fsdp = 1, or give others another "
-                "place"
+                f"cluster.processes: fsdp = {self.fsdp} is for the learner, and these processes "
+                f"have {', '.join(self.roles)}; set tp instead, which cuts any model"
             )
         if not _DEVICE.fullmatch(self.device):
             raise ValueError(
@@ -96,18 +95,13 @@ class ClusterConfig(Section):
                     "cluster.processes: two generators in one process take turns and gain nothing; "
                     "lower rollout.engines, or give each a process"
                 )
-            if kinds[LEARNER] and process.tp > 1 and len(process.roles) > 1:
-                raise ValueError(
-                    f"cluster.processes: tp = {process.tp} with a learner is for the learner alone, "
-                    f"and these have {', '.join(process.roles)}; give others another place"
-                )
-            if kinds[LEARNER] and kinds["generator"]:
+            if kinds[LEARNER] and kinds["generator"] and process.ranks == 1:
                 raise ValueError(
                     "cluster.processes: learner and generator in one process is what runtime = "
                     "'inline' does; give them processes of their own, on one device where they are "
                     "to share it"
                 )
-        if len(cuts := {p.tp for p in self.processes for r in p.roles if "generator" in r}) > 1:
+        if len(cuts := {p.ranks for p in self.processes for r in p.roles if "generator" in r}) > 1:
             raise ValueError(
                 f"cluster.processes: generators have tp = {', '.join(map(str, sorted(cuts)))}; "
                 "rollouts move between them with their keys and values, so give all the same"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stretto.config import Config, ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
 from stretto.models.architectures import known
+from stretto.planning.shapes import Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -154,6 +155,43 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
             return parameters, None
         adapted = add_lora(model, config, "CAUSAL_LM")
     return parameters, sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+
+
+def measure_shape(config: ModelConfig) -> Shape:
+    """Read a model's shape without loading it, for plans on many GPUs.
+
+    Raises:
+        ModelError: its architecture cannot be read, or its parameters are not those of such a
+            shape, to one in a hundred.
+    """
+    architecture, (parameters, _) = read_architecture(config), measure(config)
+    try:
+        heads, vocabulary = architecture.num_attention_heads, architecture.vocab_size
+        shapes = [
+            Shape(
+                layers=architecture.num_hidden_layers,
+                hidden=architecture.hidden_size,
+                inner=architecture.intermediate_size,
+                heads=heads,
+                kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
+                vocabulary=vocabulary,
+                outputs=vocabulary,
+                tied=bool(architecture.tie_word_embeddings),
+                gated=gated,
+            )
+            for gated in (True, False)
+        ]
+    except AttributeError as error:
+        raise ModelError(
+            f"'{config.name}' says nothing of its shape: {first_line(error)}"
+        ) from error
+    shape = min(shapes, key=lambda shape: abs(shape.parameters - parameters))
+    if abs(shape.parameters - parameters) > parameters / 100:
+        raise ModelError(
+            f"'{config.name}' has {parameters:,} parameters; by its layers' sizes it would have "
+            f"{shape.parameters:,}. Plans on GPUs are for models built like Llama, Qwen or GPT-NeoX"
+        )
+    return shape
 
 
 def read_architecture(config: ModelConfig) -> PreTrainedConfig:

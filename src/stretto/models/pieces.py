@@ -37,6 +37,21 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a tensor.
+
+    Attributes:
+        tensor: its values.
+        shape: of the whole tensor.
+        box: has no elements where a rank before this one has them too.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """A parameter as it is when nothing is divided, and how it may be.
 
@@ -73,7 +88,7 @@ class Layout:
     def box(self, whole: Whole, rank: int) -> Box:
         """Return the part of a parameter that a rank holds."""
         row, column = divmod(rank, self.tp)
-        box = [(0, size) for size in whole.shape]
+        box = [*box_of(whole.shape)]
         if whole.dim is not None:
             size = whole.shape[whole.dim] // self.tp
             box[whole.dim] = (column * size, (column + 1) * size)
@@ -114,6 +129,11 @@ def wholes_of(model: nn.Module, dims: Mapping[str, int]) -> dict[str, Whole]:
         own = final_dtype(parameter)
         found[name] = Whole(tuple(sizes), own, dims.get(name), by_rows=own == dtype)
     return found
+
+
+def box_of(shape: Sequence[int]) -> Box:
+    """Return the box that is all of a tensor."""
+    return tuple((0, size) for size in shape)
 
 
 def index(box: Box) -> tuple[slice, ...]:

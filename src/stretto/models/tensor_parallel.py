@@ -38,6 +38,7 @@ class Slices:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._shared: tuple[Tensor, Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slices:
         return self
@@ -46,6 +47,23 @@ class Slices:
         """Add up the ranks' tensors, in place. A collective."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def shared(self, x: Tensor) -> Tensor:
+        """Return a tensor that all ranks have, whose gradient is the sum of theirs.
+
+        Layers that read the same tensor one after another, such as those of queries, keys and
+        values, share the sum.
+        """
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return x
+        if self._shared is None or self._shared[0] is not x:
+            made: Tensor = _Shared.apply(x, self)  # type: ignore[no-untyped-call]
+            self._shared = x, made
+        return self._shared[1]
+
+    def forget(self) -> None:
+        """Let go of the tensor that was shared last."""
+        self._shared = None
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
         """Return a copy of this rank's slice of a weight, in the type that it is to have."""
@@ -95,7 +113,7 @@ class ByOutputs(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's outputs [..., out / ranks] for inputs [..., in]."""
-        return F.linear(_Shared.of(x, self.slices), self.weight, self.bias)
+        return F.linear(self.slices.shared(x), self.weight, self.bias)
 
 
 class ByInputs(_Linear):
@@ -115,17 +133,13 @@ class _Shared(torch.autograd.Function):
     """The identity, whose gradient is the sum over the ranks."""
 
     @staticmethod
-    def of(x: Tensor, slices: Slices) -> Tensor:
-        y: Tensor = _Shared.apply(x, slices)  # type: ignore[no-untyped-call]
-        return y
-
-    @staticmethod
     def forward(ctx: Any, x: Tensor, slices: Slices) -> Tensor:
         ctx.slices = slices
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.slices.forget()
         return ctx.slices.sum_(grads[0].clone(memory_format=torch.contiguous_format)), None
 
 

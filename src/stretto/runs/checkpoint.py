@@ -4,8 +4,11 @@
 
     checkpoints/step-000020/
     ├── driver.pt        prompts, schedule, weights that generation works with (runtime/state.py)
-    ├── learner.pt       the models under training and their optimizers
+    ├── learner/         the models under training and their optimizers, a file of each process that
+    │                    holds a part of them (training/shard_files.py)
     └── manifest.json    the length and the SHA-256 of each other file
+
+Earlier versions wrote a file ``learner.pt`` in place of the folder, which is still read.
 
 A checkpoint appears under its name once all of it is on disk, and is read only if it is as it was
 written. The two newest are kept: the older one is read if the newest is damaged.
@@ -26,12 +29,12 @@ import torch
 
 from stretto import files
 from stretto.errors import StateError
-from stretto.runtime.state import Writer
+from stretto.runtime.state import DRIVER, LEARNER, Writer
 
 KEPT = 2
 """Checkpoints of a run that stay; older ones go."""
 
-_FORMAT = 3
+_FORMAT, _FORMER = 4, 3
 _NAME = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
 
@@ -45,7 +48,7 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
     Args:
         folder: of all checkpoints of a run.
         step: after which the state was taken.
-        parts: what writes each file, by its name.
+        parts: what writes each file or folder, by its name.
 
     Raises:
         StorageError: the checkpoint cannot be written; nothing is left of it.
@@ -54,10 +57,10 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
     for left in folder.glob("step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
     with files.explained(target), files.new_folder(target) as scratch:
-        described = {}
         for name, write in parts.items():
             write(scratch / name)
-            described[name] = _described(scratch / name)
+        paths = sorted(path for path in scratch.rglob("*") if path.is_file())
+        described = {path.relative_to(scratch).as_posix(): _described(path) for path in paths}
         manifest = {"format": _FORMAT, "step": step, "files": described}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
     found = _found(folder)
@@ -69,13 +72,16 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
-    """Load the newest checkpoint that is whole: its step, and what is in each file by its name.
+    """Load the newest checkpoint that is whole.
 
     A checkpoint is only tensors and plain data; loading it runs no code of its own.
 
     Args:
         folder: of all checkpoints of a run.
         note: called with a line for each checkpoint that is damaged and passed over.
+
+    Returns:
+        Its step; and by their names what is in ``driver.pt``, and the path of the learner's state.
 
     Raises:
         StateError: there is none, or none that is whole.
@@ -123,7 +129,9 @@ def _found(folder: Path) -> dict[int, Path]:
 
 
 def _load(checkpoint: Path) -> dict[str, Any]:
-    return {name: _load_file(checkpoint / name) for name in _verified(checkpoint)}
+    former = _verified(checkpoint) == _FORMER
+    learner = checkpoint / (f"{LEARNER}.pt" if former else LEARNER)
+    return {DRIVER: _load_file(checkpoint / DRIVER), LEARNER: learner}
 
 
 def _load_file(file: Path) -> Any:
@@ -136,25 +144,26 @@ def _load_file(file: Path) -> Any:
         ) from error
 
 
-def _verified(checkpoint: Path) -> list[str]:
-    """Check that all files are those that were written; return their names."""
+def _verified(checkpoint: Path) -> int:
+    """Check that all files are those that were written; return the format."""
     try:
         manifest = json.loads((checkpoint / _MANIFEST).read_bytes())
         described = {n: (int(f["bytes"]), f["sha256"]) for n, f in manifest["files"].items()}
-        written_for = manifest["format"]
+        written_for = int(manifest["format"])
     except FileNotFoundError:
         raise _DamagedError(
             f"it has no {_MANIFEST} (versions of Stretto before there was one wrote none)"
         ) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise _DamagedError(f"{_MANIFEST} cannot be read: {error!r}") from error
-    if written_for != _FORMAT:
+    if written_for not in (_FORMAT, _FORMER):
         raise _DamagedError(
-            f"{_MANIFEST} has the format {written_for!r}, and this version knows {_FORMAT}"
+            f"{_MANIFEST} has the format {written_for}, and this version knows {_FORMAT} and "
+            f"{_FORMER}"
         )
     for name, (size, digest) in described.items():
         _check_file(checkpoint / name, size, digest)
-    return list(described)
+    return written_for
 
 
 def _check_file(file: Path, size: int, digest: str) -> None:

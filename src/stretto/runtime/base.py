@@ -50,7 +50,7 @@ class Running(Protocol):
         """Take up the state that :meth:`stage` wrote, maybe on another runtime.
 
         Args:
-            state: what is in each file, by its name.
+            state: what is in ``driver.pt``, and the path of the learner's, by their names.
         """
         ...
 

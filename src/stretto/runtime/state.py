@@ -16,20 +16,21 @@
 where generation lags behind the learner. Without lag followers have the learner's weights before
 anything is decoded, so that a runtime takes them from there.
 
-``learner.pt`` has the learner's own state: models, optimizers, counters. It is written by the
-process that has it.
+The folder ``learner`` has the learner's own state: models, optimizers, counters. Every process that
+holds a part of it writes that, and reads what it needs; see :mod:`stretto.training.shard_files`.
 """
 
 from __future__ import annotations
 
 import errno
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import psutil
 import torch
@@ -37,13 +38,15 @@ from torch import Tensor
 
 from stretto import files
 from stretto.schedules.schedule import Schedule
+from stretto.training import shard_files
 from stretto.weights.channel import WeightChannel
 
-DRIVER, LEARNER = "driver.pt", "learner.pt"
-"""The files of a checkpoint."""
+DRIVER, LEARNER = "driver.pt", "learner"
+"""The file and the folder of a checkpoint."""
 
 Writer = Callable[[Path], None]
-"""Writes a file, once, on any thread; raises ``OSError`` or ``StorageError`` if it cannot."""
+"""Writes a file or a folder, once, on any thread; raises ``OSError`` or ``StorageError`` if it
+cannot."""
 
 ROOM = 0.5
 """Share of the memory that is free which a copy of the state may take."""
@@ -57,7 +60,7 @@ class Staged:
     """The state of a run between two steps, to be written.
 
     Attributes:
-        files: of the checkpoint, with what writes each.
+        files: and folders of the checkpoint, with what writes each.
         live: whether they are written from what training changes, as there is no copy: training
             then has to wait until they are written.
     """
@@ -79,14 +82,19 @@ def staged(
     Args:
         prompts, schedule: of ``driver.pt``, copied already, as they may change at any time.
         weights: of ``driver.pt``.
-        learner: of ``learner.pt``.
+        learner: its state.
         copy: these two, if there is room for that.
     """
-    (weights, learner), live = copied_if_room((weights, learner), copy=copy)
+    state = (weights, shard_files.packed(learner))
+    (weights, learner), live = copied_if_room(state, copy=copy)
     driver = {"prompts": prompts, "schedule": schedule, "weights": weights}
-    return Staged(
-        {DRIVER: partial(write, state=driver), LEARNER: partial(write, state=learner)}, live
-    )
+
+    def write_learner(folder: Path) -> None:
+        leave_room(folder, size_of(learner))
+        folder.mkdir()
+        shard_files.write(folder / shard_files.file_name(), learner)
+
+    return Staged({DRIVER: partial(write, state=driver), LEARNER: write_learner}, live)
 
 
 def offered(schedule: Schedule, channel: WeightChannel) -> dict[str, Any]:
@@ -120,12 +128,39 @@ def copied_if_room(state: Any, *, copy: bool = True) -> tuple[Any, bool]:
     Returns:
         The copy and ``False``; or the state itself and ``True``.
     """
-    if copy and _size(state) <= ROOM * psutil.virtual_memory().available:
+    if copy and fit([claim_of(state)]):
         return copied(state), False
     return state, True
 
 
-def _size(state: Any) -> int:
+class Claim(NamedTuple):
+    """The memory that a process would take for a copy.
+
+    Attributes:
+        machine: where it is.
+        size: of the copy in bytes.
+        free: bytes that are free there.
+    """
+
+    machine: str
+    size: int
+    free: int
+
+
+def claim_of(state: Any) -> Claim:
+    """Return what this process would take to copy a state."""
+    return Claim(socket.gethostname(), size_of(state), psutil.virtual_memory().available)
+
+
+def fit(claims: Sequence[Claim]) -> bool:
+    """Return whether copies leave enough memory for others, on each of their machines."""
+    taken = dict.fromkeys((c.machine for c in claims), 0)
+    for claim in claims:
+        taken[claim.machine] += claim.size
+    return all(taken[c.machine] <= ROOM * c.free for c in claims)
+
+
+def size_of(state: Any) -> int:
     """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in _tensors(state))
 
@@ -147,7 +182,7 @@ def write(file: Path, state: Any) -> None:
     Raises:
         OSError: the system refuses, or too little room would be left for others.
     """
-    _leave_room(file, _size(state))
+    leave_room(file, size_of(state))
     with file.open("wb") as raw:
         stream = _Stream(raw)
         try:
@@ -156,8 +191,16 @@ def write(file: Path, state: Any) -> None:
             raise stream.error or error from error
 
 
-def _leave_room(file: Path, size: int) -> None:
-    """Refuse to fill a disk that records, and the model at the end, go to as well."""
+def leave_room(file: Path, size: int) -> None:
+    """Refuse to fill a disk that records, and the model at the end, go to as well.
+
+    Args:
+        file: or folder, to be written.
+        size: in bytes.
+
+    Raises:
+        OSError: too little room would be left.
+    """
     free = shutil.disk_usage(file.parent).free
     if free < (1 + SPARE) * size:
         raise OSError(
@@ -190,36 +233,38 @@ class _Stream:
 
 
 class BackgroundWriter:
-    """A writer of one role's state, on a thread beside the role's own work."""
+    """A writer of what one rank has of the learner, on a thread beside the rank's own work."""
 
     def __init__(self) -> None:
         self._state: Any = None
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
 
-    def stage(self, state: Any, *, copy: bool) -> bool:
-        """Keep a state to be written; return whether it is ``live``, see :class:`Staged`."""
-        self._state, live = copied_if_room(state, copy=copy)
-        return live
+    def stage(self, state: Mapping[str, Any], *, copy: bool) -> None:
+        """Keep a state, or a copy, as :func:`~stretto.training.shard_files.write` takes it."""
+        self._state = copied(state) if copy else state
 
     def begin(self, file: Path) -> None:
         """Begin to write the state that was staged last."""
         state, self._state = self._state, None
         self._writing = self._pool.submit(_write_explained, file, state)
 
-    def written(self) -> bool:
-        """Return whether the file is written.
+    @property
+    def ended(self) -> bool:
+        """Whether the writing has ended, well or not."""
+        return self._writing is not None and self._writing.done()
+
+    def finish(self) -> None:
+        """Take note of the end of the writing.
 
         Raises:
-            StorageError: it cannot be.
+            StorageError: the file could not be written.
         """
-        if self._writing is None or not self._writing.done():
-            return False
         writing, self._writing = self._writing, None
-        writing.result()
-        return True
+        if writing is not None:
+            writing.result()
 
 
-def _write_explained(file: Path, state: Any) -> None:
+def _write_explained(file: Path, state: Mapping[str, Any]) -> None:
     with files.explained(file):
-        write(file, state)
+        shard_files.write(file, state)

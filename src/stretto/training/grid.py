@@ -65,10 +65,6 @@ class Grid:
             made[index(box)] = here
         return made
 
-    def own(self, whole: Whole, tensor: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor."""
-        return tensor[index(self.layout.box(whole, self.rank))]
-
     def share(self, items: Sequence[T]) -> list[T | None]:
         """Return this rank's share of a list, filled up with ``None`` to those of the others."""
         by_row = self.shares(items)

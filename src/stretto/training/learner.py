@@ -190,7 +190,7 @@ class PolicyLearner:
         return self._actor.end_updates()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that the class names, with the models' tensors."""
+        """Return the state that the class names, with the models' tensors or pieces of them."""
         return {
             "models": {name: trained.state_dict() for name, trained in self._trained.items()},
             "kl": self._kl.state_dict(),
@@ -201,7 +201,7 @@ class PolicyLearner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Go on from a state of the whole learner; see :mod:`stretto.training.shard_files`."""
         for name, trained in self._trained.items():
             trained.load_state_dict(state["models"][name])
         self._kl.load_state_dict(state["kl"])

@@ -85,7 +85,7 @@ class Trained(Protocol):
         ...
 
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of the model's trained weights, by parameter name; of this rank's parts."""
+        """Copies of the trained weights by name; of this rank's parts, and lent if so agreed."""
         ...
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -97,11 +97,11 @@ class Trained(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, AdamW's moments and the schedule's position, of the whole model."""
+        """Masters, AdamW's moments and the schedule's position; tensors, or this rank's pieces."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Take up the state of a whole model, whose tensors may be in files."""
         ...
 
 

@@ -33,6 +33,7 @@ from stretto.training.partition import (
     whole_state,
 )
 from stretto.training.planner import Planner
+from stretto.training.shard_files import in_memory
 from stretto.training.stages import StageTrainer
 from stretto.training.trained import Course, Snapshots, require_finite_norm
 from stretto.training.whole import WholeModel
@@ -119,8 +120,8 @@ class StagedModel(WholeModel):
         return whole_state(self._of_stages("state"), [*self._weights])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        order = [*self._weights]
+        """The inverse of :meth:`state_dict`; tensors may be in files, too."""
+        order, state = [*self._weights], in_memory(state)
         parts = ((self._name, on_cpu(stage_state(state, order, names))) for names in self._names)
         self._lr = float(self._ranks.call_each("load", parts)[0])
         self._behind = True

@@ -39,11 +39,12 @@ from stretto.models.forward import (
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.mapped import final, final_dtype
-from stretto.models.pieces import index, wholes_of
+from stretto.models.pieces import Piece, index, wholes_of
 from stretto.models.tensor_parallel import cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
 from stretto.training.grid import Grid
 from stretto.training.partition import divided
+from stretto.training.shard_files import STEP, Stored
 from stretto.training.trained import TrainedModel
 from stretto.types import Response
 
@@ -79,6 +80,8 @@ class Sharded:
     Args:
         model: whole on every rank, in evaluation mode, and the same.
         grid: the ranks.
+        lends: whether what is published are the shards themselves, as who reads them has done so
+            before they change; else copies.
 
     Attributes:
         model: whose parameters are shards now.
@@ -93,8 +96,8 @@ class Sharded:
         ModelError: the model cannot be cut into that many slices.
     """
 
-    def __init__(self, model: nn.Module, grid: Grid) -> None:
-        self.model, self.grid, self._root = model, grid, _Root(model)
+    def __init__(self, model: nn.Module, grid: Grid, *, lends: bool = False) -> None:
+        self.model, self.grid, self._lends, self._root = model, grid, lends, _Root(model)
         self.dtype = final_dtype(next(model.parameters()))
         language = unwrapped(model).get_output_embeddings() is not None
         self.template = OutputHead(_NO_WEIGHT)
@@ -157,11 +160,13 @@ class Sharded:
         return _local(self.parameters[name].detach())
 
     def own(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return copies of this rank's parts of parameters, in the model's types, by name.
+        """Return this rank's parts of parameters by name, in the model's types unless lent.
 
         Without those that a rank before it holds too: all ranks' together are the whole.
         """
         own = (name for name in names if name in self._own)
+        if self._lends:
+            return {name: self.shard(name) for name in own}
         return {n: self.shard(n).to(self.wholes[n].dtype, copy=True) for n in own}
 
     def fingerprint(self) -> str:
@@ -172,6 +177,13 @@ class Sharded:
     def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's parts of whole tensors, as :meth:`own` does of its parameters."""
         return {n: t[index(self._own[n])].clone() for n, t in tensors.items() if n in self._own}
+
+    def piece(self, name: str, tensor: Tensor) -> Piece:
+        """Return what is to be written of this rank's part of a tensor like a parameter."""
+        whole = self.wholes[name].shape
+        if name in self._own:
+            return Piece(tensor, whole, self._own[name])
+        return Piece(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
 
     def gathered(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole parameters on the first rank's CPU, in the model's types, by name.
@@ -221,8 +233,8 @@ def _without_weights(model: nn.Module) -> nn.Module:
 class ShardedModel(TrainedModel):
     """A model in shards, and AdamW on those of this rank; see :class:`TrainedModel`.
 
-    State: as that of a whole model, on the first rank; so a run can be resumed with another number
-    of ranks. On the others it is empty.
+    State: as that of a whole model, with this rank's pieces of its tensors. It takes up that of any
+    number of ranks.
 
     Args:
         sharded: the model.
@@ -332,15 +344,15 @@ class ShardedModel(TrainedModel):
 
     @torch.no_grad()
     def snapshot(self) -> Mapping[str, Tensor]:
-        """Copies of this rank's parts of the trained weights; see :meth:`Sharded.own`."""
+        """This rank's parts of the trained weights; see :meth:`Sharded.own`."""
         return self._sharded.own(self._names)
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the whole of what all ranks' parts make, on the first rank. A collective."""
         wholes, grid, found = self._sharded.wholes, self._sharded.grid, {}
         for name in self._names:
-            none = torch.empty(0, dtype=wholes[name].dtype)
-            tensor = grid.on_first(wholes[name], tensors.get(name, none))
+            part = tensors.get(name, torch.empty(0)).to(wholes[name].dtype)
+            tensor = grid.on_first(wholes[name], part)
             if tensor is not None:
                 found[name] = tensor
         return found
@@ -358,47 +370,34 @@ class ShardedModel(TrainedModel):
         if model is not None:
             save_model(model, tokenizer, folder)
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, AdamW's moments and the schedule's position. A collective."""
+        """Return masters, AdamW's moments and the schedule's position; tensors as pieces."""
         own = super().state_dict()
-        state = {
-            number: {key: self._gathered(number, value) for key, value in moments.items()}
-            for number, moments in own["optimizer"]["state"].items()
-        }
-        masters = {
-            name: self._gathered(i, own["masters"][name]) for i, name in enumerate(self._names)
-        }
-        if dist.get_rank() != 0:
-            return {}
-        optimizer = {**own["optimizer"], "state": state}
-        return {"masters": masters, "optimizer": optimizer, "schedule": own["schedule"]}
+        return self._with(own, lambda i, t: self._sharded.piece(self._names[i], t))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`, of the first rank's state on all."""
-        held = state["optimizer"]["state"]
+        """Take up the state of a whole model: tensors, or what files have."""
+        super().load_state_dict(self._with(state, self._cut))
+
+    def _with(self, state: dict[str, Any], change: Callable[[int, Any], Any]) -> dict[str, Any]:
+        """Return a state with other tensors like weights; each is changed with its number."""
         moments = {
-            number: {key: self._cut(number, value) for key, value in values.items()}
-            for number, values in held.items()
+            number: {k: v if k == STEP else change(number, v) for k, v in held.items()}
+            for number, held in state["optimizer"]["state"].items()
         }
-        masters = {name: self._cut(i, state["masters"][name]) for i, name in enumerate(self._names)}
-        optimizer = {**state["optimizer"], "state": moments}
-        super().load_state_dict(
-            {"masters": masters, "optimizer": optimizer, "schedule": state["schedule"]}
-        )
+        masters = {n: change(i, state["masters"][n]) for i, n in enumerate(self._names)}
+        return {
+            "masters": masters,
+            "optimizer": {**state["optimizer"], "state": moments},
+            "schedule": state["schedule"],
+        }
 
-    def _gathered(self, number: int, value: Any) -> Any:
-        """Return what the ranks' parts of a tensor like a weight make together, or other values."""
-        if not isinstance(value, Tensor) or value.shape != self._masters[number].shape:
-            return value
-        return self._sharded.grid.on_first(self._sharded.wholes[self._names[number]], value)
-
-    def _cut(self, number: int, value: Any) -> Any:
-        """Return this rank's part of a tensor like a weight, or other values."""
-        whole = self._sharded.wholes[self._names[number]]
-        if not isinstance(value, Tensor) or value.shape != whole.shape:
-            return value
-        return self._sharded.grid.own(whole, value).to(self.device, torch.float32)
+    def _cut(self, number: int, value: Tensor | Stored) -> Tensor:
+        """Return this rank's part of a tensor like a weight."""
+        grid = self._sharded.grid
+        box = grid.layout.box(self._sharded.wholes[self._names[number]], grid.rank)
+        part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
+        return part.to(self.device)
 
 
 def _local(tensor: Any) -> Tensor:

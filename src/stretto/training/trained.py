@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.config import OptimizerConfig
 from stretto.errors import LearnerError
+from stretto.training.shard_files import in_memory
 from stretto.training.whole import WholeModel
 
 BLOCK = 1 << 20
@@ -268,7 +269,8 @@ class TrainedModel(WholeModel):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """The inverse of :meth:`state_dict`; tensors may be in files, too."""
+        state = in_memory(state)
         for name, master in zip(self._names, self._masters, strict=True):
             master.copy_(state["masters"][name])
         self._optimizer.load_state_dict(state["optimizer"])

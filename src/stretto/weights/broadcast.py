@@ -131,7 +131,7 @@ class Inbox:
                 f"version {ref.version} of the {ref.model} was not announced to who is to load it"
             )
         (_, routes), self._expected = self._expected, None
-        return _Arriving(self._own, lambda: self._receive(routes))
+        return Arriving(self._own, lambda: self._receive(routes))
 
     def _receive(self, routes: Sequence[Route]) -> Iterator[tuple[str, Part]]:
         marks: list[str] = []
@@ -153,7 +153,7 @@ class Inbox:
         self._transfers.abort()
 
 
-class _Arriving(Mapping[str, Part]):
+class Arriving(Mapping[str, Part]):
     """Parts of tensors by name that arrive in order, once; of one name there may be several."""
 
     def __init__(
@@ -171,4 +171,5 @@ class _Arriving(Mapping[str, Part]):
         raise KeyError(f"'{name}': tensors that arrive are read in order, by items()")
 
     def items(self) -> Any:
+        """Return names and parts, as they come."""
         return self._receive()

@@ -25,6 +25,9 @@ from stretto.weights.buckets import Plan, checksum, combined, pack
 
 Backend = Literal["gloo", "nccl"]
 
+CONNECTS = 5
+"""How often gloo tries to connect to who does not answer, each time up to its timeout."""
+
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
@@ -93,13 +96,13 @@ class Transfers:
         until_s = time.monotonic() + route.meeting.timeout_s
         sums, works = [], [None, None]
         with self._broken_off(route):
-            group, buffers = self._joined(route), self._two_buffers(route, what)
+            group, buffers = self._joined(route, until_s), self._two_buffers(route, what)
             for i, bucket in enumerate(what.buckets):
                 _wait(works[i % 2], until_s)
                 flat = buffers[i % 2][: bucket.size]
                 pack(bucket, tensors, flat)
                 sums.append(checksum(flat))
-                works[i % 2] = group.broadcast([flat], _from_first())
+                works[i % 2] = group.broadcast([flat], _from_first(until_s))
             for work in works:
                 _wait(work, until_s)
         return combined(sums)
@@ -117,12 +120,14 @@ class Transfers:
         """
         until_s = time.monotonic() + route.meeting.timeout_s
         with self._broken_off(route):
-            group, buffers = self._joined(route), self._two_buffers(route, what)
+            group, buffers = self._joined(route, until_s), self._two_buffers(route, what)
 
             def posted(i: int) -> Any:
                 if i == len(what.buckets):
                     return None
-                return group.broadcast([buffers[i % 2][: what.buckets[i].size]], _from_first())
+                return group.broadcast(
+                    [buffers[i % 2][: what.buckets[i].size]], _from_first(until_s)
+                )
 
             coming = posted(0)
             for i, bucket in enumerate(what.buckets):
@@ -160,12 +165,12 @@ class Transfers:
             self._leave(route.channel)
             raise
 
-    def _joined(self, route: Route) -> Any:
+    def _joined(self, route: Route, until_s: float) -> Any:
         """Return the route's group; the channel's last one, if it is that."""
         epoch, group = self._groups.get(route.channel, (None, None))
         if epoch != route.epoch:
             self._leave(route.channel)
-            group = _join(route, self._device)
+            group = _join(route, self._device, until_s)
             self._groups[route.channel] = route.epoch, group
         return group
 
@@ -194,32 +199,38 @@ def open_store(host: str) -> tuple[Any, int]:
     return store, port
 
 
-def _join(route: Route, device: torch.device) -> Any:
+def _join(route: Route, device: torch.device, until_s: float) -> Any:
     """Make this member's side of a group that is none of the default ones."""
     place = route.meeting
-    timeout = timedelta(seconds=place.timeout_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        place.host, place.port, is_master=False, wait_for_workers=False, timeout=timeout
+        place.host, place.port, is_master=False, wait_for_workers=False, timeout=_left(until_s)
     )
     own = dist.PrefixStore(route.prefix, store)  # type: ignore[attr-defined]
+    # Who comes late is waited for here, and not by gloo: see CONNECTS.
+    own.set(f"here/{route.rank}", "")
+    own.wait([f"here/{rank}" for rank in range(route.size)], _left(until_s))
     group: Any
     if place.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=place.timeout_s)
         group = dist.ProcessGroupNCCL(own, route.rank, route.size, options)
         group.eager_connect_single_device(device)
     else:
-        group = dist.ProcessGroupGloo(own, route.rank, route.size, timeout)
+        group = dist.ProcessGroupGloo(own, route.rank, route.size, _left(until_s) / CONNECTS)
     group._set_sequence_number_for_group()
     return group
 
 
-def _from_first() -> Any:
+def _from_first(until_s: float) -> Any:
     options = dist.BroadcastOptions()
-    options.rootRank = 0
+    options.rootRank, options.timeout = 0, _left(until_s)
     return options
+
+
+def _left(until_s: float) -> timedelta:
+    return timedelta(seconds=max(until_s - time.monotonic(), 0.001))
 
 
 def _wait(work: Any, until_s: float) -> None:
     if work is not None:
-        work.wait(timedelta(seconds=max(until_s - time.monotonic(), 0.001)))
+        work.wait(_left(until_s))

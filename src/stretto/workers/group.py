@@ -104,6 +104,7 @@ class ServiceGroup:
         name: for messages.
         launch: starts the ranks, each with a :class:`Host`; called again for a replacement.
         clock: of this process.
+        replaceable: whether the ranks hold nothing that would be lost with them.
 
     Attributes:
         generation: how many groups have died or been ended before this one.
@@ -113,8 +114,16 @@ class ServiceGroup:
         RankError: a rank could not start, or ``make`` raised anything else.
     """
 
-    def __init__(self, name: str, launch: Callable[[], Group], clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        launch: Callable[[], Group],
+        clock: Clock | None = None,
+        *,
+        replaceable: bool = True,
+    ) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
+        self._replaceable = replaceable
         self.generation, self._restarting = 0, asyncio.Lock()
         self._closed, self._ahead_s = False, 0.0
         self._open()
@@ -148,7 +157,16 @@ class ServiceGroup:
         return answer.shifted(self._ahead_s)
 
     async def restart(self, seen: int) -> None:
-        """Replace the ranks, unless another role has done so since generation ``seen``."""
+        """Replace the ranks, unless another role has done so since generation ``seen``.
+
+        Raises:
+            RankError: they hold what would be lost.
+        """
+        if not self._replaceable:
+            raise RankError(
+                f"the processes of the {self.name} hold what is trained, and are not replaced; go "
+                "on from the last checkpoint with --resume"
+            )
         async with self._restarting:
             if self.generation > seen:
                 return
@@ -254,6 +272,10 @@ class GroupExecutor:
         except RankError as error:
             raise _lost(self._service, error) from error
         self._generation = self._group.generation
+
+    def with_(self, other: GroupExecutor) -> bool:
+        """Return whether the services are in the same ranks."""
+        return self._group is other._group
 
     @property
     def size(self) -> int:

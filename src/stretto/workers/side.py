@@ -116,7 +116,8 @@ class SideClient:
             return future.result(timeout_s)
         except TimeoutError:
             self._open.pop(number, None)
-            raise RankError(f"no answer to '{method}' within {timeout_s:g} s") from None
+            what = " ".join([method, *(a for a in args[:2] if isinstance(a, str))])
+            raise RankError(f"no answer to '{what}' within {timeout_s:g} s") from None
 
     def wait(self, seconds: float) -> bool:
         """Wait until the rank's end has closed, as when its process ends; return whether it has."""

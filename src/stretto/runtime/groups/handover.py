@@ -75,6 +75,8 @@ class Handover:
             EngineError: the follower holds other weights afterwards than the learner.
             TransferError: weights have not arrived, twice.
         """
+        if follower.with_(self._learner):
+            return await self._reshard(name, follower, ref)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Reply[Any]] = loop.create_future()
         self._asking.append((name, follower, ref, future))
@@ -83,6 +85,46 @@ class Handover:
             asking, self._asking = self._asking, []
             await self._serve(asking)
         return await future
+
+    def all_at_once(
+        self, ref: WeightsRef, followers: Mapping[str, GroupExecutor]
+    ) -> dict[str, Reply[Loaded] | Exception]:
+        """Hand a version over to followers, wherever they are, while nothing else is under way."""
+        here = {n: f for n, f in followers.items() if f.with_(self._learner)}
+        elsewhere = {n: f for n, f in followers.items() if n not in here}
+        outcomes = self.transfer(ref, elsewhere) if elsewhere else {}
+        for name, follower in here.items():
+            start_s, offer = time.perf_counter(), self._offers(ref)[0]
+            outcomes[name] = self._resharded(name, ref, offer, follower.ask("load", ref), start_s)
+        return outcomes
+
+    async def _reshard(self, name: str, follower: GroupExecutor, ref: WeightsRef) -> Reply[Loaded]:
+        """Have a follower in the learner's own ranks load weights, in its turn."""
+        start_s = time.perf_counter()
+        offers = await asyncio.to_thread(self._offers, ref)
+        loaded = await follower.call("load", ref)
+        proved = self._resharded(name, ref, offers[0], loaded, start_s)
+        if isinstance(proved, Exception):
+            raise proved
+        return proved
+
+    def _resharded(
+        self, name: str, ref: WeightsRef, offer: Offer, loaded: Reply[Loaded], start_s: float
+    ) -> Reply[Loaded] | Exception:
+        self._took(ref, start_s, loaded.value.moved)
+        return self._proved(name, loaded, ref, offer, "")
+
+    def _offers(self, ref: WeightsRef) -> list[Offer]:
+        return self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
+
+    def _took(self, ref: WeightsRef, start_s: float, size: int) -> None:
+        """Take note of a hand-over's seconds and bytes."""
+        end_s = time.perf_counter()
+        self._tracer.add(HANDOVER, "send", start_s, end_s, model=ref.model, version=ref.version)
+        self.metrics |= {
+            f"handover/{ref.model}_s": end_s - start_s,
+            f"handover/{ref.model}_mb": size / 1e6,
+        }
 
     def close(self) -> None:
         """Take no more calls."""
@@ -122,21 +164,15 @@ class Handover:
         left, tries = dict(followers), 0
         while left and tries < 2:
             tries += 1
-            offers = self._learner.aside_on_all("offer", ref, timeout_s=self._control_s)
+            offers = self._offers(ref)
             found = self._try(ref, offers, left)
             outcomes.update(found)
             left = {n: left[n] for n, o in found.items() if isinstance(o, TransferError)}
             if left:
                 self._suspect(left, outcomes)
-        seconds = time.perf_counter() - start_s
-        self._tracer.add(
-            HANDOVER, "send", start_s, start_s + seconds, model=ref.model, version=ref.version
-        )
-        self.metrics |= {
-            f"handover/{ref.model}_s": seconds,
-            f"handover/{ref.model}_mb": sum(offer.size for offer in offers) / 1e6,
-            "handover/retries": self.metrics.get("handover/retries", 0.0) + tries - 1,
-        }
+        self._took(ref, start_s, sum(offer.size for offer in offers))
+        retries = self.metrics.get("handover/retries", 0.0)
+        self.metrics["handover/retries"] = retries + tries - 1
         return outcomes
 
     def _try(
@@ -260,7 +296,7 @@ def hand_over(
     """
     for model, ref in refs.items():
         members = {n: executor for n, (executor, follows) in followers.items() if follows == model}
-        for outcome in handover.transfer(ref, members).values() if members else ():
+        for outcome in handover.all_at_once(ref, members).values():
             if isinstance(outcome, Exception):
                 raise outcome
 

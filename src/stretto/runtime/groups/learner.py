@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,19 @@ from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
 from stretto.models.load import pick_device
 from stretto.runtime.groups.loading import loading
-from stretto.runtime.groups.messages import Offer, Ready, Setting, frozen_mark
+from stretto.runtime.groups.messages import OUTBOX, Offer, Ready, Setting, frozen_mark
 from stretto.runtime.groups.placement import learner_layout
-from stretto.runtime.state import BackgroundWriter
+from stretto.runtime.state import BackgroundWriter, claim_of, fit
 from stretto.tasks.prompts import PromptSource
+from stretto.training import shard_files
 from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
 from stretto.weights.broadcast import Outbox
 from stretto.weights.transfer import Route
 from stretto.workers.services import LearnerService
+
+T = TypeVar("T")
 
 
 class GroupLearner(LearnerService):
@@ -81,37 +84,55 @@ class GroupLearner(LearnerService):
         """
         return self._outbox.send(ref, routes[dist.get_rank()])
 
-    def stage(self, copy: bool) -> Reply[bool]:
-        """Stage the learner's state; see :class:`~stretto.runtime.state.BackgroundWriter`."""
-        return Reply(self._writer.stage(self._learner.state_dict(), copy=copy))
+    def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
+        """Stage this rank's pieces of the learner's state, copied if all ranks have room.
 
-    def write(self, file: Path) -> Reply[None]:
-        """Begin to write what was staged, which the first rank has whole."""
-        if dist.get_rank() == 0:
-            self._writer.begin(file)
+        Returns:
+            Whether they are ``live``, see :class:`~stretto.runtime.state.Staged`; and the bytes of
+            all ranks' pieces.
+        """
+        state = shard_files.packed(
+            self._learner.state_dict(), dist.get_rank(), dist.get_world_size()
+        )
+        claims = _of_all(claim_of(state))
+        copy = copy and fit(claims)
+        self._writer.stage(state, copy=copy)
+        return Reply((not copy, sum(claim.size for claim in claims)))
+
+    def write(self, folder: Path) -> Reply[None]:
+        """Begin to write what was staged, each rank a file of its own."""
+        name = shard_files.file_name(dist.get_rank(), dist.get_world_size())
+        self._writer.begin(folder / name)
         return Reply(None)
 
     def written(self) -> Reply[bool]:
-        """Return whether the file is written."""
-        return Reply(self._writer.written())
+        """Return whether all ranks' files are written.
+
+        Raises:
+            StorageError: this rank's could not be, and no rank writes any more.
+        """
+        ended = all(_of_all(self._writer.ended))
+        if ended:
+            self._writer.finish()
+        return Reply(ended)
 
     def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[dict[str, torch.Tensor]]]:
         """Return the tensors of versions that are kept, which the first rank gathers."""
         found = ((ref.model, self._outbox.get(ref)) for ref in refs)
         return Reply([dict(self._learner.gathered(*tensors)) for tensors in found])
 
-    def load_state_dict(
+    def load(
         self,
-        state: dict[str, Any],
+        path: Path,
         kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]],
     ) -> Reply[Mapping[str, WeightsRef]]:
         """Go on from a state; return tickets for the weights as they are then.
 
         Args:
-            state: of the learner.
+            path: of the learner's state; see :func:`~stretto.training.shard_files.read`.
             kept: versions of other weights that followers hold, or wait for.
         """
-        self._learner.load_state_dict(state)
+        self._learner.load_state_dict(shard_files.read(path))
         for ref, tensors in kept:
             self._outbox.put(ref, self._learner.divided(ref.model, tensors))
         return Reply(self.offered())
@@ -156,7 +177,8 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
     trained = ["actor", "critic"] if models.critic else ["actor"]
     frozen = frozen_mark(models.actor)
     bucket_bytes = config.cluster.bucket_mb << 20
-    outbox = Outbox(device, bucket_bytes, keep=config.schedule.knobs.lag + 2)
+    keep = 1 if setting.lends else config.schedule.knobs.lag + 2
+    outbox = setting.shared[OUTBOX] = Outbox(device, bucket_bytes, keep)
     made, _ = make_learner(
         config,
         models.actor,
@@ -165,9 +187,17 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
         snapshots=trained,
         channel=outbox,
         threads=setting.threads or torch.get_num_threads(),
+        lends=setting.lends,
         grid=Grid(device.type, learner_layout(config)) if ranks > 1 else None,
     )
     ready = Ready({}, frozen, said)
     service = GroupLearner(made, outbox, prompts, ready, probe)
     service._ready = replace(ready, refs=service.offered())
     return service
+
+
+def _of_all(value: T) -> list[T]:
+    """Return what all ranks have. A collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found

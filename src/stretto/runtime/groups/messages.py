@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from stretto.assembly.models import Given, prepare_torch
 from stretto.config import Config
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
+
+OUTBOX = "outbox"
+"""What the learner leaves for those that follow it in the same process."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
 """Sequences of the probe, and tokens of each; all but the first are looked at: 64."""
@@ -27,12 +31,17 @@ class Setting:
         given: what the caller brings.
         threads: of torch in this process.
         devices: of the group's ranks.
+        lends: whether all who follow the learner are in its process and never behind it, so that
+            they may read its weights themselves, and no copies.
+        shared: what the services of one process leave there for each other.
     """
 
     of_run: Config
     given: Given
     threads: int
     devices: Sequence[str]
+    lends: bool = False
+    shared: dict[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> Config:
@@ -83,10 +92,12 @@ class Loaded:
     Attributes:
         mark: of what was received.
         probe: log-probs of the probe under them, [n, t]; ``None`` where it is no engine.
+        moved: bytes that went between ranks of one group.
     """
 
     mark: str
     probe: FloatArray | None = None
+    moved: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,18 @@ def learner_layout(config: Config) -> Layout:
     return Layout(process.fsdp, process.tp)
 
 
+def lends(config: Config, found: Sequence[Place]) -> bool:
+    """Return whether all who follow the learner are in its process, and never behind it.
+
+    Args:
+        config: of the run.
+        found: all places, the learner's first.
+    """
+    elsewhere = [seat for place in found[1:] for seat in place.seats]
+    followers = [s for s in elsewhere if not s.scorer or s.scorer == "critic"]
+    return not followers and not config.schedule.knobs.lag
+
+
 def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
     """Return the names of all scorers that are models, in the order of the schedule's replicas.
 
@@ -226,6 +238,7 @@ def _by_hand(
                 )
             scorer = role in known[1 + len(generators) :]
             seats.append(Seat(role, role, host) if scorer else Seat(role))
+        seats.sort(key=lambda seat: seat.role != LEARNER)  # others look for what it leaves them
         groups.append(((*seats, *(hosted[host] if host is not None else ())), process))
     return groups
 

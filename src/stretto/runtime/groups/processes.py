@@ -20,10 +20,11 @@ from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
-from stretto.runtime.groups import learner, services
+from stretto.models.load import pick_device, pick_dtype
+from stretto.runtime.groups import fitting, learner, services
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
-from stretto.runtime.groups.placement import Place, Seat, places, remarks
+from stretto.runtime.groups.placement import Place, Seat, lends, places, remarks
 from stretto.types import IntArray, Prompt, short_name
 from stretto.weights.transfer import Backend
 from stretto.workers.base import BaseRanks
@@ -66,6 +67,10 @@ class Processes:
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
         self.places = places(config, cores, gpus, given.reward_models)
         for line in remarks(config, self.places, usable_cores(), gpus):
+            say(line)
+        width = pick_dtype(config.model.dtype, pick_device(config.model.device)).itemsize
+        found = [] if given.actor is not None else fitting.planned(config, self.places, width)
+        for line in fitting.check(found, fitting.capacity):
             say(line)
         self._launcher.prepare(self.places, stack)
         self._facts: dict[str, Facts] = {}
@@ -137,7 +142,8 @@ class Processes:
             ranks.close()
 
     def _open(self, place: Place) -> ServiceGroup:
-        group = ServiceGroup(place.name, partial(self._launch, place))
+        trains = any(seat.role == LEARNER for seat in place.seats)
+        group = ServiceGroup(place.name, partial(self._launch, place), replaceable=not trains)
         self._stack.callback(group.close)
         return group
 
@@ -149,7 +155,13 @@ class Processes:
         return self._launcher.host, "nccl" if apart else "gloo"
 
     def _launch(self, place: Place) -> Group:
-        setting = Setting(self._config, self._given, place.threads, self._launcher.devices(place))
+        setting = Setting(
+            self._config,
+            self._given,
+            place.threads,
+            self._launcher.devices(place),
+            lends=lends(self._config, self.places),
+        )
         makes = {seat.role: self._make(seat, setting) for seat in place.seats}
         names = _rank_names(place)
         logs = [self._logs / f"{name}.log" for name in names] if self._logs else []

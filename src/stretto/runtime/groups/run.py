@@ -31,8 +31,8 @@ from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
 from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.groups.processes import Processes
-from stretto.runtime.state import DRIVER, Staged, copied, write
-from stretto.runtime.state import LEARNER as LEARNER_FILE
+from stretto.runtime.state import DRIVER, Staged, copied, leave_room, write
+from stretto.runtime.state import LEARNER as LEARNER_FOLDER
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
@@ -47,7 +47,7 @@ from stretto.workers.services import ScorerService
 from stretto.workers.threads import WorkerThread
 
 LOOK_S = 0.1
-"""Seconds between two looks whether the learner's process has written its file."""
+"""Seconds between two looks whether the learner's processes have written their files."""
 
 PATIENCE_S = 60.0
 """Seconds that the end of a run waits for the learner to end an update of its weights."""
@@ -92,17 +92,19 @@ class GroupRun:
             },
         }
         driver = {"prompts": prompts, "schedule": schedule, "weights": weights}
-        live = (await self.learner.call("stage", copy)).value
+        live, size = (await self.learner.call("stage", copy)).value
         loop = asyncio.get_running_loop()
 
-        def write_learner(file: Path) -> None:
-            asyncio.run_coroutine_threadsafe(self._write_learner(file), loop).result()
+        def write_learner(folder: Path) -> None:
+            leave_room(folder, size)
+            folder.mkdir()
+            asyncio.run_coroutine_threadsafe(self._write_learner(folder), loop).result()
 
-        return Staged({DRIVER: partial(write, state=driver), LEARNER_FILE: write_learner}, live)
+        return Staged({DRIVER: partial(write, state=driver), LEARNER_FOLDER: write_learner}, live)
 
-    async def _write_learner(self, file: Path) -> None:
-        """Have the learner's process write its state, and look now and then whether it has."""
-        await self.learner.call("write", file.absolute())
+    async def _write_learner(self, folder: Path) -> None:
+        """Have the learner's processes write its state, and look now and then whether they have."""
+        await self.learner.call("write", folder.absolute())
         while not (await self.learner.call("written")).value:
             await asyncio.sleep(LOOK_S)
 
@@ -114,7 +116,7 @@ class GroupRun:
         kept = [(held[model], tensors) for model, tensors in weights["followers"].items()]
         for model, ref in self.schedule.pending.items() if weights["offered"] else ():
             kept.append((ref, weights["offered"][model][ref.version]))
-        newest = (await self.learner.call("load_state_dict", state[LEARNER_FILE], kept)).value
+        newest = (await self.learner.call("load", state[LEARNER_FOLDER].absolute(), kept)).value
         hand_over(self.handover, self.followers, held if weights["followers"] else newest)
 
     def save(self, folder: Path) -> None:

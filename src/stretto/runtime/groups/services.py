@@ -26,7 +26,6 @@ from stretto.assembly.models import (
 from stretto.assembly.parts import critic_rewards, open_task
 from stretto.assembly.scorers import MODEL, model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
-from stretto.config import Config
 from stretto.errors import EngineError
 from stretto.models.load import pick_device
 from stretto.models.lora import trained_names
@@ -36,12 +35,13 @@ from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.groups.loading import loading
-from stretto.runtime.groups.messages import Loaded, Rates, Ready, Setting, frozen_mark
+from stretto.runtime.groups.messages import OUTBOX, Loaded, Rates, Ready, Setting, frozen_mark
 from stretto.runtime.groups.migration import Parcels
 from stretto.runtime.groups.placement import learner_layout
 from stretto.scoring.base import ModelScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.types import (
+    FloatArray,
     IntArray,
     KVTransfer,
     Prompt,
@@ -52,6 +52,7 @@ from stretto.types import (
 )
 from stretto.weights.broadcast import Inbox
 from stretto.weights.buckets import Plan
+from stretto.weights.resharding import Resharding
 from stretto.weights.transfer import Route
 from stretto.workers.services import GeneratorService, ScorerService
 
@@ -63,7 +64,7 @@ class Follower:
         inbox: where they arrive; ``None`` for a service that follows no model.
     """
 
-    inbox: Inbox | None
+    inbox: Inbox | Resharding | None
 
     def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
         """Prepare to receive weights; on the side, on all ranks.
@@ -73,50 +74,55 @@ class Follower:
             marks: of the plans by which they travel.
             routes: of the first rank, to each rank of the learner.
         """
-        assert self.inbox is not None
+        assert isinstance(self.inbox, Inbox)
         own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
         self.inbox.expect(ref, marks, own)
 
     def abort(self) -> None:
         """Break off what is being received; on the side."""
-        if self.inbox is not None:
+        if isinstance(self.inbox, Inbox):
             self.inbox.abort()
 
-    def received(self) -> str:
-        """Return the mark of what was received last."""
+    def received(self, probe: FloatArray | None = None) -> Loaded:
+        """Return what was received last; with log-probs of the probe, of an engine."""
         assert self.inbox is not None
-        return self.inbox.mark
+        moved = self.inbox.moved if isinstance(self.inbox, Resharding) else 0
+        return Loaded(self.inbox.mark, probe, moved)
 
 
-def follow(model: nn.Module, config: Config) -> Inbox:
-    """Cut a model into slices, if there are several ranks; return an inbox for trained weights.
+def follow(model: nn.Module, setting: Setting) -> Inbox | Resharding:
+    """Cut a model into slices, if there are several ranks; return where trained weights come from.
 
     Args:
         model: whole, as training starts; it is changed in place.
-        config: of the run.
+        setting: of the process.
 
     Raises:
         ModelError: it cannot be cut into that many slices.
     """
+    config = setting.config
     theirs, here = learner_layout(config), Layout(tp=dist.get_world_size())
     dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
     trained = trained_names(model)
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
-    cut(model, config)
+    cut(model, setting)
+    bucket_bytes = config.cluster.bucket_mb << 20
+    if OUTBOX in setting.shared:
+        return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes)
     own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
     return Inbox(
         {n: p for n, p in model.named_parameters() if n in trained},
         next(model.parameters()).device,
-        config.cluster.bucket_mb << 20,
+        bucket_bytes,
         [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
         own,
     )
 
 
-def cut(model: nn.Module, config: Config) -> nn.Module:
+def cut(model: nn.Module, setting: Setting) -> nn.Module:
     """Cut a model into slices in place, if there are several ranks; return it.
 
-    A slice goes to the settings' device; see :func:`~stretto.runtime.groups.loading.loading`.
+    A slice goes to the device of the setting; see :func:`~stretto.runtime.groups.loading.loading`.
 
     Raises:
         ModelError: it cannot be cut into that many.
@@ -124,7 +130,7 @@ def cut(model: nn.Module, config: Config) -> nn.Module:
     ranks = dist.get_world_size()
     if ranks > 1:
         cut_linears(model, plan_cuts(model, ranks), Slices())
-        take(model, pick_device(config.model.device))
+        take(model, pick_device(setting.config.model.device))
     return model
 
 
@@ -132,7 +138,7 @@ class GroupGenerator(Follower, GeneratorService):
     """An engine over weights of its own, which come from the learner."""
 
     def __init__(
-        self, engine: TorchEngine, inbox: Inbox, parcels: Parcels, probe: IntArray
+        self, engine: TorchEngine, inbox: Inbox | Resharding, parcels: Parcels, probe: IntArray
     ) -> None:
         super().__init__(engine)
         self.inbox, self._engine, self._parcels, self._probe = inbox, engine, parcels, probe
@@ -142,7 +148,7 @@ class GroupGenerator(Follower, GeneratorService):
 
         def load() -> Loaded:
             self._engine.load(weights)
-            return Loaded(self.received(), self._engine.logprobs(self._probe))
+            return self.received(self._engine.logprobs(self._probe))
 
         return self._timed("load", load, lambda _: {"version": weights.version})
 
@@ -185,7 +191,7 @@ class GroupScorer(Follower, ScorerService):
         self,
         scorer: ModelScorer,
         said: Sequence[str],
-        inbox: Inbox | None = None,
+        inbox: Inbox | Resharding | None = None,
         marks: tuple[str, str] = ("", ""),
     ) -> None:
         super().__init__(scorer)
@@ -211,7 +217,7 @@ class GroupScorer(Follower, ScorerService):
     def load(self, weights: WeightsRef) -> Reply[Loaded]:  # type: ignore[override]
         """Load weights."""
         reply = super().load(weights)
-        return Reply(Loaded(self.received()), reply.work)
+        return Reply(self.received(), reply.work)
 
 
 def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
@@ -219,7 +225,7 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
     setting.prepare()
     config = setting.config
     model, prompts = _actor(setting)
-    inbox = follow(model, config)
+    inbox = follow(model, setting)
     rows = most_in_flight(config)
     ends = setting.given.end_tokens
     engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
@@ -237,7 +243,7 @@ def reference(setting: Setting) -> GroupScorer:
     else:
         model, _ = _actor(setting)
     marks = _marks_of(model)
-    (scorer,) = model_scorers(config, cut(model, config), None, None, said.append)
+    (scorer,) = model_scorers(config, cut(model, setting), None, None, said.append)
     return GroupScorer(scorer, said, marks=marks)
 
 
@@ -246,7 +252,7 @@ def critic(setting: Setting) -> GroupScorer:
     setting.prepare()
     config, said = setting.config, list[str]()
     model = _critic(loading(setting))
-    inbox = follow(model, config)
+    inbox = follow(model, setting)
     (scorer,) = model_scorers(config, None, model, inbox, said.append)
     return GroupScorer(scorer, said, inbox)
 
@@ -269,7 +275,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Gr
         loaded = load_reward_model(here.config, name, said.append, in_files=in_files)
     else:
         made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
-    cut(loaded[0], config)
+    cut(loaded[0], setting)
     slots = scorer_slots(config, loaded[0], said.append)
     scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
     check_rewards(config, [scorer], prompts)

@@ -24,6 +24,7 @@ from stretto.runtime.inline.placement import ThreadPlacement
 from stretto.runtime.state import DRIVER, LEARNER, Staged, copied, offer, offered, staged
 from stretto.schedules.schedule import Schedule
 from stretto.tasks.prompts import PromptSource
+from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner
 from stretto.weights.channel import SharedChannel
 from stretto.workers.protocols import ScorerWorker
@@ -61,7 +62,7 @@ class InlineRun:
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         driver, channel = state[DRIVER], self.weights.name if self.placement.snapshots else ""
         self.prompts.load_state_dict(driver["prompts"])
-        self.learner.load_state_dict(state[LEARNER])
+        self.learner.load_state_dict(shard_files.read(state[LEARNER]))
         self.schedule.load_state_dict(driver["schedule"], self.prompts.prompt_by_id, channel)
         if self.placement.snapshots:
             offer(self.schedule, driver["weights"]["offered"], self.weights)

@@ -16,6 +16,8 @@ from pydantic import Field
 
 from stretto.config import NonNegative, PositiveInt, Section
 from stretto.errors import ConfigError, nearest
+from stretto.planning.compute import OPTIMIZER
+from stretto.planning.hardware import GPUS, Gpu
 from stretto.runtime.sim.costs import (
     DecodeCost,
     GeneratorCost,
@@ -24,41 +26,8 @@ from stretto.runtime.sim.costs import (
     TransferCost,
 )
 
-_OPTIMIZER_BYTES = 32
-"""Bytes moved per parameter by AdamW in mixed precision.
-
-The fp32 gradient is read and cleared; master weight and two moments are read and written.
-"""
-
 _USABLE = 0.9
 """Share of a device's memory that weights and cache may take; the rest is for activations."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A device's peak figures, by its data sheet.
-
-    Attributes:
-        flops: dense bfloat16 operations a second.
-        memory_bytes_per_s: bandwidth of its memory.
-        memory_bytes: size of its memory.
-        link_bytes_per_s: to its neighbours, in one direction.
-    """
-
-    flops: float
-    memory_bytes_per_s: float
-    memory_bytes: float
-    link_bytes_per_s: float
-
-
-GPUS: Mapping[str, Gpu] = {
-    "a100-40gb": Gpu(312e12, 1.555e12, 40e9, 300e9),
-    "a100-80gb": Gpu(312e12, 2.039e12, 80e9, 300e9),
-    "h100": Gpu(989e12, 3.35e12, 80e9, 450e9),
-    "h200": Gpu(989e12, 4.8e12, 141e9, 450e9),
-    "gh200": Gpu(989e12, 4.0e12, 96e9, 450e9),
-}
-"""Figures of the SXM variants, by name; links are NVLink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +191,7 @@ def train_cost(
     # Sharded states: weights are gathered for forward and backward, gradients are reduced.
     traffic_s = 3 * 2 * parameters / link if devices > 1 else 0.0
     return TrainCost(
-        step_s=updates * (parameters * _OPTIMIZER_BYTES / read + traffic_s),
+        step_s=updates * (parameters * OPTIMIZER / read + traffic_s),
         token_s=epochs * 6 * parameters / (device.flops * efficiency.training * devices),
         publish_s=places[0].size.weight_bytes / link,
     )

@@ -1,0 +1,1 @@
+"""Memory, traffic and time of the four PPO models on many GPUs, on paper."""

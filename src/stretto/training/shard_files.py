@@ -1,0 +1,219 @@
+"""A learner's state in files: each rank writes its pieces, and any number of ranks read them.
+
+A folder has ``rank-0-of-4.safetensors`` and so on; one process writes ``rank-0-of-1``. Tensors are
+named by model, what they are, and parameter: ``actor/masters/<parameter>``,
+``actor/exp_avg/<parameter>``, ``actor/exp_avg_sq/<parameter>``. A piece that several ranks hold is
+in the file of the first. The metadata of each file are JSON under ``stretto``::
+
+    {
+        "rank": of the writer, "ranks": in all,
+        "pieces": {tensor: [shape of the whole, box]},
+        "state": all that is no tensor, the same in each file,
+    }
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from stretto import files
+from stretto.errors import StateError
+from stretto.models.pieces import Box, Piece, box_of, overlap, shape, within
+
+STEP = "step"
+"""What AdamW keeps of a parameter besides tensors like it."""
+
+_MASTERS, _MOMENTS = "masters", ("exp_avg", "exp_avg_sq")
+_ABOUT = "stretto"
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def file_name(rank: int = 0, ranks: int = 1) -> str:
+    """Return the name of a rank's file."""
+    return f"rank-{rank}-of-{ranks}.safetensors"
+
+
+# -- writing -------------------------------------------------------------------------------------
+
+
+def packed(state: Mapping[str, Any], rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Return what :func:`write` takes; its tensors share memory with the state's.
+
+    Args:
+        state: of a :class:`~stretto.training.learner.PolicyLearner`, with tensors or pieces.
+        rank, ranks: who writes.
+    """
+    pieces: dict[str, Piece] = {}
+    models = {}
+    for model, own in state["models"].items():
+        moments, names = own["optimizer"]["state"], [*own["masters"]]
+        tensors = {f"{model}/{_MASTERS}/{name}": own["masters"][name] for name in names}
+        for key in _MOMENTS:
+            tensors |= {f"{model}/{key}/{names[i]}": held[key] for i, held in moments.items()}
+        pieces |= {name: _piece(value) for name, value in tensors.items()}
+        models[model] = {
+            "names": names,
+            "steps": {names[i]: float(held[STEP]) for i, held in moments.items()},
+            "groups": own["optimizer"]["param_groups"],
+            "schedule": own["schedule"],
+        }
+    pieces = {name: p for name, p in pieces.items() if p.tensor.numel()}
+    about = {
+        "rank": rank,
+        "ranks": ranks,
+        "pieces": {name: (p.shape, p.box) for name, p in pieces.items()},
+        "state": {**state, "models": models},
+    }
+    return {"tensors": {n: p.tensor for n, p in pieces.items()}, "about": json.dumps(about)}
+
+
+def write(file: Path, state: Mapping[str, Any]) -> None:
+    """Write what :func:`packed` returned, and bring it to the disk.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    tensors = {name: t.detach().cpu().contiguous() for name, t in state["tensors"].items()}
+    try:
+        save_file(tensors, file, {_ABOUT: state["about"]})
+    except SafetensorError as error:
+        found = _OS_ERROR.search(str(error))
+        if found is None:
+            raise OSError(str(error)) from error
+        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+    files.sync(file)  # only this machine can, where the folder is another's
+
+
+def _piece(value: Tensor | Piece) -> Piece:
+    if isinstance(value, Piece):
+        return value
+    return Piece(value, tuple(value.shape), box_of(value.shape))
+
+
+# -- reading -------------------------------------------------------------------------------------
+
+
+class Stored:
+    """A tensor in files, each of which may have a part of it.
+
+    Args:
+        name: of the tensor.
+        whole: its shape.
+
+    Attributes:
+        held: elements that the files have.
+    """
+
+    def __init__(self, name: str, whole: tuple[int, ...]) -> None:
+        self.shape, self.held = whole, 0
+        self._name, self._parts = name, list[tuple[Any, Box]]()
+
+    def add(self, file: Any, box: Box) -> None:
+        """Take note of an open file that has a part."""
+        self._parts.append((file, box))
+        self.held += math.prod(shape(box))
+
+    def read(self, box: Box | None = None) -> Tensor:
+        """Return a part, without reading more than that; by default all of it."""
+        box = box_of(self.shape) if box is None else box
+        made = torch.empty(shape(box))
+        for file, has in self._parts:
+            common = overlap(box, has)
+            if common is not None:
+                part = file.get_slice(self._name)[within(common, has)]
+                made = made.to(part.dtype)  # of the first part: nothing is in there yet
+                made[within(common, box)] = part
+        return made
+
+
+def in_memory(state: Any) -> Any:
+    """Return a state with whole tensors in place of those that are in files."""
+    if isinstance(state, Stored):
+        return state.read()
+    if isinstance(state, Mapping):
+        return {key: in_memory(value) for key, value in state.items()}
+    return state
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the state of a learner, whose tensors are :class:`Stored`.
+
+    Args:
+        path: a folder as above; or a file of tensors and plain data with all of the state, which
+            earlier versions wrote.
+
+    Raises:
+        StateError: a file is damaged, or not there.
+    """
+    if not path.is_dir():
+        return _read_whole(path)
+    tensors, states, ranks = dict[str, Stored](), dict[int, Any](), 1
+    for file in sorted(path.glob("*.safetensors")):
+        stored, about = _opened(file)
+        for name, (whole, box) in about["pieces"].items():
+            found = tensors.setdefault(name, Stored(name, tuple(whole)))
+            found.add(stored, tuple((start, end) for start, end in box))
+        states[about["rank"]], ranks = about["state"], about["ranks"]
+    for rank in range(ranks):
+        if rank not in states:
+            raise StateError(f"'{path / file_name(rank, ranks)}' is missing; {_REMEDY}")
+    for name, found in tensors.items():
+        if found.held != math.prod(found.shape):
+            raise StateError(
+                f"the files in '{path}' have {found.held} elements of '{name}', which is "
+                f"{found.shape}; {_REMEDY}"
+            )
+    state = states[0]
+    models = {model: _unpacked(model, own, tensors) for model, own in state["models"].items()}
+    return {**state, "models": models}
+
+
+_REMEDY = "take the checkpoint before this one, or start the run anew"
+
+
+def _opened(file: Path) -> tuple[Any, Any]:
+    """Open a file; return it, and what its metadata say."""
+    try:
+        stored: Any = safe_open(file, "pt")
+        return stored, json.loads((stored.metadata() or {})[_ABOUT])
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise StateError(f"'{file}' is damaged: {error!r}; {_REMEDY}") from error
+
+
+def _unpacked(model: str, about: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Any:
+    """Return a model's part of the state, as :func:`packed` had it."""
+    names, steps = about["names"], about["steps"]
+    moments = {
+        i: {STEP: torch.tensor(steps[n])} | {k: tensors[f"{model}/{k}/{n}"] for k in _MOMENTS}
+        for i, n in enumerate(names)
+        if n in steps
+    }
+    return {
+        "masters": {name: tensors[f"{model}/{_MASTERS}/{name}"] for name in names},
+        "optimizer": {"state": moments, "param_groups": about["groups"]},
+        "schedule": about["schedule"],
+    }
+
+
+def _read_whole(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True, map_location="cpu")
+    except (UnpicklingError, OSError) as error:
+        reason = str(error).split("\n")[0]
+        raise StateError(
+            f"'{file}' cannot be read, or holds other things than tensors and plain data: "
+            f"{reason}; {_REMEDY}"
+        ) from error
+    return state

@@ -1,0 +1,81 @@
+"""The memory of each device, against sums by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.config import Config
+from stretto.errors import ConfigError
+from stretto.planning.shapes import Shape
+from stretto.runtime.groups.fitting import CACHE, Load, check, loads, table
+from stretto.runtime.groups.placement import PROCESS_BYTES, places
+
+SHAPE = Shape(
+    layers=2, hidden=8, inner=16, heads=2, kv_heads=2, vocabulary=32, outputs=32, tied=True
+)
+LAYER = 4 * 64 + 3 * 8 * 16 + 16
+ROOT = 32 * 8 + 8
+"""Parameters of a layer, and of embedding and last norm; a critic has 8 more in its head."""
+
+
+def found(gpus: int = 0, width: int = 4, **settings: Any) -> dict[str, Load]:
+    config = Config.model_validate({"runtime": "local", **settings})
+    return {load.device: load for load in loads(config, places(config, 8, gpus), SHAPE, width)}
+
+
+def test_each_role_takes_what_it_holds() -> None:
+    """On GPUs of their own; weights published twice, as the newest and the one before it."""
+    actor = 2 * LAYER + ROOT
+    critic = actor + 8
+    by_device = found(4, rollout={"slots": 3, "max_new_tokens": 6}, task={"max_prompt_tokens": 10})
+    learner, generator, reference, scorer = (by_device[f"cuda:{i}"] for i in range(4))
+    assert learner.held == {
+        "processes": PROCESS_BYTES,
+        "learner's states": 16 * (actor + critic),
+        "published weights": 2 * 4 * (actor + critic),
+    }
+    assert generator.held == {
+        "processes": PROCESS_BYTES,
+        "generator's weights": 4 * actor,
+        CACHE: 3 * 16 * (2 * 2 * 8) * 4,  # slots, positions, keys and values of two layers
+    }
+    assert reference.held["reference's weights"] == 4 * actor
+    assert scorer.held["critic's weights"] == 4 * critic
+    assert learner.work["hand-over"]["buckets"] == 2 * 4 * (actor + critic)
+    assert generator.work["hand-over"]["buckets"] == 2 * 4 * actor
+    assert not reference.work["hand-over"]
+    assert learner.phase("training").total() > learner.phase("scoring").total()
+    assert generator.certain == PROCESS_BYTES + 4 * actor
+
+
+def test_shards_and_slices_hold_their_parts() -> None:
+    """Four ranks of all roles: layers in two slices of the learner, each in two shards."""
+    roles = ["learner", "generator", "reference", "critic"]
+    by_device = found(4, cluster={"processes": [{"roles": roles, "fsdp": 2, "tp": 2}]})
+    assert len(by_device) == 4
+    held = by_device["cuda:0"].held
+    slices = 2 * LAYER / 2 + ROOT
+    assert held["learner's states"] == round(16 * slices / 2) + round(16 * (slices + 8) / 2)
+    assert held["published weights"] == 0  # who follows reads the shards
+    assert held["reference's weights"] == 4 * (2 * LAYER / 4 + ROOT)
+
+
+def test_processes_of_one_machine_share_its_memory_and_phases_add_up_where_they_overlap() -> None:
+    (apart,) = found().values()
+    (beside,) = found(schedule={"preset": "async"}).values()
+    assert apart.held["processes"] == 4 * PROCESS_BYTES
+    assert apart.phase("generation") == apart.held
+    assert beside.phase("generation").total() > beside.phase("generation")["processes"]
+    assert beside.phase("generation") == beside.phase("training")
+
+
+def test_what_cannot_fit_is_refused_and_what_might_not_is_remarked_on() -> None:
+    (load,) = found(rollout={"slots": 1000}).values()
+    assert not list(check([load], lambda _: 10**12))
+    with pytest.raises(ConfigError, match=r"training takes .* of this machine, which has 1 kB"):
+        list(check([load], lambda _: 1000))
+    (remark,) = check([load], lambda _: load.certain + 1)
+    assert "lower rollout.slots" in remark
+    assert table([load]).splitlines()[1].split()[0] == "cpu"
