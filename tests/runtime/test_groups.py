@@ -342,6 +342,19 @@ def test_a_learner_that_dies_ends_the_run_with_the_cause(tiny_folder: Path, tmp_
     assert not processes()
 
 
+def test_roles_that_die_with_the_learner_end_the_run_with_the_cause(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """They are not replaced, as what is trained would begin anew with them."""
+    together = ProcessConfig(roles=("learner", "generator"), fsdp=2)
+    cluster = ClusterConfig(processes=(together,))
+    config = settings(tiny_folder, runtime="local", steps=500)
+    killer = Killer("learner+generator, rank 1")
+    with pytest.raises(RankError, match=r"rank 1 .*was killed by SIGKILL"):
+        trained(config.model_copy(update={"cluster": cluster}), tmp_path, killer)
+    assert not processes()
+
+
 @pytest.mark.parametrize(
     ("role", "number"),
     [

@@ -107,6 +107,7 @@ class ServiceGroup:
         replaceable: whether the ranks hold nothing that would be lost with them.
 
     Attributes:
+        name, replaceable: see above.
         generation: how many groups have died or been ended before this one.
 
     Raises:
@@ -123,7 +124,7 @@ class ServiceGroup:
         replaceable: bool = True,
     ) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
-        self._replaceable = replaceable
+        self.replaceable = replaceable
         self.generation, self._restarting = 0, asyncio.Lock()
         self._closed, self._ahead_s = False, 0.0
         self._open()
@@ -162,7 +163,7 @@ class ServiceGroup:
         Raises:
             RankError: they hold what would be lost.
         """
-        if not self._replaceable:
+        if not self.replaceable:
             raise RankError(
                 f"the processes of the {self.name} hold what is trained, and are not replaced; go "
                 "on from the last checkpoint with --resume"
@@ -253,6 +254,7 @@ class GroupExecutor:
 
         Raises:
             RoleLostError: the service's process has died, or been replaced with what it held.
+            RankError: it has died, and cannot be replaced.
         """
         if self._group.generation != self._generation:
             raise RoleLostError(
@@ -263,6 +265,8 @@ class GroupExecutor:
         try:
             return await self._group.run(self._service, method, args)
         except RankError as error:
+            if not self._group.replaceable:
+                raise
             raise _lost(self._service, error) from error
 
     async def restart(self) -> None:

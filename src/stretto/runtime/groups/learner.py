@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
+from stretto.errors import StateError
 from stretto.models.load import pick_device
 from stretto.runtime.groups.loading import loading
 from stretto.runtime.groups.messages import OUTBOX, Offer, Ready, Setting, frozen_mark
@@ -131,8 +132,12 @@ class GroupLearner(LearnerService):
         Args:
             path: of the learner's state; see :func:`~stretto.training.shard_files.read`.
             kept: versions of other weights that followers hold, or wait for.
+
+        Raises:
+            StateError: a rank cannot read it.
         """
-        self._learner.load_state_dict(shard_files.read(path))
+        state = _read_by_all(path)
+        self._learner.load_state_dict(state)
         for ref, tensors in kept:
             self._outbox.put(ref, self._learner.divided(ref.model, tensors))
         return Reply(self.offered())
@@ -201,3 +206,15 @@ def _of_all(value: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
+
+
+def _read_by_all(path: Path) -> dict[str, Any]:
+    """Read a learner's state; raise on all ranks what any raised, as the others would wait."""
+    state, error = dict[str, Any](), None
+    try:
+        state = shard_files.read(path)
+    except StateError as raised:
+        error = raised
+    if found := next(filter(None, _of_all(error)), None):
+        raise found
+    return state
