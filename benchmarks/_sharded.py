@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import resource
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,10 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from stretto.config import AlgorithmConfig, Config
 from stretto.models.heads import critic_from_actor
+from stretto.models.load import load_causal_lm
 from stretto.models.pieces import Layout
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.grid import Grid
@@ -56,6 +57,34 @@ def batch_of(
     return train_batch(made)
 
 
+class Watch:
+    """Looks at this process's own memory, without the pages of files, every few milliseconds.
+
+    Attributes:
+        most: bytes that it has seen.
+    """
+
+    def __enter__(self) -> Watch:
+        self.most, self._ended = 0, Event()
+        self._thread = Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.002):
+            self.most = max(self.most, own_bytes())
+
+
+def own_bytes() -> int:
+    """Return the memory of this process, without the pages of files, which the kernel may drop."""
+    used = psutil.Process().memory_info()
+    return int(used.rss - used.shared)
+
+
 class Side:
     """A rank; with others it holds shards.
 
@@ -72,13 +101,17 @@ class Side:
 
     def learn(
         self, given: Mapping[str, Any], batch: TrainBatch, steps: int, compare: bool
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
-        """Return the first gradients, the last weights, seconds a step, and bytes held.
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], float, Sequence[int]]:
+        """Return the first gradients, the last weights, seconds a step, and bytes.
 
-        Gradients and weights only to be compared: their copies take memory.
+        Bytes: the most while models are loaded and divided, then held, and held after the steps;
+        before there is any model, there are none. Gradients and weights only to be compared: their
+        copies take memory.
         """
-        config = Config.model_validate(given)
-        learner = self._learner(config)
+        config, before = Config.model_validate(given), own_bytes()
+        with Watch() as watch:
+            learner = self._learner(config)
+        used = [watch.most - before, own_bytes() - before]
         gradients: dict[str, Tensor] = {}
 
         def keeping(name: str, trained: Any) -> None:
@@ -101,24 +134,20 @@ class Side:
             start_s = time.perf_counter()
             learner.train(batch)
             seconds.append(time.perf_counter() - start_s)
-        held = psutil.Process().memory_info().rss
+        used.append(own_bytes() - before)
         if not compare:
-            return {}, {}, min(seconds), held
+            return {}, {}, min(seconds, default=math.nan), used
         weights = {
             f"{model}.{name}": tensor
             for model, tensors in learner.weights().items()
             for name, tensor in tensors.items()
         }
-        return gradients, weights, min(seconds), held
-
-    def peak_bytes(self) -> int:
-        """Return the most memory that this process has held."""
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return gradients, weights, min(seconds, default=math.nan), used
 
     def _learner(self, config: Config) -> PolicyLearner:
         torch.manual_seed(0)
-        actor: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
-        actor.eval()
+        cpu, shared_out = torch.device("cpu"), self._grid is not None
+        actor = load_causal_lm(self._folder, torch.float32, cpu, in_files=shared_out)
         critic: Any = critic_from_actor(actor) if config.algorithm.definition.critic else None
         if critic:  # a head of zeros lets no gradient through
             torch.nn.init.normal_(critic.score.weight, std=0.2)

@@ -1,5 +1,8 @@
 """A learner in shards against one process: gradients, weights after some steps, memory.
 
+Memory is that of the fullest rank, without the pages of files and without what a process holds
+before there are models.
+
 Differences are relative to the largest entry of each tensor, and the largest over all tensors.
 
     python benchmarks/sharded.py                                   # a tiny model, all algorithms
@@ -57,8 +60,11 @@ def main() -> None:
         if not args.model:
             make_tiny(folder)
         vocabulary = AutoConfig.from_pretrained(folder).vocab_size
-        print("| fsdp x tp | algorithm | gradients | weights | s a step | GB held | at most |")
-        print("|---|---|---|---|---|---|---|")
+        print(
+            "| fsdp x tp | algorithm | gradients | weights | s a step "
+            "| GB at most, loading | GB once loaded | GB after the steps |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
         whole: dict[str, Any] = {}
         for layout in ["1x1", *args.layouts]:
             fsdp, tp = map(int, layout.split("x"))
@@ -68,12 +74,14 @@ def main() -> None:
                 found = ranks.call("learn", settings(name), batch, args.steps, not args.memory)
                 gradients, weights, seconds, _ = found[0]
                 before = whole.setdefault(name, (gradients, weights))
-                held = ", ".join(f"{rank[3] / 1e9:.2f}" for rank in found)
-                peak = max(ranks.call("peak_bytes")) / 1e9
+                used = [
+                    max(sizes) / 1e9 for sizes in zip(*(rank[3] for rank in found), strict=True)
+                ]
                 print(
                     f"| {layout} | {name} | {difference(gradients, before[0]):.1e} "
-                    f"| {difference(weights, before[1]):.1e} | {seconds:.2f} | {held} "
-                    f"| {peak:.2f} |",
+                    f"| {difference(weights, before[1]):.1e} | {seconds:.2f} | "
+                    + " | ".join(f"{size:.2f}" for size in used)
+                    + " |",
                     flush=True,
                 )
             ranks.close()

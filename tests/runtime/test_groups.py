@@ -20,6 +20,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from stretto import runs
 from stretto.assembly.models import Given
@@ -27,6 +28,7 @@ from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster import ProcessConfig
 from stretto.errors import ConfigError, EngineError, RankError, RewardError
 from stretto.models.load import load_causal_lm
+from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runtime.groups.migration import Couriers
@@ -130,9 +132,9 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
+    ("ranks", "stored", "changes"),
     [
-        ({("learner",): (2, 1)}, {"schedule": {"preset": "async"}}),
+        ({("learner",): (2, 1)}, torch.float32, {"schedule": {"preset": "async"}}),
         (
             {
                 ("learner",): (2, 2),
@@ -140,22 +142,26 @@ def test_where_order_is_a_matter_of_luck_the_books_are_the_same(
                 ("reference",): (1, 2),
                 ("critic",): (1, 2),
             },
+            torch.bfloat16,
             {"schedule": {"preset": "oppo", "overcommit": 0}},
         ),
         pytest.param(
             {("learner",): (1, 2), ("generator 0",): (1, 2), ("generator 1",): (1, 2)},
+            torch.float32,
             {"schedule": {"preset": "rlhfuse"}, "rollout": {"engines": 2}},
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {("learner",): (3, 1), ("generator",): (1, 2)},
+            torch.bfloat16,
             {"model": {"lora_rank": 2}},
             marks=pytest.mark.slow,
         ),
-        pytest.param({("learner",): (1, 2)}, RLOO, marks=pytest.mark.slow),
-        ({("learner", "generator", "reference", "critic"): (2, 1)}, {}),
+        pytest.param({("learner",): (1, 2)}, torch.bfloat16, RLOO, marks=pytest.mark.slow),
+        ({("learner", "generator", "reference", "critic"): (2, 1)}, torch.bfloat16, {}),
         pytest.param(
             {("learner", "generator"): (1, 2), ("reference", "critic"): (1, 2)},
+            torch.float32,
             {"schedule": {"preset": "async"}},
             marks=pytest.mark.slow,
         ),
@@ -165,24 +171,28 @@ def test_roles_over_ranks_work_as_one_process(
     tiny_folder: Path,
     tmp_path: Path,
     ranks: Mapping[tuple[str, ...], tuple[int, int]],
+    stored: torch.dtype,
     changes: dict[str, Any],
 ) -> None:
     """The same responses, and rewards and weights but for rounding."""
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=stored).save_pretrained(model)
+    byte_tokenizer().save_pretrained(model)
     rewards = tmp_path / "rewards.py"
     rewards.write_text(
         "def some(completions, **rest):\n"
         "    return [sum(map(ord, text)) % 7 / 7 for text in completions]\n"
     )
     own = {
-        "model": {"name": str(tiny_folder), "dtype": "float32", **changes.get("model", {})},
+        "model": {"name": str(model), "dtype": "float32", **changes.get("model", {})},
         "reward": {"sources": (f"{rewards}:some",), "missing_eos": "off"},
     }
-    config = settings(tiny_folder, **{**changes, **own})
+    config = settings(model, **{**changes, **own})
     here = trained(config, tmp_path / "inline")
     processes_ = tuple(ProcessConfig(roles=r, fsdp=f, tp=t) for r, (f, t) in ranks.items())
     placed = {"runtime": "local", "cluster": ClusterConfig(processes=processes_)}
     there = trained(config.model_copy(update=placed), tmp_path / "there")
-    assert_same_but_for_rounding(tiny_folder, here, there)
+    assert_same_but_for_rounding(model, here, there)
     assert not processes()
 
 

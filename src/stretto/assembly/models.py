@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto.allocator import keep_freed_memory
 from stretto.config import Config, SupervisedConfig
 from stretto.errors import ConfigError
+from stretto.models import mapped
 from stretto.models.attention import use_short_attention
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import critic_from_actor
@@ -27,6 +27,7 @@ from stretto.models.load import (
     pick_dtype,
 )
 from stretto.models.lora import add_lora, merge_lora, trained_names
+from stretto.models.memory import format_size
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
 from stretto.scoring.models import RewardModelScorer, same_tokenizer
@@ -50,6 +51,8 @@ class Given:
         end_tokens: that end a response; without them the tokenizer's and those of the generation
             config.
         warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
+        in_files: whether models that are loaded stay in their files, as ranks that divide them
+            keep but their parts; see :mod:`stretto.models.mapped`.
     """
 
     actor: nn.Module | None = None
@@ -63,6 +66,7 @@ class Given:
     )
     end_tokens: frozenset[int] | None = None
     warmup: Path | None = None
+    in_files: bool = False
 
 
 NOTHING = Given()
@@ -80,7 +84,7 @@ def prepare_torch(config: Config | SupervisedConfig) -> None:
 def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
     """Return the actor: brought by the caller, or as the settings name it."""
     if given.actor is None:
-        return load_actor(config, say)
+        return load_actor(config, say, in_files=given.in_files)
     return made_ready(given.actor, config, trained=True)
 
 
@@ -116,29 +120,46 @@ def made_ready(
     return model
 
 
-def load_actor(config: Config, say: Say) -> nn.Module:
+def load_actor(config: Config, say: Say, *, in_files: bool = False) -> nn.Module:
     """Load the actor, as the settings name it."""
+    path = resolve(config.model.name, say)
+    return _loaded(load_causal_lm, path, config, say, in_files)
+
+
+def _loaded(
+    load: Callable[..., nn.Module], path: Path | str, config: Config, say: Say, in_files: bool
+) -> nn.Module:
+    """Load a model by one of the loaders, in the settings' type and on their device.
+
+    Say so if it should be left in its files, and some of it could not.
+    """
     m = config.model
     device = pick_device(m.device)
-    return load_causal_lm(
-        resolve(m.name, say), pick_dtype(m.dtype, device), device, m.trust_remote_code
-    )
+    model = load(path, pick_dtype(m.dtype, device), device, m.trust_remote_code, in_files=in_files)
+    if in_files:
+        if m.lora_rank:  # adapters are made in the types of the weights beside them
+            mapped.convert(model)
+        held = mapped.held_bytes(model)
+        if held:
+            say(
+                f"every rank loads {format_size(held)} of '{path}' before it keeps its part: "
+                "weights of another type or form than in the files cannot be left there"
+            )
+    return model
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:
     """Return a copy that is never trained."""
-    return copy.deepcopy(model).requires_grad_(False)
+    return mapped.copied(model).requires_grad_(False)
 
 
 def load_reward_model(
-    config: Config, name: str, say: Say
+    config: Config, name: str, say: Say, *, in_files: bool = False
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a reward model and its tokenizer by name, frozen."""
-    m, path = config.model, resolve(name, say)
-    device = pick_device(m.device)
-    dtype = pick_dtype(m.dtype, device)
-    model = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
-    return model.requires_grad_(False), load_tokenizer(path, m.trust_remote_code)
+    path = resolve(name, say)
+    model = _loaded(load_sequence_classifier, path, config, say, in_files)
+    return model.requires_grad_(False), load_tokenizer(path, config.model.trust_remote_code)
 
 
 def make_critic(
@@ -152,7 +173,7 @@ def make_critic(
     """Make the value model, for an algorithm that has one; see ``critic.init``."""
     if not config.algorithm.definition.critic:
         return None
-    m, init = config.model, config.critic.init
+    init = config.critic.init
     if given.critic is not None:
         critic = made_ready(given.critic, config, "the critic", trained=True)
     elif init == "actor":
@@ -160,14 +181,12 @@ def make_critic(
     elif init == "reward":
         first = rewards[0]
         _require_same_tokenizer(init, first.same_tokenizer)
-        critic = copy.deepcopy(first.model).requires_grad_(True)
+        critic = mapped.copied(first.model).requires_grad_(True)
     else:
-        device = pick_device(m.device)
-        dtype = pick_dtype(m.dtype, device)
         path = resolve(init, say)
-        own = load_tokenizer(path, m.trust_remote_code)
+        own = load_tokenizer(path, config.model.trust_remote_code)
         _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
-        critic = load_sequence_classifier(path, dtype, device, m.trust_remote_code)
+        critic = _loaded(load_sequence_classifier, path, config, say, given.in_files)
     return critic
 
 

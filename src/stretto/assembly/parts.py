@@ -23,6 +23,7 @@ from stretto.assembly.checks import (
 from stretto.assembly.models import (
     Given,
     Say,
+    load_reward_model,
     make_actor,
     make_critic,
     make_reference,
@@ -150,10 +151,11 @@ def trained_models(
 
 
 def critic_rewards(
-    config: Config, tokenizer: PreTrainedTokenizerBase, say: Say
+    config: Config, tokenizer: PreTrainedTokenizerBase, say: Say, *, in_files: bool = False
 ) -> list[RewardModelScorer]:
     """Return the reward model that the critic starts from; none where it starts otherwise."""
     if config.critic.init != "reward" or not config.algorithm.definition.critic:
         return []
     source = next(s for s in config.reward.sources if s.startswith(MODEL))
-    return [reward_scorer(source, config, tokenizer, say)]
+    loaded = load_reward_model(config, source.removeprefix(MODEL), say, in_files=in_files)
+    return [reward_scorer(source, config, tokenizer, say, loaded=loaded)]

@@ -57,7 +57,8 @@ def _attention(
 
     length = query.shape[2]
     plain = (
-        attention_mask is None
+        query.device.type == "cpu"  # a model may be loaded there for another device
+        and attention_mask is None
         and 1 < length == key.shape[2] <= LONGEST.get(query.dtype, 0)
         and query.shape[3] == key.shape[3] == value.shape[3]
         and getattr(module, "is_causal", False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stretto.errors import ModelError
 from stretto.models.forward import unwrapped
+from stretto.models.mapped import copied, final_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +72,7 @@ def critic_from_actor(actor: nn.Module) -> nn.Module:
         ModelError: transformers has no sequence classifier for this architecture.
     """
     lm = unwrapped(actor)
-    critic = _classifier(lm, copy.deepcopy(lm.base_model), "name a scalar model in critic.init")
+    critic = _classifier(lm, copied(lm.base_model), "name a scalar model in critic.init")
     zero_scalar_head(critic)
     return critic
 
@@ -108,7 +109,7 @@ def _classifier(lm: Any, body: nn.Module, remedy: str) -> nn.Module:
     auto_class: Any = AutoModelForSequenceClassification
     try:
         with no_init_weights():
-            classifier = auto_class.from_config(config, dtype=lm.dtype)
+            classifier = auto_class.from_config(config, dtype=final_dtype(next(lm.parameters())))
     except ValueError as error:
         raise ModelError(
             f"transformers has no sequence classifier for {type(lm).__name__}, and so none with a "

@@ -14,7 +14,7 @@ import torch
 from stretto import files
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
-from stretto.models import rates
+from stretto.models import mapped, rates
 from stretto.models.attention import use_short_attention
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.weights import require_finite
@@ -85,7 +85,12 @@ def load_tokenizer(
 
 
 def load_causal_lm(
-    path: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    *,
+    in_files: bool = False,
 ) -> PreTrainedModel:
     """A decoder-only language model, in eval mode and with every dropout at 0, its config's too.
 
@@ -93,6 +98,11 @@ def load_causal_lm(
 
     Args:
         path: a folder in Hugging Face format, or a hub name.
+        dtype: of the weights.
+        device: that they go to.
+        trust_remote_code: of transformers.
+        in_files: leave them in their files, on the CPU, where that can be: the model is divided
+            among several ranks before it is used; see :mod:`stretto.models.mapped`.
 
     Raises:
         ModelError: it cannot be found, fetched or read; some of its weights are missing; it looks
@@ -100,15 +110,23 @@ def load_causal_lm(
     """
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code)
+    model = _load(AutoModelForCausalLM, path, dtype, device, trust_remote_code, in_files)
     _check_decoder(model, path)
     return model
 
 
 def load_sequence_classifier(
-    path: Path | str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    *,
+    in_files: bool = False,
 ) -> PreTrainedModel:
     """A model with one score for a sequence (a reward model), in eval mode, every dropout at 0.
+
+    Args:
+        path, dtype, device, trust_remote_code, in_files: as of :func:`load_causal_lm`.
 
     Raises:
         ModelError: it cannot be found, fetched or read; it has several scores; or its head is not
@@ -122,7 +140,8 @@ def load_sequence_classifier(
             f"a reward model gives one score (num_labels = 1); '{path}' has num_labels = {labels}. "
             "Give a sequence-classification checkpoint trained with a single label"
         )
-    return _load(AutoModelForSequenceClassification, path, dtype, device, trust_remote_code)
+    auto_class = AutoModelForSequenceClassification
+    return _load(auto_class, path, dtype, device, trust_remote_code, in_files)
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -157,7 +176,40 @@ def _load(
     dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,
+    in_files: bool,
 ) -> PreTrainedModel:
+    """Load a model of a class; arguments as of :func:`load_causal_lm`."""
+    read = _read_in_files if in_files else _read
+    model = read(auto_class, path, dtype, trust_remote_code)
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    require_finite(model, f"'{path}'")
+    freeze_unread(model)
+    loaded: PreTrainedModel = (model if in_files else model.to(device)).eval()
+    use_short_attention(loaded)
+    return loaded
+
+
+def _read_in_files(
+    auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool
+) -> Any:
+    """Read a model whose weights stay in their files, or get their type now if they must."""
+    with _explained(path, "the model"):
+        stored = mapped.stored_dtype(path) or dtype
+    model = _read(auto_class, path, stored, trust_remote_code)
+    if stored == dtype:
+        mapped.leave_in_files(model)
+    elif _converts_late(model, auto_class, dtype, trust_remote_code):
+        mapped.leave_in_files(model, dtype)
+    else:
+        model = _read(auto_class, path, dtype, trust_remote_code)
+        mapped.leave_in_files(model)
+    return model
+
+
+def _read(auto_class: Any, path: Path | str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """Read a model of a class in a type; arguments as of :func:`load_causal_lm`."""
     config = load_config(path, trust_remote_code)
     _zero_dropout(config)
     with _explained(path, "the model"), quiet_transformers():
@@ -175,14 +227,23 @@ def _load(
             f"{len(missing)} of them ({', '.join(missing[:3])}), which would start from random "
             "numbers. Give a checkpoint saved from a model of this class"
         )
-    for module in model.modules():
-        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-    require_finite(model, f"'{path}'")
-    freeze_unread(model)
-    loaded: PreTrainedModel = model.to(device).eval()
-    use_short_attention(loaded)
-    return loaded
+    return model
+
+
+def _converts_late(
+    model: PreTrainedModel, auto_class: Any, dtype: torch.dtype, trust_remote_code: bool
+) -> bool:
+    """Return whether a model is the same if its weights alone get a type after it is loaded.
+
+    It is not where transformers keeps some in float32, or where buffers have the model's type.
+    """
+    if getattr(model, "_keep_in_fp32_modules_strict", None):
+        return False
+    config = copy.deepcopy(model.config)
+    with torch.device("meta"):
+        made = auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    types = [{name: b.dtype for name, b in m.named_buffers()} for m in (model, made)]
+    return types[0] == types[1]
 
 
 def _zero_dropout(config: PreTrainedConfig) -> None:

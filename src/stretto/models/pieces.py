@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from stretto.models.mapped import final_dtype
 from stretto.models.tensor_parallel import slices_of
 
 Places = npt.NDArray[np.int64]
@@ -119,13 +120,13 @@ def wholes_of(model: nn.Module, dims: Mapping[str, int]) -> dict[str, Whole]:
         dims: along which tensor parallelism cuts, by parameter name.
     """
     slices, cut = slices_of(model)
-    dtype = next(model.parameters()).dtype
+    dtype = final_dtype(next(model.parameters()))
     found = {}
     for name, parameter in model.named_parameters():
         sizes = list(parameter.shape)
         if slices and name in cut:
             sizes[cut[name]] *= slices.size
-        own = parameter.dtype
+        own = final_dtype(parameter)
         found[name] = Whole(tuple(sizes), own, dims.get(name), by_rows=own == dtype)
     return found
 

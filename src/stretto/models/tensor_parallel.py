@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from stretto.errors import ModelError
 from stretto.models.forward import backbone, text_config
+from stretto.models.mapped import final, final_dtype
 
 BY_OUTPUTS, BY_INPUTS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Entries of transformers' plans: layers cut by outputs, by inputs, and norms of single heads."""
@@ -65,8 +66,9 @@ class Slices:
         self._shared = None
 
     def own(self, whole: Tensor, dim: int) -> Tensor:
-        """Return a copy of this rank's slice of a tensor."""
-        return whole.detach().chunk(self.size, dim)[self.rank].clone()
+        """Return a copy of this rank's slice of a weight, in the type that it is to have."""
+        part = whole.detach().chunk(self.size, dim)[self.rank]
+        return part.to(final_dtype(whole), copy=True)
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class _Linear(nn.Linear):
         self.in_features, self.out_features = whole.in_features, whole.out_features
         for name, parameter in whole.named_parameters(recurse=False):
             dim = self.dim(name)
-            weight = parameter.detach() if dim is None else slices.own(parameter, dim)
+            weight = final(parameter) if dim is None else slices.own(parameter, dim)
             self.register_parameter(name, nn.Parameter(weight, parameter.requires_grad))
         if whole.bias is None:
             self.register_parameter("bias", None)
@@ -195,19 +197,22 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
     return Cuts(dims, frozenset(partial))
 
 
-def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices) -> None:
-    """Put slices of linear layers in the places of whole ones.
+def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") -> None:
+    """Put slices of linear layers in the places of whole ones; those that are cut stay as they are.
 
     Args:
-        model: whole on every rank, and the same.
+        model: the same on every rank, whole or cut in part.
         cuts: planned for it.
         slices: the ranks.
+        within: beginning of the names of the layers to cut; all, without one.
     """
     for parameter, dim in cuts.dims.items():
         name, _, kind = parameter.rpartition(".")
-        if kind == "weight":
+        if kind == "weight" and name.startswith(within):
             parent, _, key = name.rpartition(".")
             linear: Any = model.get_submodule(name)
+            if isinstance(linear, _Linear):
+                continue
             cut = ByInputs(linear, slices) if dim else ByOutputs(linear, slices)
             model.get_submodule(parent)._modules[key] = cut
 

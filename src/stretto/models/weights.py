@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError
+from stretto.models.mapped import final, final_dtype
 from stretto.models.pieces import Box, Layout, Part, Whole, held_elements, wholes_of
 from stretto.models.tensor_parallel import slices_of
 from stretto.types import WeightsRef
@@ -76,8 +77,8 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """
     heads, spread = list[str](), list[Tensor]()
     for name, tensor in tensors:
-        heads.append(f"{name}{tuple(tensor.shape)}{tensor.dtype}")
-        flat = tensor.detach().reshape(-1)
+        heads.append(f"{name}{tuple(tensor.shape)}{final_dtype(tensor)}")
+        flat = final(tensor).reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
         spread.append(sample.to(torch.float32, copy=True))  # a view would keep all of it
     return _hash(heads, spread)

@@ -38,6 +38,7 @@ from stretto.models.forward import (
 )
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
+from stretto.models.mapped import final, final_dtype
 from stretto.models.pieces import Piece, index, wholes_of
 from stretto.models.tensor_parallel import cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
@@ -73,6 +74,9 @@ class Sharded:
     output layer) for the whole pass. Parameters of another type than the model's stay whole on
     every rank of a slice.
 
+    No rank has more of the weights than its own part and about one layer of its slice, if they are
+    left in files (:mod:`stretto.models.mapped`): layer after layer is cut and shared out.
+
     Args:
         model: whole on every rank, in evaluation mode, and the same.
         grid: the ranks.
@@ -94,7 +98,7 @@ class Sharded:
 
     def __init__(self, model: nn.Module, grid: Grid, *, lends: bool = False) -> None:
         self.model, self.grid, self._lends, self._root = model, grid, lends, _Root(model)
-        self.dtype = next(model.parameters()).dtype
+        self.dtype = final_dtype(next(model.parameters()))
         language = unwrapped(model).get_output_embeddings() is not None
         self.template = OutputHead(_NO_WEIGHT)
         if language:
@@ -102,19 +106,11 @@ class Sharded:
         self._empty = _without_weights(model)
         cuts = plan_cuts(model, grid.layout.tp)
         self.wholes, self.partial = wholes_of(model, cuts.dims), cuts.partial
-        if grid.slices:
-            cut_linears(model, cuts, grid.slices)
-        # Such as adapters, which compute in float32 beside a model that does not.
-        others = {p for p in model.parameters() if p.dtype != self.dtype}
-        for parameter in model.parameters():
-            if parameter in others:  # which FSDP leaves where they are
-                parameter.data = parameter.data.to(grid.mesh.device_type)
-            elif parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        narrow = self.dtype if self.dtype != torch.float32 else None
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        names = {id(module): f"{name}." for name, module in model.named_modules()}
         for module in (*_layers(model), self._root):
-            fully_shard(module, mesh=grid.mesh, mp_policy=policy, ignored_params=others)
+            if grid.slices:
+                cut_linears(model, cuts, grid.slices, names.get(id(module), ""))
+            self._share_out(module)
         for module in self._root.modules():
             if isinstance(module, FSDPModule):  # on gloo, averages are sums in some versions
                 module.set_force_sum_reduction_for_comms(True)
@@ -122,6 +118,26 @@ class Sharded:
         # While a pass is under way, the model has whole slices in their places.
         self.parameters = dict(model.named_parameters())
         self._own = grid.layout.own(self.wholes, grid.rank)
+
+    def _share_out(self, module: nn.Module) -> None:
+        """Keep this rank's rows of a module's parameters, but for those of modules before it."""
+        before = {id(p) for p in module.parameters() if isinstance(p, DTensor)}
+        # Such as adapters, which compute in float32 beside a model that does not.
+        weights = [p for p in module.parameters() if id(p) not in before]
+        others = {p for p in weights if final_dtype(p) != self.dtype}
+        for parameter in others:  # which FSDP leaves where they are
+            parameter.data = final(parameter).to(self.grid.mesh.device_type)
+        narrow = self.dtype if self.dtype != torch.float32 else None
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=others)
+
+        def converted(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor) or id(tensor) in before:
+                return tensor
+            shard = tensor.to(self.dtype)  # rounds what the files have in float32
+            return shard.float() if tensor.requires_grad else shard
+
+        module._apply(converted)  # as module.to() does, tensor by tensor
 
     def __call__(self, compute: Callable[[], T]) -> T:
         """Compute with the whole weights; gradients of tensors, alone or in tuples, reach shards.
@@ -207,7 +223,10 @@ def _layers(model: nn.Module) -> list[nn.Module]:
 
 def _without_weights(model: nn.Module) -> nn.Module:
     """Return a copy that shares no memory and has no weights, but all else, ties included."""
-    empty = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    empty = {
+        id(p): nn.Parameter(p.to("meta", final_dtype(p)), p.requires_grad)
+        for p in model.parameters()
+    }
     return copy.deepcopy(model, cast(dict[int, Any], empty))
 
 

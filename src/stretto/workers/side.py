@@ -11,7 +11,9 @@ plain pickles, tensors by value. ::
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
+import socket
 import sys
 import threading
 import traceback
@@ -93,6 +95,9 @@ class SideClient:
         ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._connection, self._say, self._sending = connection, say, Lock()
+        # To wake up the reader, who alone closes: a number that one thread closes may be another
+        # file's before a second thread has read from it, or closed it again.
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._ended, self._over = ended, Event()
         self._numbers = itertools.count(1)
         self._open: dict[int, Future[Any]] = {}
@@ -124,9 +129,10 @@ class SideClient:
         return self._over.wait(seconds)
 
     def close(self) -> None:
-        """Close the connection."""
+        """End the connection; from any thread, any number of times."""
         self.gone = True
-        self._connection.close()
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         why = "the process has ended"
@@ -137,11 +143,14 @@ class SideClient:
                     self._say(result)
                 elif future := self._open.pop(number, None):
                     future.set_result(result) if good else future.set_exception(result)
-        except (EOFError, OSError, TypeError):  # TypeError: it is closed while it is read
+        except (EOFError, OSError):
             pass
         except Exception as error:  # an answer that cannot be read: nobody must wait for it
             why = f"an answer cannot be read: {type(error).__name__}: {error}"
         self.gone = True
+        with self._sending:
+            self._connection.close()
+            self._socket.close()
         self._over.set()
         self._fail(why)
         self._ended()

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
-from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
-from stretto.models.load import pick_device, pick_dtype
+from stretto.models.load import pick_device
 from stretto.models.shelf import Shelf
+from stretto.runtime.groups.loading import loading
 from stretto.runtime.groups.messages import OUTBOX, Offer, Ready, Setting, frozen_mark
 from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.state import BackgroundWriter, claim_of, fit
@@ -177,13 +177,12 @@ class GroupLearner(LearnerService):
 def learner(setting: Setting, probe: IntArray) -> GroupLearner:
     """Make the learner's service, in its process, or in each of its ranks."""
     setting.prepare()
-    config, given, ranks = setting.config, setting.given, dist.get_world_size()
-    device = pick_device(config.model.device)
-    if ranks > 1:
-        config = _loading_on_cpu(config, device)
+    device, ranks = pick_device(setting.config.model.device), dist.get_world_size()
+    setting = loading(setting)
+    config, given = setting.config, setting.given
     stack, said = ExitStack(), list[str]()
     tokenizer, task, prompts = open_task(config, given, said.append)
-    rewards = critic_rewards(config, tokenizer, said.append)
+    rewards = critic_rewards(config, tokenizer, said.append, in_files=given.in_files)
     first = dist.get_rank() == 0
     if config.warmup_examples and not first:
         dist.barrier()  # the first rank warms up, the others read its outcome
@@ -240,13 +239,3 @@ def _read_by_all(path: Path) -> dict[str, Any]:
     if found := next(filter(None, _of_all(error)), None):
         raise found
     return state
-
-
-def _loading_on_cpu(config: Config, device: torch.device) -> Config:
-    """Return settings by which models are loaded on the CPU, in the type that suits a device.
-
-    They are cut into shards there: a GPU gets its own, a layer at a time.
-    """
-    dtype = str(pick_dtype(config.model.dtype, device)).removeprefix("torch.")
-    model = config.model.model_copy(update={"device": "cpu", "dtype": dtype})
-    return config.model_copy(update={"model": model})

@@ -27,12 +27,15 @@ from stretto.assembly.parts import critic_rewards, open_task
 from stretto.assembly.scorers import MODEL, model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.errors import EngineError
+from stretto.models.load import pick_device
 from stretto.models.lora import trained_names
+from stretto.models.mapped import take
 from stretto.models.pieces import Layout, wholes_of
 from stretto.models.shelf import Shelf
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.rollout.engine import TorchEngine
+from stretto.runtime.groups.loading import loading
 from stretto.runtime.groups.messages import OUTBOX, Loaded, Rates, Ready, Setting, frozen_mark
 from stretto.runtime.groups.migration import Parcels
 from stretto.runtime.groups.placement import learner_layout
@@ -103,7 +106,7 @@ def follow(model: nn.Module, setting: Setting) -> Inbox | Resharding:
     dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
     trained = trained_names(model)
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
-    cut(model)
+    cut(model, setting)
     bucket_bytes = config.cluster.bucket_mb << 20
     if OUTBOX in setting.shared:
         return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes)
@@ -117,8 +120,10 @@ def follow(model: nn.Module, setting: Setting) -> Inbox | Resharding:
     )
 
 
-def cut(model: nn.Module) -> nn.Module:
+def cut(model: nn.Module, setting: Setting) -> nn.Module:
     """Cut a model into slices in place, if there are several ranks; return it.
+
+    A slice goes to the device of the setting; see :func:`~stretto.runtime.groups.loading.loading`.
 
     Raises:
         ModelError: it cannot be cut into that many.
@@ -126,6 +131,7 @@ def cut(model: nn.Module) -> nn.Module:
     ranks = dist.get_world_size()
     if ranks > 1:
         cut_linears(model, plan_cuts(model, ranks), Slices())
+        take(model, pick_device(setting.config.model.device))
     return model
 
 
@@ -243,7 +249,7 @@ def reference(setting: Setting) -> GroupScorer:
     else:
         model, _ = _actor(setting)
     marks = _marks_of(model)
-    (scorer,) = model_scorers(config, cut(model), None, None, said.append)
+    (scorer,) = model_scorers(config, cut(model, setting), None, None, said.append)
     shelf = setting.shelf("reference", scorer.model.parameters)
     return GroupScorer(scorer, said, marks=marks, shelf=shelf)
 
@@ -251,13 +257,8 @@ def reference(setting: Setting) -> GroupScorer:
 def critic(setting: Setting) -> GroupScorer:
     """Make the service of the critic as a scorer, in its process."""
     setting.prepare()
-    config, given, said = setting.config, setting.given, list[str]()
-    tokenizer, _, _ = open_task(config, given, _quiet)
-    rewards = critic_rewards(config, tokenizer, _quiet)
-    actor = make_actor(config, given, _quiet)
-    model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
-    assert model is not None
-    model = with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
+    config, said = setting.config, list[str]()
+    model = _critic(loading(setting))
     inbox = follow(model, setting)
     (scorer,) = model_scorers(config, None, model, inbox, said.append)
     return GroupScorer(scorer, said, inbox, shelf=setting.shelf("critic", model.parameters))
@@ -274,12 +275,14 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Gr
     setting.prepare()
     config, given, said = setting.config, setting.given, list[str]()
     tokenizer, _, _ = open_task(config, given, _quiet)
-    loaded = given.reward_models.get(source)
+    loaded, name = given.reward_models.get(source), source.removeprefix(MODEL)
     if loaded is None:
-        loaded = load_reward_model(config, source.removeprefix(MODEL), said.append)
+        here = loading(setting)
+        in_files = here.given.in_files
+        loaded = load_reward_model(here.config, name, said.append, in_files=in_files)
     else:
         made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
-    cut(loaded[0])
+    cut(loaded[0], setting)
     slots = scorer_slots(config, loaded[0], said.append)
     scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
@@ -291,12 +294,24 @@ def _actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
 
     In the learner's order, as some of it draws random numbers.
     """
+    setting = loading(setting)
     config, given = setting.config, setting.given
     tokenizer, task, prompts = open_task(config, given, _quiet)
-    critic_rewards(config, tokenizer, _quiet)
+    critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
     model = make_actor(config, given, _quiet)
     warmed_up(model, config, task, prompts, given, _quiet)
     return with_adapters(model, config, "CAUSAL_LM", ExitStack(), brought=False), prompts
+
+
+def _critic(setting: Setting) -> nn.Module:
+    """Load the critic as training starts, in its adapters where it has any."""
+    config, given = setting.config, setting.given
+    tokenizer, _, _ = open_task(config, given, _quiet)
+    rewards = critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
+    actor = make_actor(config, given, _quiet)
+    model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
+    assert model is not None
+    return with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
 
 
 def _marks_of(model: nn.Module) -> tuple[str, str]:

@@ -1,0 +1,121 @@
+"""Weights that stay in their files until a rank takes its part of them.
+
+A model that several ranks divide among them need not be whole in the memory of any. It is loaded
+in the type of its files: weights are then the files themselves, mapped into memory. Their pages are
+read when they are computed with, all processes of a machine share them, and the kernel may drop
+them at any time. Every weight knows the type that it is to have, and gets it when it is divided.
+
+Until then such a model may be computed with, in its files' type, and must not be changed. What
+cannot stay in its file is loaded as ever: weights that transformers makes of several tensors, types
+that are not trained in, and models that are another in the files' type.
+
+Newer transformers divide a model while they load it (``distributed_config``), as DTensors over a
+mesh, by plans and hooks of their own. Here layers are cut into plain slices, and checks, critics
+that start from the actor, and adapters come before anything is divided.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+M = TypeVar("M", bound=nn.Module)
+
+_DTYPE = "_stretto_dtype"
+"""The attribute of a weight that is left in its file: the type that it is to have."""
+
+
+def stored_dtype(path: Path | str) -> torch.dtype | None:
+    """The one type of a model's weights in its files; ``None`` for any but float32 and bfloat16.
+
+    Args:
+        path: a folder in Hugging Face format, or a hub name.
+    """
+    from safetensors import safe_open
+
+    found = set[str]()
+    for file in _files(str(path)):
+        with safe_open(file, "pt") as weights:
+            types = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+            found |= {name for name in types if "F" in name}  # the others are no weights
+    known = {"F32": torch.float32, "BF16": torch.bfloat16}
+    return known.get(min(found)) if len(found) == 1 else None
+
+
+def _files(path: str) -> Sequence[str]:
+    """Return a model's files of weights; fetch them if need be."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    quietly: Any = {"_raise_exceptions_for_missing_entries": False}
+    file = cached_file(path, SAFE_WEIGHTS_NAME, **quietly)
+    if file is not None:
+        return [file]
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **quietly)
+    if index is None:
+        return []
+    files: Any = get_checkpoint_shard_files(path, index)  # type: ignore[no-untyped-call]
+    return cast(Sequence[str], files[0])
+
+
+def leave_in_files(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Take note that a model's weights are to be divided.
+
+    Args:
+        model: freshly loaded.
+        dtype: that its weights are to have then; ``None`` leaves them as they are.
+    """
+    for weight in model.parameters():
+        setattr(weight, _DTYPE, dtype or weight.dtype)
+
+
+def final_dtype(weight: Tensor) -> torch.dtype:
+    """The type that a weight is to have: its own, if it is not left in a file."""
+    return cast(torch.dtype, getattr(weight, _DTYPE, weight.dtype))
+
+
+def final(weight: Tensor) -> Tensor:
+    """A weight in the type that it is to have; it shares memory where it has it."""
+    return weight.detach().to(final_dtype(weight))
+
+
+def copied(model: M) -> M:
+    """A deep copy; weights that are left in files are shared, by parameters of its own."""
+    shared: dict[int, Any] = {}
+    for weight in model.parameters():
+        if hasattr(weight, _DTYPE):
+            own = nn.Parameter(weight.detach(), weight.requires_grad)
+            setattr(own, _DTYPE, final_dtype(weight))
+            shared[id(weight)] = own
+    return copy.deepcopy(model, shared)
+
+
+def convert(model: nn.Module) -> None:
+    """Give all weights the types that they are to have; those of other types leave their files."""
+    for weight in model.parameters():
+        weight.data = final(weight)
+
+
+def take(model: M, device: torch.device) -> M:
+    """Take all weights that are left in files into memory, in place; return the model.
+
+    Args:
+        model: what this rank keeps: the rest has been cut off.
+        device: that it goes to.
+    """
+    for weight in model.parameters():
+        if hasattr(weight, _DTYPE):
+            weight.data = weight.detach().to(device, final_dtype(weight), copy=True)
+            delattr(weight, _DTYPE)
+    return model.to(device)
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the weights that this process holds itself, not as pages of a file."""
+    weights = {id(p): p for p in model.parameters()}.values()
+    return sum(p.nbytes for p in weights if p.untyped_storage().resizable())
