@@ -228,7 +228,8 @@ class Drifting:
         self.clock.advance(50.0)
         end_s = self.clock.now() * 1.01
         self.clock.advance(0.25)
-        return [Reply(None, (Work("work", start_s, end_s, {}),))]
+        earlier = Work("swap", start_s - 9.0, start_s - 8.0, beside=True)  # before it was asked
+        return [Reply(None, (earlier, Work("work", start_s, end_s, {})))]
 
     def watch(self, tell: Any) -> None:
         pass
@@ -242,7 +243,8 @@ def test_spans_stay_in_place_when_clocks_drift_apart() -> None:
     group = ServiceGroup("drifting", lambda: Drifting(clock), clock)  # type: ignore[arg-type,return-value]
     for _ in range(1000):  # after which clocks are 500 s apart
         sent_s = clock.now()
-        (work,) = group.ask("any", "work").work
+        swap, work = group.ask("any", "work").work
+        assert work.start_s - swap.start_s == pytest.approx(9.0)
         assert abs(work.start_s - (sent_s + 0.25)) <= 0.5
         assert abs(work.end_s - (clock.now() - 0.25)) <= 0.5
     group.close()
