@@ -41,7 +41,9 @@ class Rank:
         self._wholes = wholes_named(name, self._size)
         shards, slices = Layout(fsdp=self._size), Layout(tp=self._size)
         self._outbox = Outbox(torch.device("cpu"), bucket_mb << 20, keep=1)
-        self._channel = Resharding(self._outbox, self._wholes, shards, slices, bucket_mb << 20)
+        self._channel = Resharding(
+            self._outbox, self._wholes, shards, slices, bucket_mb << 20, torch.device("cpu")
+        )
         self._own = shards.own(self._wholes, rank)
         self._rows = {name: shards.box(whole, rank) for name, whole in self._wholes.items()}
         self._boxes = {name: slices.box(whole, rank) for name, whole in self._wholes.items()}

@@ -44,7 +44,9 @@ class Resharder:
         wholes: Mapping[str, Whole] = WHOLES,
     ) -> None:
         self._outbox = Outbox(torch.device("cpu"), bucket_bytes, keep=1)
-        self._channel = Resharding(self._outbox, wholes, shards, slices, bucket_bytes)
+        self._channel = Resharding(
+            self._outbox, wholes, shards, slices, bucket_bytes, torch.device("cpu")
+        )
         self._wholes, self._own = wholes, shards.own(wholes, rank)
         self._slices = slices
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from helpers import critic_of, llama
 from sharded_workers import qwen
@@ -76,6 +83,16 @@ def test_one_rank_cuts_nothing() -> None:
             ),
             2,
             "which is not supported",
+        ),
+        (
+            lambda: PhiForCausalLM(
+                PhiConfig(
+                    vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                    intermediate_size=8, qk_layernorm=True,
+                )
+            ),
+            2,
+            "does not name 'model.layers.0.self_attn.q_layernorm.weight'",
         ),
     ],
 )  # fmt: skip

@@ -9,12 +9,13 @@ import pytest
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.planning.shapes import Shape
-from stretto.runtime.groups.fitting import CACHE, Load, check, loads, table
+from stretto.runtime.groups.fitting import CACHE, Load, Shapes, check, loads, table
 from stretto.runtime.groups.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
     layers=2, hidden=8, inner=16, heads=2, kv_heads=2, vocabulary=32, outputs=32, tied=True
 )
+SHAPES = Shapes(SHAPE, SHAPE.valued())
 LAYER = 4 * 64 + 3 * 8 * 16 + 16
 ROOT = 32 * 8 + 8
 """Parameters of a layer, and of embedding and last norm; a critic has 8 more in its head."""
@@ -22,7 +23,7 @@ ROOT = 32 * 8 + 8
 
 def found(gpus: int = 0, width: int = 4, **settings: Any) -> dict[str, Load]:
     config = Config.model_validate({"runtime": "local", **settings})
-    return {load.device: load for load in loads(config, places(config, 8, gpus), SHAPE, width)}
+    return {load.device: load for load in loads(config, places(config, 8, gpus), SHAPES, width)}
 
 
 def test_each_role_takes_what_it_holds() -> None:
@@ -47,7 +48,7 @@ def test_each_role_takes_what_it_holds() -> None:
     assert generator.work["hand-over"]["buckets"] == 2 * 4 * actor
     assert not reference.work["hand-over"]
     assert learner.phase("training").total() > learner.phase("scoring").total()
-    assert generator.certain == PROCESS_BYTES + 4 * actor
+    assert generator.certain.total() == PROCESS_BYTES + 4 * actor
 
 
 def test_shards_and_slices_hold_their_parts() -> None:
@@ -91,8 +92,19 @@ def test_processes_of_one_machine_share_its_memory_and_phases_add_up_where_they_
 def test_what_cannot_fit_is_refused_and_what_might_not_is_remarked_on() -> None:
     (load,) = found(rollout={"slots": 1000}).values()
     assert not list(check([load], lambda _: 10**12))
-    with pytest.raises(ConfigError, match=r"training takes .* of this machine, which has 1 kB"):
+    with pytest.raises(
+        ConfigError, match=r"weights and states take .* of this machine, which has 1 kB"
+    ):
         list(check([load], lambda _: 1000))
-    (remark,) = check([load], lambda _: load.certain + 1)
+    (remark,) = check([load], lambda _: load.certain.total() + 1)
     assert "lower rollout.slots" in remark
     assert table([load]).splitlines()[1].split()[0] == "cpu"
+
+
+def test_models_that_are_not_known_are_not_counted() -> None:
+    """A critic from elsewhere may be small: nothing is refused on a guess."""
+    config = Config.model_validate({"runtime": "local"})
+    (load,) = loads(config, places(config, 8, 0), Shapes(SHAPE, None), 4)
+    assert load.held["learner's states"] == 16 * (2 * LAYER + ROOT)
+    assert "critic's weights" not in load.held
+    assert set(load.certain) == {"learner's states", "published weights"}  # of a CPU

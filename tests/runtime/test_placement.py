@@ -198,10 +198,15 @@ def test_weights_are_lent_to_those_who_are_never_behind(
     assert lends(c, places(c, 8, 0)) == expected
 
 
-def test_generators_have_equally_many_ranks() -> None:
-    processes = [{"roles": ["generator 0"], "tp": 2}, {"roles": ["generator 1"]}]
-    with pytest.raises(ValidationError, match="generators have tp = 1, 2"):
-        config(cluster={"processes": processes}, rollout={"engines": 2})
+def test_generators_between_which_rollouts_move_have_equally_many_ranks() -> None:
+    given: dict[str, Any] = {
+        "cluster": {"processes": [{"roles": ["generator 0"], "tp": 2}]},
+        "rollout": {"engines": 2},
+    }
+    moving = config(**given, schedule={"preset": "rlhfuse"})
+    with pytest.raises(ConfigError, match=r"different numbers .*generator 0: 2, generator 1: 1"):
+        places(moving, 8, 0)
+    assert places(config(**given), 8, 0)
 
 
 def test_a_scorer_that_no_process_names_sits_with_generators_that_are_placed_by_hand() -> None:

@@ -17,6 +17,7 @@ from stretto.errors import EngineError, ModelError
 from stretto.models.cached import slots_within
 from stretto.models.forward import backbone, unwrapped
 from stretto.models.load import end_token_ids
+from stretto.models.tensor_parallel import slices_of
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.stop import StopStrings
 from stretto.weights.channel import WeightChannel
@@ -82,6 +83,9 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
         fit = slots_within(model, positions, budget)
     except (EngineError, ModelError):  # the scorer will say so
         return most_in_flight(config)
+    slices, _ = slices_of(model)
+    if slices:  # what is free differs from rank to rank, and all must read the same rollouts
+        fit = slices.least(fit, parameter.device)
     if not fit:
         say(
             f"no response of up to {positions} tokens fits into a scorer's share of free memory "

@@ -109,11 +109,6 @@ class ClusterConfig(Section):
                     "'inline' does; give them processes of their own, on one device where they are "
                     "to share it"
                 )
-        if len(cuts := {p.ranks for p in self.processes for r in p.roles if "generator" in r}) > 1:
-            raise ValueError(
-                f"cluster.processes: generators have tp = {', '.join(map(str, sorted(cuts)))}; "
-                "rollouts move between them with their keys and values, so give all the same"
-            )
         if self.address not in ("", "auto", "local") and ":" not in self.address:
             raise ValueError(
                 f"cluster.address = '{self.address}' is no address; write HOST:PORT, or 'auto'"

@@ -11,7 +11,7 @@ return the same.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,12 @@ class Slices:
         """Add up the ranks' tensors, in place. A collective."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
+
+    def least(self, count: int, device: torch.device) -> int:
+        """Return the least of the ranks' counts. A collective."""
+        counts = torch.tensor(count, device=device)
+        dist.all_reduce(counts, op=dist.ReduceOp.MIN, group=self.group)
+        return int(counts)
 
     def shared(self, x: Tensor) -> Tensor:
         """Return a tensor that all ranks have, whose gradient is the sum of theirs.
@@ -179,7 +185,9 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
     names = {id(module): name for name, module in model.named_modules()}
     dims: dict[str, int] = {}
     partial = set[str]()
-    for module, style in _planned(decoder):
+    planned = list(_planned(decoder))
+    _check_between(model, [names[id(module)] for module, _ in planned])
+    for module, style in planned:
         name = names[id(module)]
         if style == OF_HEADS:
             partial.update(key for key, _ in module.named_parameters(name))
@@ -232,6 +240,22 @@ def slices_of(model: nn.Module) -> tuple[Slices | None, Mapping[str, int]]:
                 if dim is not None:
                     dims[f"{name}.{key}"] = dim
     return slices, dims
+
+
+def _check_between(model: nn.Module, planned: Sequence[str]) -> None:
+    """Refuse weights beside planned layers that the plan does not name.
+
+    What stands between two cuts sees some heads or features alone. Its gradient would be a part of
+    the whole, and different on each rank.
+    """
+    inside = tuple(f"{name}." for name in planned)
+    for parent in dict.fromkeys(name.rpartition(".")[0] for name in planned):
+        for name, _ in model.get_submodule(parent).named_parameters(parent):
+            if not name.startswith(inside):
+                raise ModelError(
+                    f"the plan for tensor parallelism does not name '{name}', which stands between "
+                    "layers that it cuts; set tp = 1, and fsdp for the learner"
+                )
 
 
 def _check_heads(decoder: nn.Module, size: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError, first_line
+from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.scoring.pending import Pending
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
@@ -169,7 +170,8 @@ class ModelScorer:
             self.read_tokens += self._streams.advance(streams, self._take)
             return
         except RuntimeError as error:
-            if not out_of_memory(error):
+            # Ranks that hold slices must go on alike: the role is replaced.
+            if not out_of_memory(error) or slices_of(self.model)[0] is not None:
                 raise
             reason = first_line(error)
         # Outside the handler: the error's traceback holds on to what the pass had allocated.

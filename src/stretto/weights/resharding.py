@@ -48,6 +48,7 @@ class Resharding:
         shards: the layout of the learner.
         slices: the layout here.
         bucket_bytes: of a bucket, of all that a rank gets; a larger parameter has its own.
+        device: of this rank, over which all travels.
 
     Attributes:
         mark: what stands for the checksum of another way: nothing is checked on this one but the
@@ -65,8 +66,9 @@ class Resharding:
         shards: Layout,
         slices: Layout,
         bucket_bytes: int,
+        device: torch.device,
     ) -> None:
-        self._outbox, self._rank = outbox, dist.get_rank()
+        self._outbox, self._rank, self._device = outbox, dist.get_rank(), device
         self._moves = [
             [moves(wholes, shards, slices, source, target) for target in range(slices.ranks)]
             for source in range(shards.ranks)
@@ -106,7 +108,6 @@ class Resharding:
         self, tensors: Mapping[str, Tensor], names: set[str]
     ) -> list[tuple[Move, Tensor]]:
         """Exchange a bucket with all other ranks; return what came, as bytes."""
-        device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
         posted, came, kept = list[dist.P2POp](), list[tuple[Move, Tensor]](), list[Tensor]()
         for other in range(len(self._moves)):
             if other == self._rank:
@@ -118,7 +119,9 @@ class Resharding:
                 posted.append(dist.P2POp(dist.isend, flat, other))
             into = self._of(other, self._rank, names)
             if into:
-                flat = torch.empty(sum(m.size for m in into), dtype=torch.uint8, device=device)
+                flat = torch.empty(
+                    sum(m.size for m in into), dtype=torch.uint8, device=self._device
+                )
                 posted.append(dist.P2POp(dist.irecv, flat, other))
                 came += zip(into, flat.split([move.size for move in into]), strict=True)
         for work in dist.batch_isend_irecv(posted) if posted else ():
@@ -130,7 +133,9 @@ class Resharding:
 
     def _part(self, tensors: Mapping[str, Tensor], move: Move) -> Tensor:
         """Return what a move takes of this rank's shard, in the type that it travels in."""
-        return tensors[move.name][within(move.box, self._sent[move.name])].to(move.dtype)
+        return tensors[move.name][within(move.box, self._sent[move.name])].to(
+            self._device, move.dtype
+        )
 
 
 def moves(

@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from stretto.assembly.controls import most_in_flight
-from stretto.config import Config
+from stretto.assembly.scorers import MODEL
+from stretto.config import Config, ModelConfig
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, ModelError
 from stretto.models.forward import token_budget
@@ -26,7 +27,7 @@ from stretto.planning.shapes import Shape
 from stretto.runtime.groups.placement import PROCESS_BYTES, Place, Seat, lends
 
 PHASES = ("generation", "scoring", "training", "hand-over")
-CACHE = "keys and values"
+CACHE, PUBLISHED = "keys and values", "published weights"
 _FILLED = 0.9
 """Share of a device that can be filled: libraries and fragmentation take the rest."""
 
@@ -53,18 +54,68 @@ class Load:
         return sum((self.work[phase] for phase in names), self.held)
 
     @property
-    def certain(self) -> int:
-        """Bytes that are there whatever the lengths of responses."""
-        return sum(self.held.values()) - self.held[CACHE]
+    def certain(self) -> Counter[str]:
+        """What is there whatever the lengths of responses, and its bytes.
+
+        On a CPU frozen weights may be pages of their files, which take no memory of their own.
+        """
+        of_learner = {w: n for w, n in self.held.items() if "learner" in w or w == PUBLISHED}
+        if self.device == "cpu":
+            return Counter(of_learner)
+        return Counter({what: size for what, size in self.held.items() if what != CACHE})
 
 
-def loads(config: Config, found: Sequence[Place], shape: Shape, width: int) -> list[Load]:
+@dataclass(frozen=True)
+class Shapes:
+    """The shapes of a run's models. One that is not known beforehand is not counted.
+
+    Attributes:
+        actor: of the actor and the reference.
+        critic: of the critic; ``None`` where it starts from another model that is not known.
+        rewards: of reward models, by source.
+    """
+
+    actor: Shape
+    critic: Shape | None
+    rewards: Mapping[str, Shape] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Config) -> Shapes:
+        """Read the shapes of the models that the settings name.
+
+        Raises:
+            ModelError: the actor's cannot be told.
+        """
+        actor, init = measure_shape(config.model), config.critic.init
+        rewards = {
+            s: _valued(s.removeprefix(MODEL)) for s in config.reward.sources if s.startswith(MODEL)
+        }
+        known = {source: shape for source, shape in rewards.items() if shape}
+        if init == "actor":
+            return cls(actor, actor.valued(), known)
+        first = next(iter(rewards.values()), None)
+        return cls(actor, first if init == "reward" else _valued(init), known)
+
+    def scorer(self, name: str) -> Shape | None:
+        """Return the shape of a scorer that is a model."""
+        return {"reference": self.actor, "critic": self.critic, **self.rewards}.get(name)
+
+
+def _valued(name: str) -> Shape | None:
+    """Return the shape of a model with a scalar head by name, if it can be told."""
+    try:
+        return measure_shape(ModelConfig(name=name)).valued()
+    except (ModelError, ConfigError):
+        return None
+
+
+def loads(config: Config, found: Sequence[Place], shapes: Shapes, width: int) -> list[Load]:
     """Return the memory of each device.
 
     Args:
         config: of the run.
         found: its places.
-        shape: of the actor; critic, reference and reward models are taken to be like it.
+        shapes: of its models.
         width: bytes of a weight in the type that is computed in.
     """
     at_once = config.schedule.knobs.overlaps(config.rollout.engines)
@@ -75,18 +126,20 @@ def loads(config: Config, found: Sequence[Place], shape: Shape, width: int) -> l
             load.held["processes"] += PROCESS_BYTES
             for seat in place.seats:
                 if seat.role == LEARNER:
-                    _add_learner(load, config, found, shape, width)
-                else:
-                    _add_follower(load, config, seat, place, shape, width)
+                    _add_learner(load, config, found, shapes, width)
+                elif model := shapes.scorer(seat.scorer) if seat.scorer else shapes.actor:
+                    _add_follower(load, config, seat, place, model, width)
     return list(by_device.values())
 
 
 def _add_learner(
-    load: Load, config: Config, found: Sequence[Place], shape: Shape, width: int
+    load: Load, config: Config, found: Sequence[Place], shapes: Shapes, width: int
 ) -> None:
     process = config.cluster.process_of(LEARNER)
     mesh = Mesh(process.fsdp, process.tp)
-    models = [shape, shape.valued()] if config.algorithm.definition.critic else [shape]
+    models = [shapes.actor]
+    if config.algorithm.definition.critic and shapes.critic:
+        models.append(shapes.critic)
     tokens = token_budget(config.training.microbatch_tokens, torch.device(load.device))
     copies = 0 if lends(config, found) else config.schedule.knobs.lag + 2
     for model in models:
@@ -102,7 +155,7 @@ def _add_learner(
                 load.work[phase]["learner's moments"] += resting
         else:
             load.held["learner's states"] += round(states)
-        load.held["published weights"] += round(copies * width * held / mesh.data)
+        load.held[PUBLISHED] += round(copies * width * held / mesh.data)
         load.work["hand-over"]["buckets"] += _buckets(config, width * held)
     recomputed, passes = config.model.gradient_checkpointing, list[dict[str, int]]()
     for model in models:
@@ -116,11 +169,9 @@ def _add_learner(
 
 
 def _add_follower(
-    load: Load, config: Config, seat: Seat, place: Place, shape: Shape, width: int
+    load: Load, config: Config, seat: Seat, place: Place, model: Shape, width: int
 ) -> None:
     ranks = len(place.devices)
-    actor_like = not seat.scorer or seat.scorer == "reference"
-    model = shape if actor_like else shape.valued()
     rests = seat.scorer and _rests(load, place)
     weights = load.work["scoring"] if rests else load.held
     weights[f"{seat.role}'s weights"] += round(width * model.held(ranks))
@@ -157,22 +208,24 @@ def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str
         there = capacity(load.device)
         totals = {name: load.phase(name).total() for name in PHASES}
         name = max(totals, key=lambda phase: totals[phase])
-        parts = load.phase(name).most_common(2)
-        most = " and ".join(f"{what} {format_size(size)}" for what, size in parts)
         where = "this machine" if load.device == "cpu" else load.device
-        if load.certain > there:
+        if load.certain.total() > there:
             raise ConfigError(
-                f"{name} takes {format_size(totals[name])} of {where}, which has "
-                f"{format_size(there)} (most of it: {most}); weights and states alone take "
-                f"{format_size(load.certain)}. Give roles more processes on other devices (fsdp, "
-                "tp), a smaller model, or LoRA"
+                f"weights and states take {format_size(load.certain.total())} of {where}, which "
+                f"has {format_size(there)}, in every phase ({_most(load.certain)}); {name} would "
+                f"take {format_size(totals[name])}. Give roles more processes on other devices "
+                "(fsdp, tp), a smaller model, or LoRA"
             )
         if totals[name] > _FILLED * there:
             yield (
                 f"{name} may take {format_size(totals[name])} of {where}, which has "
-                f"{format_size(there)} (most of it: {most}); lower rollout.slots or "
+                f"{format_size(there)} ({_most(load.phase(name))}); lower rollout.slots or "
                 "training.microbatch_tokens if it runs out of memory"
             )
+
+
+def _most(parts: Counter[str]) -> str:
+    return ", ".join(f"{what} {format_size(size)}" for what, size in parts.most_common(3))
 
 
 def capacity(device: str) -> int:
@@ -191,7 +244,7 @@ def planned(config: Config, found: Sequence[Place], width: int) -> list[Load]:
     if config.model.lora_rank or config.cluster.address:
         return []
     try:
-        return loads(config, found, measure_shape(config.model), width)
+        return loads(config, found, Shapes.of(config), width)
     except ModelError:
         return []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,10 @@ from stretto.weights.transfer import Route
 from stretto.workers.services import LearnerService
 
 T = TypeVar("T")
+
+
+WARMUP = timedelta(days=7)
+"""What a warm-up may take, at most."""
 
 
 class GroupLearner(LearnerService):
@@ -184,11 +189,13 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
     tokenizer, task, prompts = open_task(config, given, said.append)
     rewards = critic_rewards(config, tokenizer, said.append, in_files=given.in_files)
     first = dist.get_rank() == 0
-    if config.warmup_examples and not first:
-        dist.barrier()  # the first rank warms up, the others read its outcome
+    # The first rank warms up, the others read its outcome: they wait longer than for collectives.
+    waiting = dist.new_group(backend="gloo", timeout=WARMUP) if config.warmup_examples else None
+    if waiting and not first:
+        dist.barrier(waiting)
     models = trained_models(config, task, prompts, rewards, stack, said.append, given)
-    if config.warmup_examples and first:
-        dist.barrier()
+    if waiting and first:
+        dist.barrier(waiting)
     trained = ["actor", "critic"] if models.critic else ["actor"]
     frozen = frozen_mark(models.actor)
     bucket_bytes = config.cluster.bucket_mb << 20

@@ -129,6 +129,7 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
             )
         )
     _check_devices(found, gpus)
+    _check_generators(config, found)
     return found
 
 
@@ -279,6 +280,19 @@ def _device(given: str, rank: int, i: int, gpus: int) -> str:
     if given.startswith("cuda"):
         return f"cuda:{int(given[5:] or 0) + rank}"
     return given or (f"cuda:{i % gpus}" if gpus else "cpu")
+
+
+def _check_generators(config: Config, found: Sequence[Place]) -> None:
+    """Refuse generators of different cuts, if rollouts move between them with keys and values."""
+    names = generator_names(config.rollout.engines)
+    cuts = {s.role: len(p.devices) for p in found for s in p.seats if s.role in names}
+    if config.schedule.knobs.migrates(len(names)) and len(set(cuts.values())) > 1:
+        said = ", ".join(f"{name}: {cuts[name]}" for name in names)
+        raise ConfigError(
+            f"cluster.processes cuts generators into different numbers of slices ({said}), and "
+            "rollouts move between them with their keys and values; give all the same tp, or set "
+            "schedule.migrate = 'off'"
+        )
 
 
 def _check_devices(found: Sequence[Place], gpus: int) -> None:

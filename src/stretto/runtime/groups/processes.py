@@ -69,7 +69,8 @@ class Processes:
         for line in remarks(config, self.places, usable_cores(), gpus):
             say(line)
         width = pick_dtype(config.model.dtype, pick_device(config.model.device)).itemsize
-        found = [] if given.actor is not None else fitting.planned(config, self.places, width)
+        brought = any((given.actor, given.critic, given.reference, given.reward_models))
+        found = [] if brought else fitting.planned(config, self.places, width)
         for line in fitting.check(found, fitting.capacity):
             say(line)
         self._launcher.prepare(self.places, stack)

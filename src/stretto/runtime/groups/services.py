@@ -109,7 +109,8 @@ def follow(model: nn.Module, setting: Setting) -> Inbox | Resharding:
     cut(model, setting)
     bucket_bytes = config.cluster.bucket_mb << 20
     if OUTBOX in setting.shared:
-        return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes)
+        device = next(model.parameters()).device
+        return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes, device)
     own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
     return Inbox(
         {n: p for n, p in model.named_parameters() if n in trained},
