@@ -559,7 +559,7 @@ def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path
 
 def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
     config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2})
-    with pytest.raises(ConfigError, match="has one process for the learner"):
+    with pytest.raises(ConfigError, match="trains through stages, which are for"):
         trained(config, tmp_path)
 
 

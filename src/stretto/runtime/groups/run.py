@@ -253,8 +253,9 @@ def _migrating(config: Config, rates: Rates, couriers: Couriers, names: Sequence
 def _check(config: Config, given: Given) -> None:
     if config.pipeline.ranks:
         raise ConfigError(
-            f"runtime = '{config.runtime}' has one process for the learner, and pipeline.ranks = "
-            f"{config.pipeline.ranks} asks for several; set one of them back"
+            f"pipeline.ranks = {config.pipeline.ranks} trains through stages, which are for "
+            f"runtime = 'inline'; with '{config.runtime}' divide the learner by fsdp and tp in "
+            "cluster.processes, and set pipeline.ranks = 0"
         )
     layout = learner_layout(config)
     if layout.ranks > 1 and (given.actor is not None or given.critic is not None):
