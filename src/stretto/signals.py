@@ -125,6 +125,17 @@ def held() -> Iterator[None]:
                 signal.raise_signal(handler.number)
 
 
+@contextmanager
+def kept() -> Iterator[None]:
+    """Put back the handlers that a library replaces meanwhile, as Ray does when it starts."""
+    numbers = (signal.SIGINT, *_ENDING) if _in_main_thread() else ()
+    former = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        _restore({n: h for n, h in former.items() if h is not None})  # None: not Python's
+
+
 def end_with(descriptor: int) -> None:
     """End this process in order when the other end of a pipe closes, which its parent holds.
 

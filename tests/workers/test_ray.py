@@ -52,6 +52,12 @@ def launch(cluster: RayCluster, size: int, *arguments: Any, **options: Any) -> R
     return RayRanks(size, Misbehaving, given, cluster=cluster, timeout_s=START_S, **options)
 
 
+def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
+    """Ray has SIGTERM end the program in the midst of what it does."""
+    handler = signal.getsignal(signal.SIGTERM)
+    assert "ray" not in getattr(handler, "__module__", "")
+
+
 def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     ranks = launch(cluster, 2, threads=3, words={"hang": "a long wait"})
     assert ranks.call("greet", "you") == ["hello you, from 0", "hello you, from 1"]

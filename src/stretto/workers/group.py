@@ -14,7 +14,7 @@ from stretto.types import Reply, Work
 from stretto.workers.preflight import Facts
 from stretto.workers.services import Service
 from stretto.workers.threads import WorkerThread
-from stretto.workers.turns import Turns
+from stretto.workers.turns import Turns, shelf_of
 
 SAMPLES = 5
 """Round trips by which the distance of two clocks is measured."""
@@ -80,8 +80,8 @@ class Host:
         self._services: dict[str, Service] = {}
         for name, (make, arguments) in makes.items():
             self._services[name] = service = make(*arguments)
-            if service.shelf:  # to make room for the next one
-                service.shelf.put_away()
+            if shelf := shelf_of(service):  # to make room for the next one
+                shelf.put_away()
         self._turns = Turns(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:

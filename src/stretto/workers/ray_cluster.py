@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto import signals
 from stretto.errors import ConfigError, MissingExtraError, first_line
 from stretto.workers.environment import described, forwarded
 
@@ -242,18 +243,20 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
         return False
     if not address:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to others
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            num_gpus=gpus,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            logging_level=logging.ERROR,
-        )
+        with signals.kept():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                num_gpus=gpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                logging_level=logging.ERROR,
+            )
         return True
     _require_answer(address)
     try:
-        ray.init(address=address, logging_level=logging.ERROR)
+        with signals.kept():
+            ray.init(address=address, logging_level=logging.ERROR)
     except _MISSED as error:
         raise _no_cluster(address, first_line(error)) from error
     return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from stretto.models.shelf import Shelf
 from stretto.types import Reply, Work
 from stretto.workers.services import Service
 
@@ -36,6 +37,11 @@ class Order:
         return service if self._times >= times else ""
 
 
+def shelf_of(service: object) -> Shelf | None:
+    """Return a service's shelf; any object may be a service, and have none."""
+    return getattr(service, "shelf", None)
+
+
 class Turns:
     """The turns of a process's services.
 
@@ -49,7 +55,8 @@ class Turns:
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
         self._order, self._noted = Order(), list[Work]()
-        self._shelves = {name: s.shelf for name, s in services.items() if s.shelf}
+        shelves = {name: shelf_of(service) for name, service in services.items()}
+        self._shelves = {name: shelf for name, shelf in shelves.items() if shelf}
         self._lanes = {shelf.lane for shelf in self._shelves.values()}
 
     def begin(self, name: str, method: str) -> None:
