@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from typing import Any
@@ -74,7 +75,7 @@ class Rank:
             self._slices[name].copy_(tensor[index(self._boxes[name])])
         seconds = time.perf_counter() - start_s
         size = sum(t.nbytes for t in gathered.values()) - sum(
-            shape_bytes(box, self._wholes[n].dtype) for n, box in self._rows.items()
+            math.prod(shape(box)) * self._wholes[n].dtype.itemsize for n, box in self._rows.items()
         )
         sizes = torch.tensor(size)
         dist.all_reduce(sizes)
@@ -92,14 +93,6 @@ class Rank:
         parts = torch.empty(rows * self._size, *whole.shape[1:], dtype=whole.dtype)
         dist.all_gather_into_tensor(parts, padded)
         return parts[: whole.shape[0]]
-
-
-def shape_bytes(box: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of a box."""
-    count = 1
-    for size in shape(box):
-        count *= size
-    return count * dtype.itemsize
 
 
 def _peak() -> int:

@@ -103,10 +103,15 @@ class Layout:
         row, column = divmod(rank, self.tp)
         return (whole.dim is not None or column == 0) and (whole.by_rows or row == 0)
 
+    def first(self, whole: Whole, rank: int) -> Box | None:
+        """Return the part that a rank is the first to hold; ``None`` for none, or an empty one."""
+        box = self.box(whole, rank)
+        return box if self.owns(whole, rank) and all(start < end for start, end in box) else None
+
     def own(self, wholes: Mapping[str, Whole], rank: int) -> dict[str, Box]:
-        """Return the parts, by parameter, that a rank is the first to hold; none that is empty."""
-        boxes = {n: self.box(w, rank) for n, w in wholes.items() if self.owns(w, rank)}
-        return {name: box for name, box in boxes.items() if all(a < b for a, b in box)}
+        """Return the parts, by parameter, that a rank is the first to hold."""
+        boxes = {name: self.first(whole, rank) for name, whole in wholes.items()}
+        return {name: box for name, box in boxes.items() if box is not None}
 
 
 def wholes_of(model: nn.Module, dims: Mapping[str, int]) -> dict[str, Whole]:

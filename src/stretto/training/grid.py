@@ -27,7 +27,7 @@ class Grid:
         rank: of this process.
         row: number among the ranks of its slice, which share rows and passes.
         mesh: of these ranks.
-        rows, columns: the groups of the ranks of one slice, and of those that have a slice each.
+        rows: the group of these ranks.
         slices: those that have a slice each; ``None`` where nothing is cut.
     """
 
@@ -36,8 +36,8 @@ class Grid:
         self.row = self.rank // layout.tp
         both = init_device_mesh(device, (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))
         self.mesh = both["fsdp"]
-        self.rows, self.columns = both.get_group("fsdp"), both.get_group("tp")
-        self.slices = Slices(self.columns) if layout.tp > 1 else None
+        self.rows = both.get_group("fsdp")
+        self.slices = Slices(both.get_group("tp")) if layout.tp > 1 else None
         self._beside = dist.new_group(backend="gloo")
 
     def on_first(self, whole: Whole, part: Tensor) -> Tensor | None:
@@ -51,13 +51,13 @@ class Grid:
         """
         here = part.detach().cpu()
         if self.rank:
-            if self.layout.owns(whole, self.rank) and here.numel():
+            if self.layout.first(whole, self.rank) is not None:
                 dist.send(here.contiguous(), 0, group=self._beside)
             return None
         made = torch.empty(whole.shape, dtype=here.dtype)
         for rank in range(self.layout.ranks):
-            box = self.layout.box(whole, rank)
-            if not self.layout.owns(whole, rank) or not all(a < b for a, b in box):
+            box = self.layout.first(whole, rank)
+            if box is None:
                 continue
             if rank:
                 here = torch.empty(shape(box), dtype=made.dtype)

@@ -185,17 +185,23 @@ class Sharded:
             return Piece(tensor, whole, self._own[name])
         return Piece(tensor.new_empty(0), whole, ((0, 0),) * len(whole))
 
-    def gathered(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole parameters on the first rank's CPU, in the model's types, by name.
+    def gathered(
+        self, names: Iterable[str], part: Callable[[str], Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return whole tensors on the first rank's CPU, in the model's types, by name.
 
         A collective, beside whatever else the ranks do.
+
+        Args:
+            names: of parameters.
+            part: returns this rank's part of what is like one; by default its shard.
         """
-        found = {}
+        found, part = {}, part or self.shard
         for name in names:
-            part = self.shard(name).to(self.wholes[name].dtype)
-            weight = self.grid.on_first(self.wholes[name], part)
-            if weight is not None:
-                found[name] = weight
+            whole = self.wholes[name]
+            tensor = self.grid.on_first(whole, part(name).to(whole.dtype))
+            if tensor is not None:
+                found[name] = tensor
         return found
 
     def whole(self) -> nn.Module | None:
@@ -349,13 +355,8 @@ class ShardedModel(TrainedModel):
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the whole of what all ranks' parts make, on the first rank. A collective."""
-        wholes, grid, found = self._sharded.wholes, self._sharded.grid, {}
-        for name in self._names:
-            part = tensors.get(name, torch.empty(0)).to(wholes[name].dtype)
-            tensor = grid.on_first(wholes[name], part)
-            if tensor is not None:
-                found[name] = tensor
-        return found
+        nothing = torch.empty(0)
+        return self._sharded.gathered(self._names, lambda name: tensors.get(name, nothing))
 
     def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return this rank's parts of whole tensors, as :meth:`snapshot` does."""
