@@ -8,6 +8,7 @@ costs is either given in numbers or follows from a model, a kind of GPU and an a
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -16,7 +17,13 @@ from pydantic import Field, ValidationError, model_validator
 from stretto.assembly.controls import Migrating
 from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
 from stretto.errors import ConfigError
-from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
+from stretto.runtime.sim.costs import (
+    DriverCost,
+    GeneratorCost,
+    PrefillCost,
+    SampleCost,
+    TrainCost,
+)
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.hardware import (
     DevicePlacement,
@@ -185,6 +192,8 @@ class Cluster(Section):
     """CPU cores that the threads of all roles share; 0 for enough."""
     call_s: NonNegative = 0.0
     """Seconds that a call of a role is on its way, and its answer, beside its work."""
+    driver: Mapping[str, DriverCost] = {}
+    """Costs of the driver's own work, by the names of its spans (``driver/...``); none without."""
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
     """The generators, at least one."""
     scorers: tuple[ScorerRole, ...] = ()

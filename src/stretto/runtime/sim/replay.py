@@ -18,7 +18,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace
-from stretto.runtime.sim.calibration import Calibration, calibrate, role_of, undisturbed
+from stretto.runtime.sim.calibration import Calibration, calibrate, role_of
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -98,7 +98,7 @@ class Recording:
         seats = self.seats(self.config)
         functions = seats[FUNCTION][0].threads
         threads = defaultdict(lambda: functions, {role: s[0].threads for role, s in seats.items()})
-        return calibrate(undisturbed(self.spans, threads, self._cores(self.config)))
+        return calibrate(self.spans, threads, self._cores(self.config))
 
     def cluster(self, config: Config | None = None) -> Cluster:
         """Describe the roles of the run, with the recorded costs, lengths and rewards.
@@ -132,6 +132,7 @@ class Recording:
         return Cluster(
             cores=self._cores(config),
             call_s=costs.call_s,
+            driver=costs.driver,
             generators=tuple(
                 GeneratorRole(
                     devices=seat.devices,
