@@ -125,6 +125,8 @@ class GeneratorCost(Section):
 
     decode: DecodeCost = DecodeCost()
     prefill: PrefillCost = PrefillCost()
+    padded: bool = False
+    """Whether a step reads as much context for each row as for the longest one."""
     transfer: TransferCost = TransferCost()
     """The cost of moving keys and values to another generator."""
     cache_bytes: NonNegative = 0.0

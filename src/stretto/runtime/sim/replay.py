@@ -82,6 +82,11 @@ class Recording:
         """
         run = RunDirectory.open(folder)
         trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
+        return cls.of(run, trace, warm_steps)
+
+    @classmethod
+    def of(cls, run: RunDirectory, trace: Trace, warm_steps: int) -> Self:
+        """Read a run's folder, all but its trace; see :meth:`read`."""
         warm_s = max((step.end_s for step in trace.steps[:warm_steps]), default=0.0)
         spans = [span for span in trace.spans if span.start_s >= warm_s]
         # Earlier versions did not write it.
@@ -137,7 +142,7 @@ class Recording:
                 GeneratorRole(
                     devices=seat.devices,
                     threads=seat.threads,
-                    cost=costs.generator,
+                    cost=costs.generator.model_copy(update={"padded": True}),  # as engines do
                     slots=config.rollout.slots,
                 )
                 for seat in seats["generator"]

@@ -79,11 +79,14 @@ class _DriverSpans(Spans):
                 spend(self._costs[name].seconds(attributes["items"]))
 
 
-def simulate(cluster: Cluster, *, seed: int = 0, shuffle: bool = False) -> SimResult:
-    """Run the description's schedule for all its steps.
+def simulate(
+    cluster: Cluster, *, steps: int = 0, seed: int = 0, shuffle: bool = False
+) -> SimResult:
+    """Run the description's schedule.
 
     Args:
         cluster: who works where, on what, and when.
+        steps: to look at, of those that the description has; 0 for all.
         seed: of the order of simultaneous events; used with ``shuffle`` alone.
         shuffle: explore orders of simultaneous events.
 
@@ -91,17 +94,17 @@ def simulate(cluster: Cluster, *, seed: int = 0, shuffle: bool = False) -> SimRe
         ConfigError: the description names an unknown model or GPU.
         StalledError: a role did not answer in time, or nothing could ever happen again.
     """
-    return run(_simulate(cluster), seed=seed, shuffle=shuffle)
+    return run(_simulate(cluster, steps or cluster.workload.steps), seed=seed, shuffle=shuffle)
 
 
-async def _simulate(cluster: Cluster) -> SimResult:
+async def _simulate(cluster: Cluster, count: int) -> SimResult:
     clock = VirtualClock()
     spans = _DriverSpans(cluster.driver)
     roles = make_roles(cluster, spans)
     schedule = make_schedule(cluster, roles, spans)
     steps = []
     async with schedule:
-        for _ in range(cluster.workload.steps):
+        for _ in range(min(count, cluster.workload.steps)):
             step = await schedule.step()
             with spans.span(DRIVER, RECORDS, items=len(step.batch)):
                 steps.append(step.stats)
