@@ -323,8 +323,10 @@ function predictionTable() {
       node("tr", {}, node("th", {}, "a step"), ...told.flatMap(() => ["measured", "predicted", "ratio"].map((title) => node("th", {}, title))))),
     node("tbody", {}, ...phases.map((phase) => node("tr", {}, node("td", {}, phase),
       ...told.flatMap((found) => cells(found, phase).map((text) => node("td", {}, text))))))));
-  at("prediction-notes").replaceChildren(...D.predictions.map((found, i) =>
-    node("li", {}, `${D.runs[i].name}: ${found.why ? `no prediction: ${found.why}` : found.title}`)));
+  const titles = [...new Set(told.map((found) => found.title))];
+  at("prediction-notes").replaceChildren(
+    ...titles.map((title) => node("li", {}, (titles.length > 1 ? told.filter((found) => found.title === title).map((found) => found.name).join(", ") + ": " : "") + title)),
+    ...D.predictions.flatMap((found, i) => (found.why ? [node("li", {}, `${D.runs[i].name}: no prediction: ${found.why}`)] : [])));
 }
 
 function settingsTable() {

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from types import MappingProxyType
 
 import numpy as np
@@ -40,7 +41,7 @@ _NO_THREADS: Mapping[str, int] = MappingProxyType({})
 
 _ROUNDS = 20
 
-_FAR_OFF = 10
+_FAR_OFF = 10.0
 """How many times what the others let expect a call takes that is left out: one that compiles."""
 
 
@@ -151,7 +152,7 @@ def role_of(span: Span) -> str:
     return name if name and number.isdecimal() else span.role
 
 
-def fit_costs(features: Array, took_s: Array) -> Array:
+def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Array:
     """Fit coefficients, none negative, so that ``features @ coefficients`` is near ``took_s``.
 
     The calls take as long in all as they did: squared errors count in inverse proportion to what is
@@ -162,10 +163,11 @@ def fit_costs(features: Array, took_s: Array) -> Array:
     Args:
         features: [n calls, k]; a column of zeros gets the coefficient 0.
         took_s: of each call; [n calls]
+        far_off: how many times what the others let expect a call takes that is left out.
     """
     least_s = np.median(took_s) * 1e-3 + 1e-12
     coefficients = _robust(features, took_s)
-    like_others = took_s <= _FAR_OFF * np.maximum(features @ coefficients, least_s)
+    like_others = took_s <= far_off * np.maximum(features @ coefficients, least_s)
     x, y = features[like_others], took_s[like_others]
     for _ in range(_ROUNDS if len(y) else 0):
         root = np.sqrt(1 / np.maximum(x @ coefficients, least_s))
@@ -207,10 +209,12 @@ def _nonnegative(x: Array, y: Array) -> Array:
     return coefficients
 
 
-def _fit(spans: Sequence[Span], rows: Sequence[Sequence[float]]) -> list[float]:
+def _fit(
+    spans: Sequence[Span], rows: Sequence[Sequence[float]], far_off: float = _FAR_OFF
+) -> list[float]:
     features = np.array(rows, np.float64).reshape(len(spans), -1)
     took_s = np.array([s.end_s - s.start_s for s in spans])
-    return [float(c) for c in fit_costs(features, took_s)]
+    return [float(c) for c in fit_costs(features, took_s, far_off)]
 
 
 def _generator(spans: Sequence[Span], load_s: float) -> GeneratorCost:
@@ -246,15 +250,17 @@ def _learner(spans: Sequence[Span]) -> TrainCost:
 
 
 def _driver(spans: Sequence[Span]) -> dict[str, DriverCost]:
+    """Return the costs of the driver's work; of that nothing is left out, however rare."""
     by_name: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.role == DRIVER:
             by_name[span.name].append(span)
-    fits = {
-        name: _fit(found, [[1.0, float(s.attributes["items"])] for s in found])
-        for name, found in by_name.items()
-    }
-    return {name: DriverCost(call_s=fit[0], item_s=fit[1]) for name, fit in fits.items()}
+    costs = {}
+    for name, found in by_name.items():
+        rows = [[1.0, float(s.attributes["items"])] for s in found]
+        call_s, item_s = _fit(found, rows, far_off=inf)
+        costs[name] = DriverCost(call_s=call_s, item_s=item_s)
+    return costs
 
 
 def _call_s(spans: Sequence[Span]) -> float:

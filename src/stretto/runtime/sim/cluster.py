@@ -59,6 +59,8 @@ class GeneratorRole(Section):
     """Rollouts that a replica decodes together; 0 takes all in flight."""
     threads: PositiveInt = 1
     """CPU threads that its work takes, of the cluster's cores."""
+    best_batch: NonNegativeInt = 0
+    """Rollouts that a replica decodes before a step takes notably longer; 0: as costs say."""
 
     @property
     def replicas(self) -> int:
@@ -158,6 +160,10 @@ class Workload(Section):
     """Lengths of responses, by rollout id, before the limit."""
     learning: LearningCurve = LearningCurve()
     """The effect of training on rewards."""
+    chunks: tuple[PositiveInt, ...] = ()
+    """Chunk sizes by round, as recorded, where the schedule chooses them; empty: it chooses."""
+    deltas: tuple[NonNegativeInt, ...] = ()
+    """Over-commitment by round, likewise."""
     rewards: tuple[float | None, ...] = ()
     """Rewards by rollout id, as recorded; rollouts without one follow the learning curve."""
     on_failure: Literal["stop", "drop"] = "stop"
@@ -286,19 +292,19 @@ class Cluster(Section):
         prompt_tokens = int(w.prompt_tokens.quantile(0.5, 0))
         longest = w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
         everything = longest * w.batch * role.replicas
-        prefill_s = cost.prefill.token_s / role.replicas
+        prefill_s = _token_s(cost.prefill, longest) / role.replicas
         transfer_s = cost.cache_bytes / cost.transfer.bytes_per_s
         row_s = cost.decode.row_s + cost.decode.context_s * longest / 2
+        best = max(int(RISE * cost.decode.step_s / row_s), 1) if row_s else 0
         scoring_s = [
-            c.token_s
+            _token_s(c, longest)
             for s in self.scorers
             if s.host == 0 and isinstance(c := self.cost_of_scorer(s), PrefillCost)
         ]
         return Migrating(
             MigrationLimits(
                 engines=len(self.generators),
-                best_batch=max(int(RISE * cost.decode.step_s / row_s) if row_s else w.batch, 1)
-                * role.replicas,
+                best_batch=(role.best_batch or best or w.batch) * role.replicas,
                 cache_tokens=cost.cache_tokens * role.replicas or everything,
                 longest_tokens=longest,
                 prefill_tokens_per_s=1 / prefill_s if prefill_s else 1e12,
@@ -323,6 +329,11 @@ class Cluster(Section):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"'{path}', {where or 'as a whole'}: {first['msg']}") from None
+
+
+def _token_s(cost: PrefillCost, tokens: int) -> float:
+    """Seconds a token; where all is in the call, as in a pass over so many of them."""
+    return cost.token_s or cost.call_s / tokens
 
 
 def _check_source(model: str, cost: object) -> None:

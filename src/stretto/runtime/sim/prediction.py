@@ -12,7 +12,7 @@ from typing import Any
 from stretto.errors import StateError
 from stretto.observe import RunDirectory
 from stretto.observe.idle import Intervals, is_generator, seconds, union
-from stretto.observe.spans import NO_DEVICES, Span
+from stretto.observe.spans import Span
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.calibration import role_of
 from stretto.runtime.sim.replay import Recording
@@ -140,8 +140,8 @@ def predict(folder: str | Path) -> Prediction:
 def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -> dict[str, float]:
     """Return the seconds a step of each phase between two moments.
 
-    Work of several generators, or replicas of a scorer, is added up, and so is their waiting. A
-    hand-over counts once, whoever takes part.
+    Work of several generators, or replicas of a scorer, is added up, and so is their waiting, of
+    which their part in hand-overs is one. A hand-over counts once, whoever takes part.
 
     Args:
         spans: those that touch the window; parts outside of it are cut off.
@@ -152,13 +152,12 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
     busy: defaultdict[str, Intervals] = defaultdict(list)
     for span in spans:
         part = (max(span.start_s, start_s), min(span.end_s, end_s))
-        if span.waits or part[0] > part[1]:
+        phase = "" if span.waits else _phase(span)
+        if not phase or part[0] > part[1]:
             continue
-        if span.role not in NO_DEVICES:
-            busy[span.role].append(part)
-        if phase := _phase(span):
-            # All who take part in a hand-over are at it together.
-            work[phase, "" if phase == HANDING_OVER else span.role].append(part)
+        # All who take part in a hand-over are at it together.
+        work[phase, "" if phase == HANDING_OVER else span.role].append(part)
+        busy[span.role] += [part] if phase != HANDING_OVER else []
     found: defaultdict[str, float] = defaultdict(float)
     for (phase, _), parts in sorted(work.items(), key=lambda item: _order(item[0][0])):
         found[phase] += seconds(union(parts))
@@ -166,7 +165,7 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
     idle = {role: whole_s - seconds(union(parts)) for role, parts in busy.items()}
     found["generators waiting"] = sum(s for role, s in idle.items() if is_generator(role))
     found["learner waiting"] = idle.get("learner", whole_s)
-    found["nobody at work"] = whole_s - seconds(union(p for parts in busy.values() for p in parts))
+    found["nobody at work"] = whole_s - seconds(union(p for parts in work.values() for p in parts))
     found[STEP] = whole_s
     return {phase: s / steps for phase, s in found.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stretto.assembly.controls import Filtering, RunSizes, controls
@@ -19,6 +19,7 @@ from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
 from stretto.runtime.sim.loop import VirtualClock, run, spend
 from stretto.runtime.sim.roles import SimLearner, SimScorer
+from stretto.schedules.replayed import ReplayedChunk, ReplayedOvercommit
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Prompt, Stats
@@ -146,6 +147,10 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         migrating=cluster.migrating if migrates else None,
         restarts=cluster.restarts,
     )
+    if w.chunks and not cluster.schedule.chunk_tokens:
+        turned = replace(turned, chunk=ReplayedChunk(w.chunks))
+    if w.deltas and cluster.schedule.knobs.overcommit == "auto":
+        turned = replace(turned, overcommit=ReplayedOvercommit(w.deltas))
     return Schedule(
         _prompts(cluster),
         roles.generators,
