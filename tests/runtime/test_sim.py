@@ -650,7 +650,9 @@ def test_a_fit_takes_as_long_in_all_as_the_calls_did() -> None:
     took = usual * random.lognormal(0, 0.2, 300) * np.where(random.random(300) < 0.1, 4, 1)
     assert took.sum() > 1.2 * usual.sum()
     assert (features @ fit_costs(features, took)).sum() == pytest.approx(took.sum(), rel=1e-6)
-    assert fit_costs(np.ones((4, 1)), np.array([1.0, 2.0, 3.0, 200.0])) == pytest.approx([2.0])
+    one = np.ones((4, 1))
+    assert fit_costs(one, np.array([200.0, 1.0, 2.0, 3.0])) == pytest.approx([2.0])  # compiles
+    assert fit_costs(one, np.array([1.0, 200.0, 2.0, 3.0])) == pytest.approx([51.5])
 
 
 def test_the_driver_s_work_is_fitted_and_not_on_the_way() -> None:

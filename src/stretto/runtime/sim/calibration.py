@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
+from statistics import median
 from types import MappingProxyType
 
 import numpy as np
@@ -42,7 +43,7 @@ _NO_THREADS: Mapping[str, int] = MappingProxyType({})
 _ROUNDS = 20
 
 _FAR_OFF = 10.0
-"""How many times what the others let expect a call takes that is left out: one that compiles."""
+"""How many times what the others let expect a first call takes that is left out: it compiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +158,21 @@ def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Arra
 
     The calls take as long in all as they did: squared errors count in inverse proportion to what is
     expected (a Poisson regression, by iteratively reweighted least squares). So a mean is
-    predicted, to which the slow calls of a busy machine belong. Calls that take many times what the
-    others let expect, such as a first one that compiles, are left out.
+    predicted, to which the slow calls of a busy machine belong. First calls that take many times
+    what the others let expect, as they compile, are left out.
 
     Args:
-        features: [n calls, k]; a column of zeros gets the coefficient 0.
+        features: [n calls, k], in the order in which they were made; a column of zeros gets the
+            coefficient 0.
         took_s: of each call; [n calls]
-        far_off: how many times what the others let expect a call takes that is left out.
+        far_off: how many times what the others let expect a first call takes that is left out.
     """
     least_s = np.median(took_s) * 1e-3 + 1e-12
     coefficients = _robust(features, took_s)
     like_others = took_s <= far_off * np.maximum(features @ coefficients, least_s)
-    x, y = features[like_others], took_s[like_others]
-    for _ in range(_ROUNDS if len(y) else 0):
+    first = int(np.argmax(like_others))
+    x, y = features[first:], took_s[first:]
+    for _ in range(_ROUNDS):
         root = np.sqrt(1 / np.maximum(x @ coefficients, least_s))
         coefficients = _nonnegative(x * root[:, None], y * root)
     return coefficients
@@ -264,7 +267,7 @@ def _driver(spans: Sequence[Span]) -> dict[str, DriverCost]:
 
 
 def _call_s(spans: Sequence[Span]) -> float:
-    """Return what passes between an update and the publishing of what it has made, on average.
+    """Return what typically passes between an update and the publishing of what it has made.
 
     What the driver does itself in between is not on the way.
     """
@@ -275,7 +278,7 @@ def _call_s(spans: Sequence[Span]) -> float:
         for before, after in pairwise(s for s in learner if not s.waits)
         if (before.name, after.name) == ("update", "publish")
     ]
-    return _mean(gaps)
+    return median(gaps) if gaps else 0.0
 
 
 def _mean_s(spans: Sequence[Span], name: str) -> float:
