@@ -121,6 +121,7 @@ def test_padded_rows_read_as_much_as_the_longest() -> None:
         ended, work = decode([replica], 9, 0)
         assert [row.id for row in ended] == [1, 0]
         assert (work.steps, work.context, work.seconds) == (4, expected, expected)
+        assert replica.load == 0
 
 
 def test_roofline_costs_are_what_the_data_sheets_say() -> None:

@@ -136,7 +136,8 @@ class Schedule:
                 await self._until(self._may_generate)
                 delta = self._overcommit.delta
                 await self._load()
-                with self._own_work("fill", self._round_size + delta - len(self._buffer)):
+                missing = self._round_size + delta - len(self._buffer)
+                with self._own_work("fill", max(missing, 0)):
                     self._fill(delta)
             await self._admit()
             with self._meter.generating():

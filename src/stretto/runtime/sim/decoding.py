@@ -139,7 +139,8 @@ class Replica:
             self._in_rows += row.prompt + row.tokens
             row.base = self.step - row.tokens
             self.rows[row.id] = row
-            heapq.heappush(self._longest, (row.base - row.prompt, row.id))
+            if self._cost.padded:
+                heapq.heappush(self._longest, (row.base - row.prompt, row.id))
             heapq.heappush(self._ends, (row.base + row.length, row.id))
         if self._to_prefill:
             self.time_s += self._cost.prefill.seconds(self._to_prefill)

@@ -128,7 +128,7 @@ def predict(folder: str | Path) -> Prediction:
     ends_s = list(accumulate(step["timing_s/step"] for step in result.steps))
     window = (ends_s[WARM_STEPS - 1], ends_s[-1])
     measured = phases_of(trace.spans, steps[0].start_s, steps[-1].end_s, len(steps))
-    predicted = phases_of(result.spans, *window, len(steps))
+    predicted = phases_of(result.spans, *window, len(ends_s) - WARM_STEPS)
     names = dict.fromkeys((*measured, *predicted))
     phases = [Phase(n, measured.get(n, 0.0), predicted.get(n, 0.0)) for n in names]
     phases.sort(key=lambda phase: phase.name == STEP)
