@@ -143,6 +143,6 @@ def test_runs_without_critic_or_reward_model() -> None:
 
 
 def test_no_room_for_keys_and_values() -> None:
-    big = replace(SETTING, models=Models(shape_of("llama-65b")))
+    big = replace(SETTING, models=Models(shape_of("llama-65b")), hardware=PERFECT.on("h100"))
     with pytest.raises(ConfigError, match="beside 131 GB of weights and of what others keep"):
         cluster_of(big, replace(layout("none"), generator=FOUR), ScheduleConfig())
