@@ -193,9 +193,8 @@ def first_order_goodput(recovery: Recovery, mtbf_s: float) -> float:
     """Return what is left of the time where failures that end the run are rare.
 
     A failure costs half a period and the writing on average, its detection, and a restart. Spare
-    nodes are taken to be there, and replacing copies to cost nothing. The
-    expected ETTR of Kokolis et al. 2024 is the same to this order, with checkpoints that are written
-    at once.
+    nodes are taken to be there, and replacing copies to cost nothing. The expected ETTR of Kokolis
+    et al. 2024 is the same to this order, with checkpoints that are written at once.
 
     Args:
         recovery: what the run does about failures.
