@@ -54,11 +54,15 @@ def config_of(config: Config, job: Job, out: str) -> Config:
     return recipes.build(data, f"variant '{job.variant}'")
 
 
-def schedule_of(schedule: ScheduleConfig, variant: str) -> dict[str, Any]:
+def schedule_of(
+    schedule: ScheduleConfig,
+    variant: str,
+    variants: Mapping[str, Mapping[str, object]] = VARIANTS,
+) -> dict[str, Any]:
     """The settings of a schedule with the variant's preset and knobs."""
     defaults = ScheduleConfig().model_dump()
     knobs = {name: defaults[name] for name in REPLACED}
-    return {**schedule.model_dump(), **knobs, **VARIANTS[variant]}
+    return {**schedule.model_dump(), **knobs, **variants[variant]}
 
 
 def outcome_of(job: Job, folder: Path) -> Outcome:

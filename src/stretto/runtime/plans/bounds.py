@@ -51,8 +51,7 @@ class Bounds:
 
         Args:
             setting: what runs.
-            first, last: steps, of which the time from the end of the first to the end of the last
-                counts.
+            first, last: hand-overs of weights, between which the time counts.
         """
         self._setting, self._first, self._last = setting, first, last
         self._costs: dict[Layout, _Costs] = {}
@@ -70,10 +69,10 @@ class Bounds:
         costs, work = self._costs[layout], self._round(candidate.schedule)
         share = CARRIED if knobs.on("overcommit") else 1.0
         generating = share * self._generating(candidate, costs.generator, work)
-        generating += costs.generator.load_s
+        generating += costs.generator.load_s / candidate.schedule.weight_sync_interval
         training = share * costs.learner.seconds(int(work.trained))
         scoring = share * costs.score_s * work.trained
-        scorers = scoring + costs.load_s
+        scorers = scoring + costs.load_s / candidate.schedule.weight_sync_interval
         last = scoring if knobs.score_on == "batch" else 0.0
         produced = generating + last
         if not knobs.streams and not knobs.on("overcommit"):
@@ -108,12 +107,12 @@ class Bounds:
             found = rounds(
                 w.batch * interval,
                 extra,
-                -(-self._last // interval),
+                self._last,
                 length=lambda i: min(lengths(i), w.max_new_tokens),
                 prompt=Lengths(w.prompt_tokens, w.seed + 1),
                 samples=w.samples_per_prompt,
             )
-            self._rounds[extra, interval] = Round.mean(found[self._first // interval :], interval)
+            self._rounds[extra, interval] = Round.mean(found[self._first :], interval)
         return self._rounds[extra, interval]
 
     def _delta(self, schedule: ScheduleConfig) -> int:
@@ -122,7 +121,8 @@ class Bounds:
         if schedule.knobs.overcommit != "auto":
             return schedule.largest_overcommit(batch)
         looks_back = schedule.overcommit_rule != "throughput"
-        if looks_back and 2 * schedule.overcommit_window >= self._last:
+        steps = self._last * schedule.weight_sync_interval
+        if looks_back and 2 * schedule.overcommit_window >= steps:
             return schedule.first_overcommit(batch)  # no reward has been looked at yet
         return schedule.largest_overcommit(batch)
 

@@ -13,8 +13,8 @@ from stretto.runtime.plans.candidates import Candidate
 from stretto.runtime.sim.layouts import Setting, cluster_of, devices_of, memory_of
 from stretto.runtime.sim.simulate import SimResult, simulate
 
-STEPS, WARM = 6, 2
-"""Steps that are simulated, and those of them that fill the pipeline and do not count."""
+ROUNDS, WARM = 6, 2
+"""Hand-overs of weights that are simulated, and those that fill the pipeline and do not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,13 @@ def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
     from stretto.planning import memory
 
     cluster = cluster_of(setting, candidate.layout, candidate.schedule, engines=candidate.engines)
-    workload = cluster.workload.model_copy(update={"steps": STEPS})
+    interval = candidate.schedule.weight_sync_interval
+    steps, warm = ROUNDS * interval, WARM * interval
+    workload = cluster.workload.model_copy(update={"steps": steps})
     result = simulate(cluster.model_copy(update={"workload": workload}))
     ends = list(accumulate(step["timing_s/step"] for step in result.steps))
-    step_s = (ends[-1] - ends[WARM - 1]) / (STEPS - WARM)
-    counted = result.steps[WARM:]
+    step_s = (ends[-1] - ends[warm - 1]) / (steps - warm)
+    counted = result.steps[warm:]
     busy, idle = times_of(result, candidate)
     streams = candidate.schedule.knobs.streams
     return Outcome(

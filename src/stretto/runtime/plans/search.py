@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from stretto.errors import ConfigError
 from stretto.runtime.plans.bounds import Bounds
 from stretto.runtime.plans.candidates import BASELINE, Candidate, Space, candidates, fits
-from stretto.runtime.plans.outcome import STEPS, WARM, Outcome, outcome_of
+from stretto.runtime.plans.outcome import ROUNDS, WARM, Outcome, outcome_of
 from stretto.runtime.sim.layouts import Setting
 
 Kind = tuple[str, str]
@@ -69,7 +69,7 @@ def search(
         ConfigError: nothing fits.
     """
     start_s = time.monotonic()
-    bounds = Bounds(setting, WARM, STEPS)
+    bounds = Bounds(setting, WARM, ROUNDS)
     ranked = _ranked(_bounded(candidates(setting, space), bounds))
     board, unfit, bound_s = _Board(keep), 0, inf
     with _simulators(setting, workers or os.cpu_count() or 1) as (simulate, room):
