@@ -231,14 +231,13 @@ def _models(config: Config, question: Question, assumed: list[str]) -> tuple[Mod
     reward = None
     if named:
         name = question.reward_model or named[0]
-        if name in ("actor", *SHAPES) or question.reward_model:
+        if question.reward_model:
             reward = (actor if name == "actor" else shape_of(name)).valued()
-        else:
-            try:
-                reward = _shape(ModelConfig(name=name), "").valued()
-            except StrettoError:
-                reward = actor.valued()
-                assumed.append(f"the reward model '{name}' has the actor's body (--reward-model)")
+        elif Path(name).is_dir():
+            reward = _shape(ModelConfig(name=name), "").valued()
+        else:  # looking for it on a hub would take minutes where there is no network
+            reward = actor.valued()
+            assumed.append(f"the reward model '{name}' has the actor's body (--reward-shape)")
         if len(named) > 1:
             assumed.append(f"of {len(named)} reward models only '{named[0]}' is planned for")
     critic = actor.valued() if config.algorithm.definition.critic else None
@@ -260,7 +259,7 @@ def _shape(model: ModelConfig, name: str) -> Shape:
         except StrettoError as error:
             raise ConfigError(
                 f"the shape of '{model.name}' cannot be read ({error}); name a model of its shape "
-                f"with --model: {', '.join(SHAPES)}"
+                f"with --model-shape: {', '.join(SHAPES)}"
             ) from unknown
 
 
