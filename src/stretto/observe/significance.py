@@ -1,0 +1,47 @@
+"""What the seeds of a comparison allow to be said: which schedules differ from the baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from stretto.observe.intervals import LEVEL, ratio_interval
+
+Ratios = Mapping[str, Sequence[float | None]]
+"""By variant, a ratio for each seed that both it and the baseline ran; above 1 is better than the
+baseline. ``None`` where one of the two did not reach the target."""
+
+
+def verdict(what: str, baseline: str, ratios: Ratios) -> str:
+    """A sentence on which variants are better or worse than the baseline, and which may be neither.
+
+    A difference is significant where the interval of the mean ratio leaves out 1. A variant with a
+    pair that lacks a ratio is not judged: the pairs that have one are a selection.
+
+    Args:
+        what: compared quantity, which is the better the smaller it is.
+        baseline: its name.
+        ratios: of the variants, without the baseline.
+    """
+    kinds: dict[str, list[str]] = {"fewer": [], "more": [], "undecided": [], "unknown": []}
+    for variant, pairs in ratios.items():
+        known = [ratio for ratio in pairs if ratio is not None]
+        found = ratio_interval(known)
+        if found is None or len(known) < len(pairs):
+            reached = f"{len(known)} of {len(pairs)} pairs reached the target"
+            kinds["unknown"].append(f"{variant} ({reached})")
+            continue
+        kind = "fewer" if found.low > 1 else "more" if found.high < 1 else "undecided"
+        numbers = f"{found.mean:.2f}x [{found.low:.2f}, {found.high:.2f}]"
+        kinds[kind].append(f"{variant} {numbers}")
+    named = {
+        "significantly fewer": kinds["fewer"],
+        "significantly more": kinds["more"],
+        "no significant difference": kinds["undecided"],
+        "not judged": kinds["unknown"],
+    }
+    said = "; ".join(f"{name}: {', '.join(some)}" for name, some in named.items() if some)
+    level = f"{100 * LEVEL:.0f} %"
+    return (
+        f"{what}, {baseline}'s over the schedule's own, paired by seed: geometric mean and its "
+        f"{level} interval (Student's t on logarithms), each schedule by itself. {said}."
+    )
