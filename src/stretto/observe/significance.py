@@ -22,26 +22,31 @@ def verdict(what: str, baseline: str, ratios: Ratios) -> str:
         baseline: its name.
         ratios: of the variants, without the baseline.
     """
-    kinds: dict[str, list[str]] = {"fewer": [], "more": [], "undecided": [], "unknown": []}
+    said: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     for variant, pairs in ratios.items():
-        known = [ratio for ratio in pairs if ratio is not None]
-        found = ratio_interval(known)
-        if found is None or len(known) < len(pairs):
-            reached = f"{len(known)} of {len(pairs)} pairs reached the target"
-            kinds["unknown"].append(f"{variant} ({reached})")
-            continue
-        kind = "fewer" if found.low > 1 else "more" if found.high < 1 else "undecided"
-        numbers = f"{found.mean:.2f}x [{found.low:.2f}, {found.high:.2f}]"
-        kinds[kind].append(f"{variant} {numbers}")
-    named = {
-        "significantly fewer": kinds["fewer"],
-        "significantly more": kinds["more"],
-        "no significant difference": kinds["undecided"],
-        "not judged": kinds["unknown"],
-    }
-    said = "; ".join(f"{name}: {', '.join(some)}" for name, some in named.items() if some)
-    level = f"{100 * LEVEL:.0f} %"
+        kind, figures = _judged(pairs)
+        said[kind].append(f"{variant} {figures}")
+    found = "; ".join(f"{kind}: {', '.join(some)}" for kind, some in said.items() if some)
     return (
         f"{what}, {baseline}'s over the schedule's own, paired by seed: geometric mean and its "
-        f"{level} interval (Student's t on logarithms), each schedule by itself. {said}."
+        f"{100 * LEVEL:.0f} % interval (Student's t on logarithms), each schedule by itself. "
+        f"{found}."
     )
+
+
+_KINDS = _FEWER, _MORE, _EITHER, _UNKNOWN = (
+    "significantly fewer",
+    "significantly more",
+    "no significant difference",
+    "not judged",
+)
+
+
+def _judged(pairs: Sequence[float | None]) -> tuple[str, str]:
+    """What can be said of a variant, and the figures that it rests on."""
+    known = [ratio for ratio in pairs if ratio is not None]
+    found = ratio_interval(known)
+    if found is None or len(known) < len(pairs):
+        return _UNKNOWN, f"({len(known)} of {len(pairs)} pairs reached the target)"
+    kind = _FEWER if found.low > 1 else _MORE if found.high < 1 else _EITHER
+    return kind, f"{found.mean:.2f}x [{found.low:.2f}, {found.high:.2f}]"
