@@ -102,7 +102,7 @@ def together(shape: Shape, gpus: int) -> Iterator[Layout]:
     for learner, generator, scorer, offload, passes in product(
         ways, ways, ways, (False, True), PASSES
     ):
-        yield Layout(learner, generator, scorer, True, offload, *passes)
+        yield Layout(learner, generator, scorer, "all", offload, *passes)
 
 
 def apart(shape: Shape, gpus: int) -> Iterator[Layout]:
@@ -110,7 +110,7 @@ def apart(shape: Shape, gpus: int) -> Iterator[Layout]:
     for shares in EIGHTHS:
         learners, generators, scorers = (meshes(shape, gpus * share // 8) for share in shares)
         for learner, generator, scorer, passes in product(learners, generators, scorers, PASSES):
-            yield Layout(learner, generator, scorer, False, False, *passes)
+            yield Layout(learner, generator, scorer, "none", False, *passes)
 
 
 # -- Markdown --------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def travelling(sizes: Sequence[str], hardware: Hardware) -> str:
     rows = []
     for size in sizes:
         models = Models.of_one_size(LLAMAS[size])
-        layout = Layout(learner, generator, scorer, colocated=False)
+        layout = Layout(learner, generator, scorer, "none")
         at_once_s = estimate(models, layout, WORKLOAD, hardware).handovers[0].exposed_s
         whole = wire.broadcast_bytes(models.actor)
         first = wire.gathered_first_bytes(models.actor, learner)

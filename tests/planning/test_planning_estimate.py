@@ -40,7 +40,13 @@ def layout(
     colocated: bool, learner: Mesh = FOUR, generator: Mesh = FOUR, scorer: Mesh = FOUR
 ) -> Layout:
     return Layout(
-        learner, generator, scorer, colocated, checkpointing=False, micro_tokens=5, prefill_tokens=5
+        learner,
+        generator,
+        scorer,
+        "all" if colocated else "none",
+        checkpointing=False,
+        micro_tokens=5,
+        prefill_tokens=5,
     )
 
 

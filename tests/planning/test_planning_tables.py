@@ -30,7 +30,7 @@ def estimated(size: str, layout: Layout) -> Estimate:
 
 
 def test_what_fits_comes_before_what_is_quick() -> None:
-    place = Layout(Mesh(8), Mesh(1, 8), Mesh(1, 8), True, offload=True)
+    place = Layout(Mesh(8), Mesh(1, 8), Mesh(1, 8), "all", offload=True)
     slow, burst = estimated("13B", place), estimated("13B", replace(place, checkpointing=False))
     assert not slow.bursts
     assert burst.bursts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from math import log
 from typing import Any
 
@@ -17,6 +18,9 @@ from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.observe.spans import Span, Spans
+from stretto.planning import wire
+from stretto.planning.layout import Mesh
+from stretto.planning.shapes import shape_of
 from stretto.runtime.sim.calibration import calibrate, fit_costs
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -31,8 +35,8 @@ from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.hardware import (
-    DevicePlacement,
     Efficiency,
+    Passes,
     generator_cost,
     prefill_cost,
     train_cost,
@@ -124,35 +128,79 @@ def test_padded_rows_read_as_much_as_the_longest() -> None:
         assert replica.load == 0
 
 
+PERFECT = Efficiency(
+    memory=1, prefill=1, training=1, link=1, usable=1, step_s=0, call_s=0, reduce_s=1e-5
+)
+QWEN = shape_of("qwen2.5-7b")
+
+
 def test_roofline_costs_are_what_the_data_sheets_say() -> None:
-    perfect = Efficiency(memory=1, prefill=1, training=1, link=1, step_s=0, call_s=0, reduce_s=1e-5)
-    place = DevicePlacement(model="qwen2.5-7b", gpu="h200")
-    cost = generator_cost(place, perfect)
-    assert cost.decode.step_s == pytest.approx(15.22e9 / 4.8e12)  # 3.2 ms to read the weights
-    assert cost.decode.row_s == pytest.approx(2 * 7.61e9 / 989e12)
+    on = PERFECT.on("h200")
+    cost = generator_cost(QWEN, 1, on)
+    # All but the embedding is read, and multiplied with.
+    used = 7.615e9 - 152_064 * 3584
+    assert cost.decode.step_s == pytest.approx(2 * used / 4.8e12, rel=1e-3)  # 2.9 ms
+    assert cost.decode.row_s == pytest.approx(2 * used / 989e12, rel=1e-3)
     assert cost.cache_bytes == 2 * 28 * 4 * 128 * 2  # keys and values, 28 layers, 4 heads of 128
     assert cost.decode.context_s == pytest.approx(57344 / 4.8e12)
-    assert cost.prefill.seconds(1000) == pytest.approx(1000 * 2 * 7.61e9 / 989e12)
-    assert cost.cache_tokens == int((0.9 * 141e9 - 15.22e9) / 57344)
-    with pytest.raises(ConfigError, match=r"130 GB of weights.*into 1 x 80 GB; raise tensor_par"):
-        generator_cost(DevicePlacement(model="llama-65b", gpu="h100"), perfect)
-    split = generator_cost(
-        DevicePlacement(model="qwen2.5-7b", gpu="h200", tensor_parallel=4), perfect
-    )
-    assert split.decode.step_s == pytest.approx(15.22e9 / 4.8e12 / 4 + 2 * 28 * 1e-5)
-    copies = DevicePlacement(model="qwen2.5-7b", gpu="h200", replicas=7)
-    assert prefill_cost(copies, perfect).token_s == pytest.approx(2 * 7.61e9 / 989e12 / 7)
-    train = train_cost(["qwen2.5-7b"] * 2, "h200", 7, 4, 4, perfect)
-    assert train.token_s == pytest.approx(4 * 6 * 2 * 7.61e9 / 989e12 / 7)
-    traffic = 3 * 2 * 2 * 7.61e9 / 450e9  # two gathers and a reduction of both models
-    assert train.step_s == pytest.approx(4 * (2 * 7.61e9 * 32 / 4.8e12 / 7 + traffic))
+    assert cost.prefill.seconds(1000) == pytest.approx(1000 * 2 * used / 989e12, rel=1e-3)
+    assert cost.cache_tokens == int((141e9 - 2 * QWEN.parameters) / 57344)
+    assert generator_cost(QWEN, 1, on, free_bytes=57344 * 7).cache_tokens == 7
+    # A token attends to half of the others: 4 operations a layer and unit of width.
+    longer = generator_cost(QWEN, 1, on, length=1000).prefill.token_s - cost.prefill.token_s
+    assert longer == pytest.approx(2 * 28 * 3584 * 1000 / 989e12)
+    with pytest.raises(ConfigError, match=r"1 x 80 GB have no room .*131 GB of weights; raise"):
+        generator_cost(shape_of("llama-65b"), 1, PERFECT.on("h100"))
+
+
+def test_tensor_parallel_copies_share_weights_and_reduce() -> None:
+    on = PERFECT.on("h200")
+    layers = 28 * QWEN.layer_parameters
+    head = 152_064 * 3584 + 3584
+    sent = 28 * 2 * 2 * 3584 * 2 * 3 / 4 / 450e9  # of a token, two all-reduces a layer
+    cost = generator_cost(QWEN, 4, on)
+    assert cost.decode.step_s == pytest.approx(2 * (layers / 4 + head) / 4.8e12 + 56e-5)
+    assert cost.decode.row_s == pytest.approx(2 * (layers / 4 + head) / 989e12 + sent)
+    assert cost.decode.context_s == pytest.approx(57344 / 4 / 4.8e12)
+    scored = prefill_cost(QWEN.valued(), Mesh(3, 4), on)
+    assert scored.call_s == pytest.approx(56e-5)
+    assert scored.token_s == pytest.approx((2 * (layers / 4 + 3584 * 2) / 989e12 + sent) / 3)
+
+
+def test_training_takes_its_operations_or_its_links() -> None:
+    on, tokens = PERFECT.on("h200"), 7 * 8192
+    used = QWEN.multiplied(1)
+    cost = train_cost([QWEN], Mesh(7), on, Passes(tokens, epochs=4, updates=4))
+    assert cost.token_s == pytest.approx(4 * 6 * used / 989e12 / 7)
+    assert cost.step_s == pytest.approx(4 * QWEN.parameters * 32 / 4.8e12 / 7)
+    checkpointed = train_cost([QWEN], Mesh(7), on, Passes(tokens, checkpointing=True))
+    assert checkpointed.token_s == pytest.approx(8 * used / 989e12 / 7)
+    # With little to compute, FSDP's traffic counts: 700 tokens are 100 of each shard, in one pass.
+    little = train_cost([QWEN], Mesh(7), on, Passes(700))
+    traffic = wire.fsdp_training_bytes(QWEN, Mesh(7), 1) / 450e9
+    assert little.token_s * 700 == pytest.approx(traffic)
+
+
+def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
+    on, passes = PERFECT.on("h200"), Passes(64 * 1000, micro_tokens=1000)
+    alone = train_cost([QWEN], Mesh(1), on, passes)
+    stages = train_cost([QWEN], Mesh(1, 1, 4), on, passes)
+    stage = QWEN.stage(4)
+    assert stage.layers == 7
+    sent = 2 * 2 * 3584 / 50e9
+    assert stages.token_s == pytest.approx(6 * stage.multiplied(1) / 989e12 + sent)
+    moved = 32 * stage.held(1) / 4.8e12
+    assert stages.step_s == pytest.approx(moved + 3 * 1000 * stages.token_s)
+    assert stages.token_s < alone.token_s / 3
+    fused = train_cost([QWEN], Mesh(1, 1, 4), on, replace(passes, bubble=0.5))
+    assert fused.step_s == pytest.approx(moved + 0.5 * 1000 * stages.token_s)
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown model 'qwen2\.5-7'.*'qwen2\.5-7b'"):
-        generator_cost(DevicePlacement(model="qwen2.5-7", gpu="h100"), Efficiency())
+        shape_of("qwen2.5-7")
     with pytest.raises(ConfigError, match="unknown GPU 'h20'"):
-        generator_cost(DevicePlacement(model="qwen2.5-7b", gpu="h20"), Efficiency())
+        Efficiency().on("h20")
 
 
 # -- lengths ----------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ class _Wanted:
             )
         everywhere = Mesh(self.gpus // self.tp, self.tp)
         if self.fsdp in (0, everywhere.data):
-            return Layout(everywhere, everywhere, everywhere, True, self.offload)
+            return Layout(everywhere, everywhere, everywhere, "all", self.offload)
         rest = everywhere.data - self.fsdp - 1
         if rest < 1:
             raise ConfigError(
@@ -108,7 +108,7 @@ class _Wanted:
                 "where roles share all GPUs, or fewer shards"
             )
         learner, generator = Mesh(self.fsdp, self.tp), Mesh(rest, self.tp)
-        return Layout(learner, generator, Mesh(1, self.tp), False, self.offload)
+        return Layout(learner, generator, Mesh(1, self.tp), "none", self.offload)
 
 
 def _on_gpus(model: str, wanted: _Wanted) -> str:

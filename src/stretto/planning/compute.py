@@ -64,4 +64,4 @@ def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) ->
 
 def optimizer_bytes(shape: Shape, mesh: Mesh) -> float:
     """Return what a device moves in an update of its shard."""
-    return OPTIMIZER * shape.held(mesh.tensor) / mesh.data
+    return OPTIMIZER * shape.stage(mesh.stages).held(mesh.tensor) / mesh.data

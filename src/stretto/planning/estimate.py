@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from stretto.errors import ConfigError
 from stretto.planning import compute, memory, wire
 from stretto.planning.hardware import Hardware
 from stretto.planning.layout import Layout, Mesh, Workload
 from stretto.planning.phases import Phase, Work, added
 from stretto.planning.shapes import Models, Shape
-
-FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
-"""All-reduces of a tensor-parallel layer: forward, with a backward, and computed twice."""
+from stretto.planning.wire import CHECKPOINTED, FORWARD, TRAINED
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +60,10 @@ class Estimate:
         """
         if self.layout.colocated:
             return {"all": added(phase.by_limit for phase in self.phases)}
-        to_generators, to_scorers = (work.by_limit for work in self.handovers)
+        to_generators, *to_scorers = (work.by_limit for work in self.handovers)
         return {
             "generation": added([self.generation.by_limit, to_generators]),
-            "scoring": added([self.scoring.by_limit, to_scorers]),
+            "scoring": added([self.scoring.by_limit, *to_scorers]),
             "training": self.training.by_limit,
         }
 
@@ -92,6 +91,11 @@ def estimate(models: Models, layout: Layout, workload: Workload, hardware: Hardw
             memory is estimated all the same; see :attr:`Estimate.bursts`.
     """
     layout.check(models, hardware.links)
+    if layout.sharing not in ("all", "none") or layout.learner.stages > 1:
+        raise ConfigError(
+            f"{layout}: on paper, roles are all colocated or all apart, and learners have no "
+            "pipeline; the simulator takes others"
+        )
     maker = _Maker(models, layout, workload, hardware)
     handover, handovers = maker.handover()
     return Estimate(
@@ -149,21 +153,22 @@ class _Maker:
     def scoring(self) -> Phase:
         """A forward pass of reference, reward model and critic over all tokens."""
         models, layout = self.models, self.layout
-        shapes = [models.reference, models.reward, *([] if layout.colocated else [models.critic])]
+        critics = models.trained[1:]
+        shapes = models.frozen if layout.colocated else (*models.frozen, *critics)
         pieces = [self._scored(s, layout.scorer, layout.prefill_tokens) for s in shapes]
         if layout.colocated:
-            pieces.append(self._forward_in_shards(models.critic))
+            pieces += [self._forward_in_shards(critic) for critic in critics]
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
             work.append(self._to_host(memory.frozen_bytes(models, layout)))
-        parts = memory.scoring(models, layout)
+        parts = memory.scoring(models, layout, self.workload, self.hardware)
         return Phase("scoring", parts, sum(size for _, size in pieces), tuple(work))
 
     def training(self) -> Phase:
         """Forward and backward passes of actor and critic, and their updates."""
         models, layout = self.models, self.layout
-        pieces = [self._trained(shape) for shape in (models.actor, models.critic)]
-        work = [*(piece for piece, _ in pieces), self._updated(models.actor, models.critic)]
+        pieces = [self._trained(shape) for shape in models.trained]
+        work = [*(piece for piece, _ in pieces), self._updated(*models.trained)]
         if layout.offload:
             work.append(self._to_host(memory.kept_bytes(models, layout.learner)))
         parts = memory.training(models, layout)
@@ -180,11 +185,11 @@ class _Maker:
             if layout.offload:
                 works.append(self._to_host(memory.kept_bytes(models, layout.learner)))
         else:
-            sizes = [wire.broadcast_bytes(shape) for shape in (models.actor, models.critic)]
+            sizes = [wire.broadcast_bytes(shape) for shape in models.trained]
             size = max(sizes)
             works = [
                 Work(exposed_s=size / self._broadcast_bytes_per_s(to))
-                for size, to in zip(sizes, (layout.generator, layout.scorer), strict=True)
+                for size, to in zip(sizes, (layout.generator, layout.scorer), strict=False)
             ]
         parts = memory.handover(models, layout, self.workload, self.hardware)
         return Phase("hand-over", parts, size, tuple(works)), tuple(works)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,17 @@ From NVIDIA's data sheets "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 
 "GH200 Grace Hopper Superchip": operations without sparsity; half of what is said of links, as that
 counts both directions.
 """
+
+
+def gpu_of(name: str) -> Gpu:
+    """Return a GPU's figures.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in GPUS:
+        raise ConfigError(f"unknown GPU '{name}'. {nearest(name, GPUS)}")
+    return GPUS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +100,6 @@ class Links:
 class Assumptions:
     """What software reaches of the peaks. None of it was measured; vary it.
 
-    The defaults are those of the simulator's roofline (``runtime/sim/hardware.py``).
-
     Attributes:
         memory: share of the memory bandwidth that a decode step reaches.
         prefill: share of the peak operations in a forward pass over known tokens.
@@ -100,6 +109,8 @@ class Assumptions:
             and for what is lost between allocations.
         step_s: seconds of a decode step beside the device's own work, with CUDA graphs.
         reduce_s: seconds of an all-reduce among tensor-parallel devices, beside its bytes'.
+        call_s: seconds of a call of a generator or scorer to prefill tokens, beside the device's
+            work.
     """
 
     memory: float = 0.7
@@ -109,10 +120,11 @@ class Assumptions:
     usable: float = 0.9
     step_s: float = 0.002
     reduce_s: float = 0.00002
+    call_s: float = 0.005
 
     def __post_init__(self) -> None:
-        *shares, step_s, reduce_s = astuple(self)
-        if not all(0 < share <= 1 for share in shares) or min(step_s, reduce_s) < 0:
+        *shares, step_s, reduce_s, call_s = astuple(self)
+        if not all(0 < share <= 1 for share in shares) or min(step_s, reduce_s, call_s) < 0:
             raise ConfigError(f"{self}: shares are above 0 and at most 1, seconds 0 or more")
 
 

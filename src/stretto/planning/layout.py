@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stretto.errors import ConfigError
 from stretto.planning.hardware import Links
@@ -16,26 +17,33 @@ class Mesh:
     Attributes:
         data: shards of the learner (FSDP), or copies of a generator or scorer.
         tensor: devices over which the matrices of each of them are split (tensor parallelism).
+        stages: of the learner's pipelines, each with as many layers (pipeline parallelism).
     """
 
     data: int
     tensor: int = 1
+    stages: int = 1
 
     def __post_init__(self) -> None:
-        if self.data < 1 or self.tensor < 1:
+        if min(self.data, self.tensor, self.stages) < 1:
             raise ConfigError(
-                f"a mesh of {self.data} x {self.tensor} devices: both numbers are 1 or more"
+                f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages: each "
+                "number is 1 or more"
             )
 
     @property
     def devices(self) -> int:
         """How many there are."""
-        return self.data * self.tensor
+        return self.data * self.tensor * self.stages
 
     def data_bytes_per_s(self, links: Links) -> float:
         """Return the speed of collectives over ``data``; tensor-parallel devices are neighbours."""
         a_node = max(1, links.gpus_per_node // self.tensor)
         return links.bytes_per_s(self.data, min(self.data, a_node))
+
+
+Sharing = Literal["all", "none", "generators", "learner"]
+"""Roles that share devices: all of them; none; scorers with the generators, or with the learner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +54,8 @@ class Layout:
         learner: of actor and critic, both trained on all of its devices, one after the other.
         generator: of the actor that generates.
         scorer: of the frozen models.
-        colocated: all roles are on all devices and take turns; else each has devices of its own,
-            and the critic's values come from a copy beside the frozen models.
+        sharing: which roles are on the same devices and take turns. Unless all are, the critic's
+            values come from a copy beside the frozen models.
         offload: roles that are not at work keep their states in the host's memory.
         checkpointing: layers keep their inputs alone, and are computed again in the backward pass.
         micro_tokens: tokens of a micro-batch of one shard of the learner.
@@ -57,18 +65,23 @@ class Layout:
     learner: Mesh
     generator: Mesh
     scorer: Mesh
-    colocated: bool
+    sharing: Sharing
     offload: bool = False
     checkpointing: bool = True
     micro_tokens: int = 8192
     prefill_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        meshes = (self.learner, self.generator, self.scorer)
-        if self.colocated and len({mesh.devices for mesh in meshes}) > 1:
-            counts = ", ".join(str(mesh.devices) for mesh in meshes)
+        meshes = {
+            "learner": self.learner,
+            "generators": self.generator,
+            "scorers": self.scorer,
+        }
+        together = [meshes[role] for role in self.shared]
+        if len({mesh.devices for mesh in together}) > 1:
+            counts = ", ".join(str(mesh.devices) for mesh in together)
             raise ConfigError(
-                f"learner, generators and scorers on {counts} devices: colocated roles are on the "
+                f"{', '.join(self.shared)} on {counts} devices: colocated roles are on the "
                 "same devices; give each as many, or set them apart"
             )
         if self.offload and not self.colocated:
@@ -82,11 +95,24 @@ class Layout:
             )
 
     @property
+    def colocated(self) -> bool:
+        """Whether all roles are on all devices."""
+        return self.sharing == "all"
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The roles that are on the same devices."""
+        if self.sharing == "all":
+            return "learner", "generators", "scorers"
+        return () if self.sharing == "none" else (self.sharing, "scorers")
+
+    @property
     def gpus(self) -> int:
         """Devices of all roles."""
         if self.colocated:
             return self.learner.devices
-        return self.learner.devices + self.generator.devices + self.scorer.devices
+        scorers = self.scorer.devices if self.sharing == "none" else 0
+        return self.learner.devices + self.generator.devices + scorers
 
     def check(self, models: Models, links: Links) -> None:
         """Check that the models can be divided so.
@@ -94,14 +120,17 @@ class Layout:
         Raises:
             ConfigError: they cannot.
         """
-        pairs = (
-            (self.learner, models.actor),
-            (self.learner, models.critic),
+        pairs = [
+            *((self.learner, shape) for shape in models.trained),
             (self.generator, models.actor),
-            (self.scorer, models.reference),
-            (self.scorer, models.reward),
-        )
+            *((self.scorer, shape) for shape in models.frozen),
+        ]
         for mesh, shape in pairs:
+            if mesh.stages > shape.layers:
+                raise ConfigError(
+                    f"{mesh.stages} pipeline stages of a model with {shape.layers} layers: give "
+                    "each stage one or more"
+                )
             if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
                 raise ConfigError(
                     f"tensor parallelism {mesh.tensor} of a model with {shape.heads} heads, "

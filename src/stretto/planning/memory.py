@@ -38,7 +38,7 @@ def state_bytes(shape: Shape, mesh: Mesh) -> float:
 
     Rajbhandari et al. 2020: 16 P / n, with P what a tensor-parallel device holds.
     """
-    return STATE * shape.held(mesh.tensor) / mesh.data
+    return STATE * shape.stage(mesh.stages).held(mesh.tensor) / mesh.data
 
 
 def weight_bytes(shape: Shape, tensor: int) -> float:
@@ -120,17 +120,32 @@ def bucket_bytes(shape: Shape, mesh: Mesh) -> float:
 def frozen_bytes(models: Models, layout: Layout) -> float:
     """Return bytes of the frozen models on a scorer's GPU.
 
-    Set apart, they have a copy of the critic beside them, which computes values.
+    Unless all roles are colocated, they have a copy of the critic beside them, which computes
+    values.
     """
-    shapes = [models.reference, models.reward, *([] if layout.colocated else [models.critic])]
+    shapes = models.frozen if layout.colocated else (*models.frozen, *models.trained[1:])
     return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
 
 
-def resident(models: Models, layout: Layout) -> Parts:
-    """Return what colocated roles keep on a GPU while another one is at work."""
-    if not layout.colocated or layout.offload:
+def resident(models: Models, layout: Layout, role: str) -> Parts:
+    """Return what a role, and those on the same GPUs, keep there whoever of them is at work.
+
+    Args:
+        models: of the run.
+        layout: of the roles.
+        role: learner, generators or scorers.
+    """
+    here = layout.shared if role in layout.shared else (role,)
+    if layout.offload:
         return {}
-    return {"learner's states": _states(models, layout), "frozen": frozen_bytes(models, layout)}
+    parts = {}
+    if "learner" in here:
+        parts["learner's states"] = _states(models, layout)
+        if not layout.colocated:
+            parts["snapshots"] = _snapshots(models, layout)
+    if "scorers" in here:
+        parts["frozen"] = frozen_bytes(models, layout)
+    return parts
 
 
 def _total(parts: Parts) -> float:
@@ -138,11 +153,18 @@ def _total(parts: Parts) -> float:
 
 
 def _states(models: Models, layout: Layout) -> float:
-    return sum(state_bytes(shape, layout.learner) for shape in (models.actor, models.critic))
+    return sum(state_bytes(shape, layout.learner) for shape in models.trained)
+
+
+def _snapshots(models: Models, layout: Layout) -> float:
+    """A bfloat16 copy of the trained models in shards, which is handed over while they train on."""
+    mesh = layout.learner
+    stages = [shape.stage(mesh.stages) for shape in models.trained]
+    return sum(weight_bytes(shape, mesh.tensor) / mesh.data for shape in stages)
 
 
 def _masters(shape: Shape, learner: Mesh) -> float:
-    return SINGLE * shape.held(learner.tensor) / learner.data
+    return SINGLE * shape.stage(learner.stages).held(learner.tensor) / learner.data
 
 
 def rows_in_flight(
@@ -154,11 +176,16 @@ def rows_in_flight(
     possible, and one response at a time where none fits.
     """
     share = math.ceil(workload.responses / layout.generator.data)
-    others = {**_generator(models, layout), **resident(models, layout)}
-    free = hardware.usable_bytes - _total(others)
+    free = cache_room_bytes(models, layout, hardware)
     fit = max(1, int(free // _row_bytes(models.actor, layout, workload)))
     goes = math.ceil(share / fit)
     return math.ceil(share / goes), goes
+
+
+def cache_room_bytes(models: Models, layout: Layout, hardware: Hardware) -> float:
+    """Return what a generator's GPU has left for keys and values; negative if nothing."""
+    others = {**_generator(models, layout), **resident(models, layout, "generators")}
+    return hardware.usable_bytes - _total(others)
 
 
 def _generator(models: Models, layout: Layout) -> dict[str, float]:
@@ -186,56 +213,64 @@ def generation(models: Models, layout: Layout, workload: Workload, hardware: Har
     """
     rows, _ = rows_in_flight(models, layout, workload, hardware)
     cache = {"keys and values": rows * _row_bytes(models.actor, layout, workload)}
-    return {**resident(models, layout), **_generator(models, layout), **cache}
+    return {
+        **resident(models, layout, "generators"),
+        **_generator(models, layout),
+        **cache,
+    }
 
 
-def scoring(models: Models, layout: Layout) -> Parts:
+def scoring(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
     """Return the memory of a scorer's GPU.
 
     Colocated, values come from the learner's critic, whose layers are gathered; of an offloaded
-    critic the masters are brought back for that.
+    critic the masters are brought back for that. Beside generators, these keep what they have.
     """
     tokens, tensor = layout.prefill_tokens, layout.scorer.tensor
-    of_critic = (models.critic, tokens, tensor)
-    if layout.colocated:
-        of_critic = (models.critic, layout.micro_tokens, layout.learner.tensor)
-    passes = ((models.reference, tokens, tensor), (models.reward, tokens, tensor), of_critic)
+    critic = models.critic
+    passes = [(shape, tokens, tensor) for shape in models.frozen]
+    if critic and layout.colocated:
+        passes.append((critic, layout.micro_tokens, layout.learner.tensor))
+    elif critic:
+        passes.append((critic, tokens, tensor))
+    reads = models.reference
     work = {
-        "activations": max(layer_activation_bytes(*each) for each in passes),
-        "logits": logits_bytes(models.reference, tokens, gradients=False),
+        "activations": max((layer_activation_bytes(*each) for each in passes), default=0.0),
+        "logits": logits_bytes(reads, tokens, gradients=False) if reads else 0.0,
     }
-    if not layout.colocated:
-        return {"frozen": frozen_bytes(models, layout), **work}
-    work["gathered"] = gathered_bytes(models.critic, layout.learner, gradients=False)
+    if critic and layout.colocated:
+        work["gathered"] = gathered_bytes(critic, layout.learner, gradients=False)
+        if layout.offload:
+            work["critic's masters"] = _masters(critic, layout.learner)
     if layout.offload:
-        work["critic's masters"] = _masters(models.critic, layout.learner)
         work["frozen"] = frozen_bytes(models, layout)
-    return {**resident(models, layout), **work}
+    kept = resident(models, layout, "scorers")
+    if layout.sharing == "generators":
+        kept = generation(models, layout, workload, hardware)
+    return {**kept, **work, "activations": work["activations"] + kept.get("activations", 0.0)}
 
 
 def training(models: Models, layout: Layout) -> Parts:
-    """Return the memory of a learner's GPU: states of both models, and one of them in a pass.
+    """Return the memory of a learner's GPU: states of trained models, and one of them in a pass.
 
-    Set apart, it also keeps a bfloat16 copy of both models in shards: what is being handed over
-    while it trains on.
+    Unless all roles are colocated, it also keeps a bfloat16 copy of them in shards: what is being
+    handed over while it trains on.
     """
     tokens, mesh = layout.micro_tokens, layout.learner
-    trained = (models.actor, models.critic)
     passes = [
         {
-            "gathered": gathered_bytes(shape, mesh, gradients=True),
+            "gathered": gathered_bytes(shape.stage(mesh.stages), mesh, gradients=True),
+            # A pipeline's first stage holds as many micro-batches as there are stages.
             "activations": activation_bytes(
                 shape, tokens, mesh.tensor, checkpointing=layout.checkpointing
             ),
             "logits": logits_bytes(shape, tokens, gradients=True),
         }
-        for shape in trained
+        for shape in models.trained
     ]
-    parts = {"learner's states": _states(models, layout)}
-    if not layout.colocated:
-        parts["snapshots"] = sum(weight_bytes(s, mesh.tensor) / mesh.data for s in trained)
     largest = max(passes, key=_total)
-    return {**resident(models, layout), **parts, **largest}
+    states = {"learner's states": _states(models, layout)}  # also of one that was offloaded
+    return {**resident(models, layout, "learner"), **states, **largest}
 
 
 def handover(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
@@ -251,7 +286,7 @@ def handover(models: Models, layout: Layout, workload: Workload, hardware: Hardw
         if layout.offload:
             masters = {"actor's masters": _masters(models.actor, layout.learner)}
         return {
-            **resident(models, layout),
+            **resident(models, layout, "learner"),
             **masters,
             "weights": weights,
             "buckets": 2 * buckets,
@@ -259,7 +294,7 @@ def handover(models: Models, layout: Layout, workload: Workload, hardware: Hardw
     return max(
         {**training(models, layout), "buckets": buckets},
         generation(models, layout, workload, hardware),
-        {"frozen": frozen_bytes(models, layout), "buckets": buckets},
+        {**resident(models, layout, "scorers"), "buckets": buckets},
         key=_total,
     )
 
@@ -273,5 +308,5 @@ def host_bytes(models: Models, layout: Layout) -> float:
 
 def kept_bytes(models: Models, learner: Mesh) -> float:
     """Return bytes of a learner's states on a GPU that are worth keeping between steps."""
-    held = sum(shape.held(learner.tensor) for shape in (models.actor, models.critic))
+    held = sum(shape.stage(learner.stages).held(learner.tensor) for shape in models.trained)
     return KEPT * held / learner.data

@@ -5,9 +5,12 @@ Layers are counted as Llama's (Touvron et al. 2023): RMS norms, no biases, a gat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+from stretto.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)  # no slots, as counts are kept
@@ -15,7 +18,7 @@ class Shape:
     """Shape of a decoder.
 
     Attributes:
-        layers: number of layers.
+        layers: number of layers; a fraction where pipeline stages share one.
         hidden: size of the hidden state.
         inner: size of the MLP's intermediate state.
         heads: attention heads.
@@ -26,7 +29,7 @@ class Shape:
         gated: the MLP has a gate, as Llama's, and so three matrices instead of two.
     """
 
-    layers: int
+    layers: float
     hidden: int
     inner: int
     heads: int
@@ -55,7 +58,7 @@ class Shape:
         return self.vocabulary * self.hidden + self.hidden + head
 
     @cached_property
-    def parameters(self) -> int:
+    def parameters(self) -> float:
         """All parameters."""
         return self.layers * self.layer_parameters + self.root_parameters
 
@@ -77,6 +80,14 @@ class Shape:
         """Parameters of the largest matrix."""
         return self.hidden * max(self.vocabulary, self.inner, self.hidden)
 
+    def stage(self, stages: int) -> Shape:
+        """Return what one of ``stages`` pipeline stages holds: a share of the layers.
+
+        Embedding and output layer are on the first and the last stage; each stage is counted with
+        both, so that no stage has more.
+        """
+        return self if stages == 1 else replace(self, layers=self.layers / stages)
+
     def valued(self) -> Shape:
         """Return the shape of a critic or reward model with the same body."""
         return replace(self, outputs=1, tied=False)
@@ -95,16 +106,72 @@ LLAMAS: Mapping[str, Shape] = {
 """Llama 2 of 7B, 13B and 70B, and LLaMA of 33B, by the configurations published with them."""
 
 
+def _tied(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, words: int) -> Shape:
+    return Shape(layers, hidden, inner, heads, kv_heads, words, words, tied=True)
+
+
+def _neox(layers: int, hidden: int, heads: int) -> Shape:
+    words = 50_304
+    return Shape(layers, hidden, 4 * hidden, heads, heads, words, words, gated=False)
+
+
+SHAPES: Mapping[str, Shape] = {
+    "smollm2-135m": _tied(30, 576, 1536, 9, 3, 49_152),
+    "qwen2.5-0.5b": _tied(24, 896, 4864, 14, 2, 151_936),
+    "qwen2.5-1.5b": _tied(28, 1536, 8960, 12, 2, 151_936),
+    "qwen2.5-3b": _tied(36, 2048, 11_008, 16, 2, 151_936),
+    "qwen2.5-7b": Shape(28, 3584, 18_944, 28, 4, 152_064, 152_064),
+    "qwen2.5-32b": Shape(64, 5120, 27_648, 40, 8, 152_064, 152_064),
+    "llama-3.1-8b": Shape(32, 4096, 14_336, 32, 8, 128_256, 128_256),
+    "llama-3.1-70b": Shape(80, 8192, 28_672, 64, 8, 128_256, 128_256),
+    "pythia-410m": _neox(24, 1024, 16),
+    "pythia-1b": _neox(16, 2048, 8),
+    "pythia-2.8b": _neox(32, 2560, 32),
+    "rho-1b": _llama(22, 2048, 5632, 32, 4),
+    "llama-7b": LLAMAS["7B"],
+    "llama-13b": LLAMAS["13B"],
+    "llama-33b": LLAMAS["33B"],
+    "llama-65b": _llama(80, 8192, 22_016, 64, 64),
+    "llama-2-70b": LLAMAS["70B"],
+}
+"""Models by name, as their published configurations have them."""
+
+
+def shape_of(name: str) -> Shape:
+    """Return the shape of a known model.
+
+    Names are compared without what stands before a slash, and without "instruct", "chat" or "hf" at
+    the end.
+
+    Raises:
+        ConfigError: none has this name.
+    """
+    short = re.sub(r"(-(instruct|chat|hf|base))+$", "", name.lower().rpartition("/")[2])
+    if short not in SHAPES:
+        raise ConfigError(f"unknown model '{name}'. {nearest(short, SHAPES)}")
+    return SHAPES[short]
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The four models of PPO."""
+    """The models of a run: the actor, and those of PPO's others that there are."""
 
     actor: Shape
-    critic: Shape
-    reference: Shape
-    reward: Shape
+    critic: Shape | None = None
+    reference: Shape | None = None
+    reward: Shape | None = None
 
     @classmethod
     def of_one_size(cls, shape: Shape) -> Models:
         """Return four models with the same body."""
         return cls(shape, shape.valued(), shape, shape.valued())
+
+    @property
+    def trained(self) -> tuple[Shape, ...]:
+        """The models that are trained, the actor first."""
+        return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+    @property
+    def frozen(self) -> tuple[Shape, ...]:
+        """The models that are not: reference and reward model."""
+        return tuple(shape for shape in (self.reference, self.reward) if shape is not None)

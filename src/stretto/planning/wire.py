@@ -6,6 +6,8 @@ from stretto.planning.layout import Mesh
 from stretto.planning.memory import HALF, SINGLE
 from stretto.planning.shapes import Shape
 
+FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
+"""All-reduces of a tensor-parallel layer: forward, with a backward, and computed twice."""
 TOKEN = 8
 """Bytes of a token on its way to a scorer: its id and its log-probability."""
 
@@ -35,6 +37,7 @@ def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
         mesh: of the learner.
         passes: micro-batches of a shard.
     """
+    shape = shape.stage(mesh.stages)
     layers = shape.layers * shape.layer_parameters / mesh.tensor
     weights = HALF * (2 * layers + shape.root_parameters)
     gradients = SINGLE * shape.held(mesh.tensor)
@@ -43,7 +46,7 @@ def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
 
 def fsdp_forward_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
     """Return bytes of FSDP2 in forward passes alone: all weights, once a pass."""
-    return passes * gather_bytes(HALF * shape.held(mesh.tensor), mesh.data)
+    return passes * gather_bytes(HALF * shape.stage(mesh.stages).held(mesh.tensor), mesh.data)
 
 
 def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -17,6 +18,9 @@ from pydantic import Field, ValidationError, model_validator
 from stretto.assembly.controls import Migrating
 from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
 from stretto.errors import ConfigError
+from stretto.planning.layout import Mesh
+from stretto.planning.shapes import shape_of
+from stretto.planning.wire import broadcast_bytes
 from stretto.runtime.sim.costs import (
     DriverCost,
     GeneratorCost,
@@ -26,8 +30,8 @@ from stretto.runtime.sim.costs import (
 )
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.hardware import (
-    DevicePlacement,
     Efficiency,
+    Passes,
     generator_cost,
     prefill_cost,
     train_cost,
@@ -39,6 +43,8 @@ from stretto.types import ScoreKind
 
 Devices = tuple[NonNegativeInt, ...]
 
+_QUANTILES = 200
+"""Quantiles of a distribution of which a mean is made."""
 RISE = 0.25
 """Share by which a decode step may get longer before a batch counts as too large for a generator.
 """
@@ -70,11 +76,7 @@ class GeneratorRole(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_source(self.model, self.cost)
-        if len(self.devices) % self.tensor_parallel:
-            raise ValueError(
-                f"tensor_parallel must divide the number of devices; got {self.tensor_parallel} "
-                f"for {len(self.devices)} devices"
-            )
+        _check_split(self.tensor_parallel, self.devices)
         return self
 
 
@@ -91,6 +93,8 @@ class ScorerRole(Section):
     """The model, if costs follow from it."""
     cost: PrefillCost | SampleCost | None = None
     """Costs in numbers: by tokens, or by responses for a function."""
+    tensor_parallel: PositiveInt = 1
+    """Devices that a copy of the model is split over; there are as many copies as fit."""
     follows: str = ""
     """The trained model whose weights it loads ('actor', 'critic'); empty: frozen."""
     streams: bool = True
@@ -109,6 +113,7 @@ class ScorerRole(Section):
         _check_source(self.model, self.cost)
         if self.model and not self.devices:
             raise ValueError(f"scorer '{self.name}' is a model and needs devices; name them")
+        _check_split(self.tensor_parallel, self.devices)
         return self
 
 
@@ -123,6 +128,8 @@ class LearnerRole(Section):
     """The models that these are, if costs follow from them."""
     cost: TrainCost | None = None
     """Costs in numbers."""
+    tensor_parallel: PositiveInt = 1
+    """Devices that each layer is split over."""
     epochs: PositiveInt = 1
     """Passes over a batch."""
     updates: PositiveInt = 1
@@ -138,6 +145,7 @@ class LearnerRole(Section):
                 f"learner.models names one model for each of trains = {self.trains}; got "
                 f"{self.models}"
             )
+        _check_split(self.tensor_parallel, self.devices)
         return self
 
 
@@ -170,6 +178,14 @@ class Workload(Section):
     """Reaction to a response that gets no score: stop the run, or drop (leave out) the response."""
     seed: Seed = 0
     """Seed of lengths and rewards."""
+
+    @property
+    def mean_tokens(self) -> float:
+        """Tokens of a prompt and its response, on average."""
+        shares = [(i + 0.5) / _QUANTILES for i in range(_QUANTILES)]
+        prompts = (self.prompt_tokens.quantile(u, i) for i, u in enumerate(shares))
+        responses = (self.response_tokens.quantile(u, i) for i, u in enumerate(shares))
+        return fmean(prompts) + fmean(min(tokens, self.max_new_tokens) for tokens in responses)
 
     def reward(self, rollout_id: int, version: int) -> float:
         """Return the reward of a rollout whose last tokens a version has sampled."""
@@ -249,10 +265,16 @@ class Cluster(Section):
         """
         if role.cost is not None:
             return role.cost
-        place = DevicePlacement(
-            model=role.model, gpu=self.gpu, tensor_parallel=role.tensor_parallel
+        shape, on = shape_of(role.model), self.efficiency.on(self.gpu)
+        prompt_tokens = self.workload.prompt_tokens.quantile(0.5, 0)
+        try:
+            cost = generator_cost(shape, role.tensor_parallel, on, length=prompt_tokens)
+        except ConfigError as error:
+            raise ConfigError(f"{role.model}: {error}") from None
+        size = broadcast_bytes(shape)
+        return cost.model_copy(
+            update={"load_s": cost.transfer.seconds(size / role.tensor_parallel)}
         )
-        return generator_cost(place, self.efficiency)
 
     def cost_of_scorer(self, role: ScorerRole) -> PrefillCost | SampleCost:
         """Return the cost of a scorer, on all its devices together.
@@ -262,8 +284,12 @@ class Cluster(Section):
         """
         if role.cost is not None:
             return role.cost
-        place = DevicePlacement(model=role.model, gpu=self.gpu, replicas=len(role.devices))
-        return prefill_cost(place, self.efficiency)
+        shape, split = shape_of(role.model), role.tensor_parallel
+        if role.kind != "logprobs":
+            shape = shape.valued()
+        mesh = Mesh(len(role.devices) // split, split)
+        on = self.efficiency.on(self.gpu)
+        return prefill_cost(shape, mesh, on, length=self.workload.mean_tokens)
 
     @property
     def cost_of_learner(self) -> TrainCost:
@@ -272,13 +298,21 @@ class Cluster(Section):
         Raises:
             ConfigError: a model or the GPU is unknown.
         """
-        role = self.learner
+        role, w = self.learner, self.workload
         if role.cost is not None:
             return role.cost
-        devices = len(role.devices)
-        return train_cost(
-            role.models, self.gpu, devices, role.epochs, role.updates, self.efficiency
+        actor, *critics = map(shape_of, role.models)
+        on = self.efficiency.on(self.gpu)
+        passes = Passes(
+            tokens=w.batch * w.mean_tokens,
+            length=w.mean_tokens,
+            epochs=role.epochs,
+            updates=role.updates,
         )
+        mesh = Mesh(len(role.devices) // role.tensor_parallel, role.tensor_parallel)
+        cost = train_cost((actor, *(c.valued() for c in critics)), mesh, on, passes)
+        link = on.gpu.link_bytes_per_s * on.assumed.link
+        return cost.model_copy(update={"publish_s": broadcast_bytes(actor) / link})
 
     @property
     def migrating(self) -> Migrating:
@@ -341,6 +375,14 @@ def _check_source(model: str, cost: object) -> None:
         raise ValueError(
             f"a role's costs come either from a model or from numbers; got model = '{model}' and "
             f"cost {'given' if cost is not None else 'not given'}"
+        )
+
+
+def _check_split(tensor_parallel: int, devices: Devices) -> None:
+    if len(devices) % tensor_parallel:
+        raise ValueError(
+            f"tensor_parallel must divide the number of devices; got {tensor_parallel} for "
+            f"{len(devices)} devices"
         )
 
 

@@ -55,6 +55,7 @@ class DecodeWork:
         tokens: decoded by all.
         prefilled: prompt and response tokens that had to be prefilled.
         context: tokens of context that the steps read, all in all.
+        uneven_s: seconds that a replica waited for the slowest of them, on average.
     """
 
     seconds: float = 0.0
@@ -62,6 +63,7 @@ class DecodeWork:
     tokens: int = 0
     prefilled: int = 0
     context: int = 0
+    uneven_s: float = 0.0
 
 
 class Replica:
@@ -251,8 +253,10 @@ def decode(
             break
         first.fill()
     ended.sort(key=lambda e: e[:3])
+    slowest_s = max(r.time_s for r in replicas)
     work = DecodeWork(
-        seconds=max(r.time_s for r in replicas),
+        seconds=slowest_s,
+        uneven_s=slowest_s - sum(r.time_s for r in replicas) / len(replicas),
         steps=max(r.work.steps for r in replicas),
         tokens=sum(r.work.tokens for r in replicas),
         prefilled=sum(r.work.prefilled for r in replicas),

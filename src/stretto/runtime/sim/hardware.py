@@ -1,23 +1,25 @@
-"""Costs from public figures: a roofline model of decoding, scoring and training.
+"""Costs from public figures: a roofline of decoding, scoring and training on meshes of GPUs.
 
-Decoding reads all weights and the keys and values of its rows once a step, at memory bandwidth;
-prefill and training are bound by arithmetic, at 2 and 6 operations a parameter and token (Kaplan et
-al. 2020, section 2.1; attention's own share, a few per cent at these lengths, is left out). The
-share of the peak that a real system reaches is an assumption, and so a setting of its own.
+Operations, bytes and memory are those of :mod:`stretto.planning`, which names the source of each
+formula; here they become costs that are linear in tokens and rows. The share of the peaks that a
+real system reaches is assumed, and so a setting of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Annotated
 
 from pydantic import Field
 
-from stretto.config import NonNegative, PositiveInt, Section
-from stretto.errors import ConfigError, nearest
-from stretto.planning.compute import OPTIMIZER
-from stretto.planning.hardware import GPUS, Gpu
+from stretto.config import NonNegative, Section
+from stretto.errors import ConfigError
+from stretto.planning import compute, memory, wire
+from stretto.planning.hardware import Assumptions, Hardware, Links, gpu_of
+from stretto.planning.layout import Mesh
+from stretto.planning.shapes import Shape
+from stretto.planning.wire import CHECKPOINTED, FORWARD, TRAINED
 from stretto.runtime.sim.costs import (
     DecodeCost,
     GeneratorCost,
@@ -25,49 +27,6 @@ from stretto.runtime.sim.costs import (
     TrainCost,
     TransferCost,
 )
-
-_USABLE = 0.9
-"""Share of a device's memory that weights and cache may take; the rest is for activations."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transformer:
-    """A model's size.
-
-    Attributes:
-        parameters: all of them.
-        layers, kv_heads, head_dim: the shape of its key and value cache.
-    """
-
-    parameters: float
-    layers: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of all weights, in bfloat16."""
-        return 2 * self.parameters
-
-    @property
-    def cache_bytes(self) -> float:
-        """Keys and values of one token, in bfloat16."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
-
-MODELS: Mapping[str, Transformer] = {
-    "smollm2-135m": Transformer(134.5e6, 30, 3, 64),
-    "qwen2.5-0.5b": Transformer(0.494e9, 24, 2, 64),
-    "qwen2.5-1.5b": Transformer(1.54e9, 28, 2, 128),
-    "qwen2.5-3b": Transformer(3.09e9, 36, 2, 128),
-    "qwen2.5-7b": Transformer(7.61e9, 28, 4, 128),
-    "llama-3.1-8b": Transformer(8.03e9, 32, 8, 128),
-    "llama-13b": Transformer(13.0e9, 40, 40, 128),
-    "llama-33b": Transformer(32.5e9, 60, 52, 128),
-    "llama-65b": Transformer(65.2e9, 80, 64, 128),
-    "llama-3.1-70b": Transformer(70.6e9, 80, 8, 128),
-}
-
 
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -83,115 +42,176 @@ class Efficiency(Section):
     """Share of the peak operations in forward and backward passes."""
     link: Share = 0.7
     """Share of the link's bandwidth."""
+    usable: Share = 0.9
+    """Share of a device's memory that can be filled."""
     step_s: NonNegative = 0.002
     """Seconds of a decode step beside the device's own work: scheduling, sampling, launches.
 
     About 0.002 with CUDA graphs; launching every kernel from Python takes about 0.0008 a layer.
     """
-    call_s: NonNegative = 0.005
-    """Seconds of a prefill call beside the device's own work."""
     reduce_s: NonNegative = 0.00002
     """Seconds of one all-reduce among tensor-parallel devices; a decode step has two a layer."""
+    call_s: NonNegative = 0.005
+    """Seconds of a prefill call beside the device's own work."""
 
-
-class DevicePlacement(Section):
-    """A model on devices: ``replicas`` copies, each split over ``tensor_parallel`` devices."""
-
-    model: str
-    """The model's name, one of the known ones."""
-    gpu: str
-    """The device's name, one of the known ones."""
-    tensor_parallel: PositiveInt = 1
-    """Devices that one copy is split over."""
-    replicas: PositiveInt = 1
-    """Copies."""
-
-    @property
-    def size(self) -> Transformer:
-        """The model's size.
+    def on(self, gpu: str) -> Hardware:
+        """Return GPUs of this kind, linked as in their makers' servers.
 
         Raises:
-            ConfigError: the model is unknown.
+            ConfigError: the kind is unknown.
         """
-        if self.model not in MODELS:
-            raise ConfigError(f"unknown model '{self.model}'. {nearest(self.model, MODELS)}")
-        return MODELS[self.model]
+        device = gpu_of(gpu)
+        return Hardware(device, Links.of(device), Assumptions(**dict(self)))
 
-    @property
-    def device(self) -> Gpu:
-        """The figures of one device.
-
-        Raises:
-            ConfigError: the device is unknown.
-        """
-        if self.gpu not in GPUS:
-            raise ConfigError(f"unknown GPU '{self.gpu}'. {nearest(self.gpu, GPUS)}")
-        return GPUS[self.gpu]
+    @classmethod
+    def of(cls, assumed: Assumptions) -> Efficiency:
+        """Return what is assumed elsewhere, as settings."""
+        return cls(**dict(zip(cls.model_fields, astuple(assumed), strict=True)))
 
 
-def generator_cost(place: DevicePlacement, efficiency: Efficiency) -> GeneratorCost:
-    """Return the cost of one copy: rows of different copies do not share a step.
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How a learner makes its passes.
 
-    All memory beside the weights is taken to be free for the cache; give the cost in numbers where
-    a learner's states share the devices.
-
-    Raises:
-        ConfigError: the weights leave no memory for keys and values.
+    Attributes:
+        tokens: of all responses of a step, prompts included.
+        length: of each on average.
+        epochs: passes over them.
+        updates: optimizer updates a step, in all passes.
+        micro_tokens: tokens of a micro-batch of one shard.
+        checkpointing: layers are computed again in the backward pass.
+        bubble: micro-batches' worth of time that a pipeline stage stands idle in an update, for
+            each of the models; ``None`` takes 1F1B's, stages - 1 (Narayanan et al. 2021).
     """
-    model, gpu, split = place.size, place.device, place.tensor_parallel
-    free_bytes = _USABLE * gpu.memory_bytes * split - model.weight_bytes
-    if free_bytes < model.cache_bytes:
-        raise ConfigError(
-            f"{place.model} has {model.weight_bytes / 1e9:.0f} GB of weights, which does not fit "
-            f"into {split} x {gpu.memory_bytes / 1e9:.0f} GB; raise tensor_parallel"
-        )
-    read = gpu.memory_bytes_per_s * efficiency.memory * split
-    work = gpu.flops * efficiency.prefill * split
-    reduce_s = 2 * model.layers * efficiency.reduce_s if split > 1 else 0.0
-    token_s = 2 * model.parameters / work
-    transfer = TransferCost(latency_s=1e-4, bytes_per_s=gpu.link_bytes_per_s * efficiency.link)
-    return GeneratorCost(
-        decode=DecodeCost(
-            step_s=efficiency.step_s + reduce_s + model.weight_bytes / read,
-            row_s=token_s,
-            context_s=model.cache_bytes / read,
-        ),
-        prefill=PrefillCost(call_s=efficiency.call_s + reduce_s, token_s=token_s),
-        transfer=transfer,
-        cache_bytes=model.cache_bytes,
-        cache_tokens=int(free_bytes / model.cache_bytes),
-        load_s=transfer.seconds(model.weight_bytes / split),
-    )
+
+    tokens: float
+    length: float = 0.0
+    epochs: int = 1
+    updates: int = 1
+    micro_tokens: int = 8192
+    checkpointing: bool = False
+    bubble: float | None = None
+
+    def micro(self, data: int) -> float:
+        """Return the tokens of a micro-batch: no more than a shard has in an update."""
+        each = self.tokens * self.epochs / self.updates / data
+        return min(self.micro_tokens, max(each, 1.0))
 
 
-def prefill_cost(place: DevicePlacement, efficiency: Efficiency) -> PrefillCost:
-    """Return the cost of scoring by a model; its copies share a call's tokens evenly."""
-    work = place.device.flops * efficiency.prefill * place.tensor_parallel * place.replicas
-    return PrefillCost(call_s=efficiency.call_s, token_s=2 * place.size.parameters / work)
+def generator_cost(
+    shape: Shape, tensor: int, on: Hardware, *, length: float = 0.0, free_bytes: float | None = None
+) -> GeneratorCost:
+    """Return the cost of one copy of a generator: rows of different copies do not share a step.
 
-
-def train_cost(
-    models: Sequence[str], gpu: str, devices: int, epochs: int, updates: int, efficiency: Efficiency
-) -> TrainCost:
-    """Return the cost of training on all of the devices, data parallel with sharded states.
+    A decode step reads the weights once, and keys and values of its rows (Pope et al. 2022); each
+    row adds its operations. New weights cost nothing here, see the hand-overs of ``layouts.py``.
 
     Args:
-        models: actor, critic; one after the other.
-        gpu: one of the known devices.
-        devices: how many.
-        epochs: passes over a batch.
-        updates: optimizer updates a step.
-        efficiency: the shares of the peak that are reached.
+        shape: of the actor.
+        tensor: devices that it is split over.
+        on: the devices.
+        length: of prompts, on average: what a prefilled token attends to.
+        free_bytes: of a device, for keys and values; ``None`` takes all beside the weights.
+
+    Raises:
+        ConfigError: there is no memory for keys and values.
     """
-    places = [DevicePlacement(model=name, gpu=gpu) for name in models]
-    device = DevicePlacement(model=models[0], gpu=gpu).device
-    parameters = sum(p.size.parameters for p in places)
-    read = device.memory_bytes_per_s * efficiency.memory * devices
-    link = device.link_bytes_per_s * efficiency.link
-    # Sharded states: weights are gathered for forward and backward, gradients are reduced.
-    traffic_s = 3 * 2 * parameters / link if devices > 1 else 0.0
-    return TrainCost(
-        step_s=updates * (parameters * OPTIMIZER / read + traffic_s),
-        token_s=epochs * 6 * parameters / (device.flops * efficiency.training * devices),
-        publish_s=places[0].size.weight_bytes / link,
+    gpu, assumed = on.gpu, on.assumed
+    weights, cache = memory.weight_bytes(shape, tensor), memory.cache_bytes(shape, tensor)
+    free = on.usable_bytes - weights if free_bytes is None else free_bytes
+    if free < cache:
+        beside = "" if free_bytes is None else " and of what others keep there"
+        raise ConfigError(
+            f"{tensor} x {gpu.memory_bytes / 1e9:.0f} GB have no room for keys and values beside "
+            f"{tensor * weights / 1e9:.0f} GB of weights{beside}; raise tensor_parallel, or give "
+            "more devices"
+        )
+    read = gpu.memory_bytes_per_s * assumed.memory
+    work = gpu.flops * assumed.prefill
+    token_s, pass_s = _reduced(shape, tensor, on, FORWARD)
+    attended_s = compute.decode_flops(shape, 1, 1, tensor) - compute.decode_flops(
+        shape, 1, 0, tensor
     )
+    return GeneratorCost(
+        decode=DecodeCost(
+            step_s=assumed.step_s + pass_s + compute.decode_read_bytes(shape, 0, 0, tensor) / read,
+            row_s=compute.decode_flops(shape, 1, 0, tensor) / work + token_s,
+            context_s=max(cache / read, attended_s / work),
+        ),
+        prefill=PrefillCost(
+            call_s=assumed.call_s + pass_s,
+            token_s=compute.forward_flops(shape, 1, length, tensor) / work + token_s,
+        ),
+        transfer=TransferCost(
+            latency_s=1e-4, bytes_per_s=tensor * gpu.link_bytes_per_s * assumed.link
+        ),
+        cache_bytes=memory.cache_bytes(shape, 1),
+        cache_tokens=int(free / cache),
+    )
+
+
+def prefill_cost(shape: Shape, mesh: Mesh, on: Hardware, *, length: float = 0.0) -> PrefillCost:
+    """Return the cost of scoring by a model; its copies share a call's tokens evenly.
+
+    Args:
+        shape: of the model.
+        mesh: copies, and the devices that each is split over.
+        on: the devices.
+        length: of a sequence, on average.
+    """
+    token_s, pass_s = _reduced(shape, mesh.tensor, on, FORWARD)
+    work = on.gpu.flops * on.assumed.prefill
+    token_s += compute.forward_flops(shape, 1, length, mesh.tensor) / work
+    return PrefillCost(call_s=on.assumed.call_s + pass_s, token_s=token_s / mesh.data)
+
+
+def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes) -> TrainCost:
+    """Return the cost of training models one after the other, in shards.
+
+    Passes take their operations, or as long as FSDP takes to gather weights and to reduce
+    gradients meanwhile, whichever is longer; tensor-parallel layers wait for their all-reduces, and
+    pipeline stages for each other.
+
+    Args:
+        shapes: of the actor, and of the critic if there is one.
+        mesh: shards, tensor-parallel devices, stages.
+        on: the devices.
+        passes: how many, of how many tokens.
+    """
+    token_s = step_s = 0.0
+    for shape in shapes:
+        each_s = _trained_token_s(shape, mesh, on, passes)
+        bubble = mesh.stages - 1 if passes.bubble is None else passes.bubble
+        moved_s = compute.optimizer_bytes(shape, mesh) / (
+            on.gpu.memory_bytes_per_s * on.assumed.memory
+        )
+        token_s += passes.epochs * each_s / mesh.data
+        step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * each_s)
+    return TrainCost(step_s=step_s, token_s=token_s)
+
+
+def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: Passes) -> float:
+    """Seconds that a stage takes a token of its own, forward and backward."""
+    stage, micro = shape.stage(mesh.stages), passes.micro(mesh.data)
+    flops = compute.training_flops(
+        stage, 1, passes.length, mesh.tensor, checkpointing=passes.checkpointing
+    )
+    work_s = flops / (on.gpu.flops * on.assumed.training)
+    gathered = wire.fsdp_training_bytes(shape, mesh, 1) / micro
+    beside_s = gathered / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
+    reductions = CHECKPOINTED if passes.checkpointing else TRAINED
+    reduced_s, pass_s = _reduced(stage, mesh.tensor, on, reductions)
+    sent_s = 0.0
+    if mesh.stages > 1:  # hidden states to the next stage, their gradients back
+        sent_s = 2 * memory.HALF * shape.hidden / mesh.tensor
+        sent_s /= on.links.between_bytes_per_s * on.assumed.link
+    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s
+
+
+def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:
+    """Seconds of all-reduces of tensor parallelism: a token, and a pass."""
+    if tensor == 1:
+        return 0.0, 0.0
+    size = wire.tensor_bytes(shape, 1, tensor, reductions)
+    speed = on.links.within_bytes_per_s * on.assumed.link
+    return size / speed, shape.layers * reductions * on.assumed.reduce_s
