@@ -240,7 +240,9 @@ def _models(config: Config, question: Question, assumed: list[str]) -> tuple[Mod
             assumed.append(f"the reward model '{name}' has the actor's body (--reward-shape)")
         if len(named) > 1:
             assumed.append(f"of {len(named)} reward models only '{named[0]}' is planned for")
-    critic = actor.valued() if config.algorithm.definition.critic else None
+    critic = None
+    if config.algorithm.definition.critic:
+        critic = reward if config.critic.init == "reward" and reward else actor.valued()
     reference = actor if config.algorithm.has_reference else None
     return Models(actor, critic, reference, reward), functions
 

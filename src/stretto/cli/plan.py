@@ -20,9 +20,10 @@ from stretto.config import recipes
 from stretto.errors import ConfigError
 from stretto.models.memory import format_size
 from stretto.planning.hardware import GPUS
-from stretto.planning.layout import Layout, Mesh
+from stretto.planning.layout import Mesh
 
 if TYPE_CHECKING:
+    from stretto.runtime.plans.candidates import Candidate
     from stretto.runtime.plans.outcome import Outcome
 
 MINUTES = (0.75, 8.0)
@@ -121,7 +122,7 @@ def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
         f"{number}. {outcome.step_s:.2f} s a step, {outcome.samples_per_s:.1f} samples/s: "
         f"{candidate.variant}, {_SHARING[place.sharing]}{sync}"
     )
-    yield f"   {_roles(place, plan)}"
+    yield f"   {_roles(candidate, plan)}"
     held = ", ".join(
         f"{phase} {sum(parts.values()) / 1e9:.0f}" for phase, parts in outcome.memory.items()
     )
@@ -140,10 +141,13 @@ def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
         yield f"   On paper only: {candidate.on_paper}."
 
 
-def _roles(place: Layout, plan: Plan) -> str:
+def _roles(candidate: Candidate, plan: Plan) -> str:
+    place = candidate.layout
     again = ", layers computed again" if place.checkpointing else ""
     offload = ", roles offloaded" if place.offload else ""
     learner = f"learner {_mesh(place.learner, 'fsdp')}"
+    if place.learner.stages > 1:
+        learner += f" ({candidate.pipelining})"
     parts = [f"{learner}, {place.micro_tokens:,} tokens a micro-batch{again}{offload}"]
     parts.append(f"generators {_mesh(place.generator, 'copies')}")
     if plan.setting.models.frozen or plan.setting.models.critic:
