@@ -315,7 +315,7 @@ def test_decoding_by_hand() -> None:
     assert spans[0].end_s == pytest.approx(prefill + three + two)
     assert spans[0].attributes == {
         "rollouts": [0, 1, 2], "tokens": 10, "version": 0, "steps": 4, "prefilled": 30,
-        "context": 30 + 33 + 24 + 26,
+        "context": 30 + 33 + 24 + 26, "uneven_s": 0.0,
     }  # fmt: skip
     last = (1.2 + 0.28) + (1.1 + 0.15) + (1.1 + 0.16) + (1.1 + 0.17)
     assert spans[1].end_s - spans[1].start_s == pytest.approx(last)
@@ -365,13 +365,15 @@ def test_replicas_decode_at_their_own_pace() -> None:
         g = make(spans, cost, lambda i: [2, 9, 5][i], replicas=2)
         await g.admit(told([rollout(i) for i in range(3)]))  # 0 and 2 to one, 1 to the other
         calls = [summary(await g.decode(100, stop_after=1)), summary(await g.decode(100))]
-        return calls, [s.end_s for s in spans.records]
+        uneven = [s.attributes["uneven_s"] for s in spans.records]
+        return calls, [s.end_s for s in spans.records], uneven
 
-    calls, ends = virtually(body)
+    calls, ends, uneven = virtually(body)
     # 0 ends at 4 s, after two steps of its copy; the other has made four by then
     assert calls[0] == [(0, 0, 2, STOP), (1, 0, 4, None), (2, 0, 2, None)]
     assert calls[1] == [(2, 2, 3, STOP), (1, 4, 5, STOP)]
     assert ends == [4.0, 9.0]
+    assert uneven == [0.0, 1.0]  # the first copy is done at 7 s, the other at 9
 
 
 def naive(lengths: dict[int, int], order: Sequence[int], slots: int) -> list[int]:
