@@ -111,7 +111,11 @@ async def _simulate(cluster: Cluster, count: int) -> SimResult:
                 steps.append(step.stats)
         makespan_s = clock.now()
     metrics = TimeSheet().add(Window(0.0, makespan_s, spans.records))
-    idle = (key.split("/")[1:] for key in metrics if key.startswith("idle_s/"))
+    idle = (
+        key.removeprefix("idle_s/").rpartition("/")[::2]  # names of roles may have slashes
+        for key in metrics
+        if key.startswith("idle_s/")
+    )
     samples = cluster.workload.batch * len(steps)
     return SimResult(
         steps=steps,
