@@ -118,6 +118,22 @@ def test_train_takes_every_plan_that_is_not_on_paper(gpus: int) -> None:
     assert seen >= {"none", "generators"} if gpus > 2 else seen
 
 
+def test_what_a_recipe_says_of_processes_is_replaced() -> None:
+    own = {
+        "runtime": "local",
+        "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]},
+        "rollout": {"batch": 32, "engines": 2},
+    }
+    config = recipes.overlaid(PPO, own, "a test")
+    setting, _ = setting_of(config, asked(1, model="qwen2.5-0.5b"))
+    (first, *_) = candidates(setting, Space(1, variants_of(config)))
+    found = recipes.overlaid(config, settings_of(config, first, setting), "the plan")
+    assert (found.runtime, found.rollout.engines, found.cluster.processes) == ("inline", 1, ())
+    piped = recipes.overlaid(PPO, {"pipeline": {"ranks": 2}}, "a test")
+    data = settings_of(piped, first, setting)
+    assert recipes.overlaid(piped, data, "the plan").pipeline.ranks == 0
+
+
 def test_a_plan_on_paper_is_not_written(tmp_path: Path) -> None:
     setting, _ = setting_of(PPO, asked(8))
     only = (c for c in candidates(setting, Space(8, variants_of(PPO))) if c.on_paper)

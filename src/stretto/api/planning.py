@@ -128,6 +128,8 @@ def setting_of(config: Config, question: Question) -> tuple[Setting, list[str]]:
     from stretto.runtime.sim.layouts import Setting
 
     assumed: list[str] = []
+    if config.model.lora_rank:
+        assumed.append("all weights are trained, not LoRA adapters alone")
     models, functions = _models(config, question, assumed)
     on = question.hardware
     if on is None:
@@ -183,8 +185,15 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
         "training": {"microbatch_tokens": place.micro_tokens},
         "schedule": {"preset": "sync", **knobs},
     }
+    if config.pipeline.ranks:
+        data["pipeline"] = {"ranks": 0}  # these are of one process
     if place.gpus == 1:
-        return {"runtime": "inline", **data}
+        return {
+            "runtime": "inline",
+            **data,
+            "rollout": {"engines": 1},
+            "cluster": {"processes": []},
+        }
     scorers = model_scorers(config)
     generators = 1 if place.colocated else place.generator.data
     names = generator_names(generators)
@@ -245,7 +254,9 @@ def _models(config: Config, question: Question, assumed: list[str]) -> tuple[Mod
             assumed.append(f"of {len(named)} reward models only '{named[0]}' is planned for")
     critic = None
     if config.algorithm.definition.critic:
-        critic = reward if config.critic.init == "reward" and reward else actor.valued()
+        others = {"actor": actor.valued(), "reward": reward or actor.valued()}
+        init = config.critic.init
+        critic = others.get(init) or _shape(ModelConfig(name=init), "").valued()
     reference = actor if config.algorithm.has_reference else None
     return Models(actor, critic, reference, reward), functions
 
