@@ -1,7 +1,7 @@
 """Plans for three papers' settings: the blocks of docs/planning.md.
 
     python benchmarks/planned.py                  # all three, some minutes
-    python benchmarks/planned.py oppo-7b
+    python benchmarks/planned.py --settings oppo-7b
 
 Prints what ``stretto plan`` prints, and how long it took. Nothing is measured: no GPU is there.
 """
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("settings", nargs="*", choices=[*ASKED, []], default=list(ASKED))
+    parser.add_argument("--settings", nargs="+", choices=ASKED, default=list(ASKED))
     parser.add_argument("--minutes", type=float, default=0.0, help="longest search; 0: as it comes")
     args = parse(parser, {"settings": ["oppo-7b"], "minutes": 0.001})
     for name in args.settings:
