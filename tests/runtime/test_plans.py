@@ -114,7 +114,7 @@ def test_on_paper_there_are_pipelines_and_more_copies() -> None:
     found = list(candidates(SETTING, space(8, "sync", "async", on_paper=True)))
     why = {c.on_paper for c in found}
     assert "a learner's processes have no pipeline stages" in why
-    assert "a scorer has one copy" in why
+    assert "a learner's processes hold one copy of a scorer" in why
     assert max(c.layout.learner.stages for c in found) == 8
     assert sum(not c.on_paper for c in found) == sum(
         not c.on_paper for c in candidates(SETTING, space(8, "sync", "async"))
@@ -153,7 +153,7 @@ def test_without_scorers_there_is_nothing_to_place() -> None:
 def test_many_gpus_are_dealt_out_by_nodes() -> None:
     found = list(candidates(SETTING, space(1000, "async")))
     assert all(c.layout.learner.devices % 16 == 8 for c in found)
-    assert len(found) < 10_000
+    assert len(found) < 30_000
 
 
 # -- bounds ----------------------------------------------------------------------------------------

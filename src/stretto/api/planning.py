@@ -208,7 +208,9 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
     processes = [learner]
     processes += [{"roles": [name], "tp": place.generator.tensor} for name in names]
     if scorers and place.sharing == "none":
-        processes.append({"roles": scorers, "tp": place.scorer.tensor})
+        for i in range(place.scorer.data):
+            copies = [f"{name} {i}" for name in scorers] if place.scorer.data > 1 else scorers
+            processes.append({"roles": copies, "tp": place.scorer.tensor})
     nodes = setting.hardware.links.gpus_per_node
     hosted = scorers and place.sharing == "generators"
     return {

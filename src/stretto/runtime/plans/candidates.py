@@ -1,8 +1,7 @@
 """Candidates: the layouts of a run on so many GPUs, each with the variants of the schedule.
 
 What ``stretto train`` can run comes first. *On paper* there is more: several copies of generators
-and scorers where all roles are colocated, several copies of scorers that have GPUs of their own,
-and learners with pipeline stages.
+and scorers in the learner's processes, and learners with pipeline stages.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Candidate:
             return "a learner's processes have no pipeline stages"
         if place.colocated and place.generator.data > 1:
             return "a learner's processes hold one generator"
-        if place.scorer.data > 1 and place.sharing != "generators":
-            return "a scorer has one copy"
+        if place.scorer.data > 1 and place.sharing in ("all", "learner"):
+            return "a learner's processes hold one copy of a scorer"
         return ""
 
 
@@ -193,8 +192,7 @@ class _Layouts:
             self._meshes(scorers, "scorers"),
         )
         for learner, generator, scorer in product(*roles):
-            if scorer.data == 1 or self._space.on_paper:
-                yield from self._with_passes(Layout(learner, generator, scorer, "none"))
+            yield from self._with_passes(Layout(learner, generator, scorer, "none"))
 
     @cached_property
     def _tensors(self) -> dict[str, list[int]]:
@@ -219,9 +217,10 @@ class _Layouts:
 
     @cached_property
     def _scorer_sizes(self) -> list[int]:
-        """Numbers of GPUs that scorers may get: a copy of each, or on paper several."""
-        one = self._tensors["scorers"]
-        return sorted({*one, *(self._sizes if self._space.on_paper else ())})
+        """Numbers of GPUs that scorers may get: 1, 2, 3, 4, 6, 8, 12 ..., at most half of them."""
+        powers = [2**k for k in range(self._space.gpus.bit_length())]
+        half = self._space.gpus // 2
+        return [n for n in sorted({*powers, *(3 * n for n in powers)}) if n <= half]
 
     def _listed(self, devices: int, role: str) -> tuple[Mesh, ...]:
         several = role == "learner" and self._space.on_paper
