@@ -21,8 +21,9 @@ from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.planning.hardware import GPUS
 from stretto.planning.shapes import shape_of
-from stretto.runtime.groups.placement import places
-from stretto.runtime.plans.candidates import Space, candidates
+from stretto.runtime.groups.fitting import Shapes, loads
+from stretto.runtime.groups.placement import PROCESS_BYTES, places
+from stretto.runtime.plans.candidates import Space, candidates, memory_by_phase
 
 PPO = recipes.build(
     {
@@ -82,7 +83,7 @@ def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
 def test_what_is_impossible_is_refused() -> None:
     with pytest.raises(ConfigError, match="a plan for 0 GPUs"):
         plan(PPO, asked(0))
-    with pytest.raises(ConfigError, match="give the mean of prompts"):
+    with pytest.raises(ConfigError, match="--response-tokens 40: give two numbers"):
         setting_of(PPO, Question(8, response_tokens=(40,)))
     with pytest.raises(ConfigError, match="--response-tokens 40 20"):
         setting_of(PPO, Question(8, response_tokens=(40, 20)))
@@ -132,6 +133,32 @@ def test_what_a_recipe_says_of_processes_is_replaced() -> None:
     piped = recipes.overlaid(PPO, {"pipeline": {"ranks": 2}}, "a test")
     data = settings_of(piped, first, setting)
     assert recipes.overlaid(piped, data, "the plan").pipeline.ranks == 0
+
+
+def test_knobs_of_a_recipe_do_not_survive_in_a_plan() -> None:
+    own = {"schedule": {"score_on": "chunk", "overcommit": 8, "lag": 1}}
+    config = recipes.overlaid(PPO, own, "a test")
+    setting, _ = setting_of(config, asked(4))
+    for candidate in candidates(setting, Space(4, variants_of(config))):
+        if not candidate.on_paper:
+            trained = recipes.overlaid(config, settings_of(config, candidate, setting), "the plan")
+            assert trained.schedule.knobs == candidate.schedule.knobs
+
+
+def test_memory_is_no_less_than_what_train_counts() -> None:
+    """Of the learner, whose processes hold nothing else here; train counts 400 MB of a process."""
+    setting, _ = setting_of(PPO, asked(6))
+    for candidate in candidates(setting, Space(6, variants_of(PPO))):
+        place = candidate.layout
+        if candidate.on_paper or place.sharing != "none" or place.learner.devices < 2:
+            continue
+        config = recipes.overlaid(PPO, settings_of(PPO, candidate, setting), "the plan")
+        shapes = Shapes(setting.models.actor, setting.models.critic, {})
+        first = loads(config, places(config, 8, 6), shapes, 2)[0]
+        counted = sum(first.held.values()) - PROCESS_BYTES
+        counted += max(sum(work.values()) for work in first.work.values())
+        planned = sum(memory_by_phase(setting, candidate)["hand-over"].values())
+        assert counted <= planned * 1.02
 
 
 def test_a_plan_on_paper_is_not_written(tmp_path: Path) -> None:
@@ -196,6 +223,21 @@ def test_the_command_refuses(
 ) -> None:
     assert stretto(["plan", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_options_of_the_command_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    (tmp_path / "my.toml").write_text(recipes.dump(PPO))
+    options = ["--gpus", "2", "--gpu", "h200", "--rollout.batch", "16", "--write", "c.toml"]
+    assert stretto(["plan", "my.toml", *options]) == 0
+    trained = recipes.overlay(recipes.load("my.toml"), "c.toml")
+    assert trained.rollout.batch == 16
+    capsys.readouterr()
+    assert stretto(["plan", "my.toml", "--gpus", "2", "--write", "absent/c.toml"]) == 2
+    assert capsys.readouterr().out == ""  # before the search
 
 
 def test_every_variant_has_its_schedule() -> None:

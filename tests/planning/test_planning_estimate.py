@@ -221,7 +221,7 @@ def test_offloaded_roles_leave_the_gpu_to_who_is_at_work() -> None:
 def test_roles_apart_hold_what_they_need() -> None:
     found = estimate(MODELS, layout(False), LOAD, hardware())
     assert found.scoring.parts["frozen"] == 2 * (P + 2 * CRITIC)
-    assert found.training.parts["snapshots"] == 2 * (P + CRITIC) / 4
+    assert found.training.parts["snapshots"] == 3 * 2 * (P + CRITIC) / 4
     assert "frozen" not in found.training.parts
     assert found.generation.parts["buckets"] == BUCKETS
     sides = (found.training.memory_bytes + BUCKETS, found.generation.memory_bytes)

@@ -159,6 +159,18 @@ def test_many_gpus_are_dealt_out_by_nodes() -> None:
 # -- bounds ----------------------------------------------------------------------------------------
 
 
+def test_rounds_of_several_batches_share_decode_steps() -> None:
+    """A small batch and a long tail: three of them decode as long as one."""
+    tail = WORK.model_copy(
+        update={"batch": 4, "response_tokens": Lognormal(median=20, p95=240), "seed": 7}
+    )
+    setting = replace(SETTING, workload=tail)
+    schedule = ScheduleConfig(preset="async", weight_sync_interval=3)
+    bounds = Bounds(setting, WARM, ROUNDS)
+    found = list(candidates(setting, Space(4, {"dial": schedule})))
+    assert all(bounds.of(c) <= outcome_of(setting, c).step_s for c in found[::4])
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_candidate_is_quicker_than_its_bound(name: str) -> None:
     bounds = Bounds(SETTING, WARM, ROUNDS)
@@ -199,20 +211,22 @@ def test_staleness_follows_the_knobs() -> None:
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_the_search_finds_what_full_enumeration_finds(gpus: int) -> None:
     asked = space(gpus, "sync", "inter", "async", "rlhfuse", "stretto")
-    everything: dict[tuple[str, str], float] = {}
+    everything: dict[tuple[tuple[str, str], bool], float] = {}
     count = 0
     for c in candidates(SETTING, asked):
         if fits(SETTING, c):
             count += 1
             step_s = outcome_of(SETTING, c).step_s
-            everything[c.kind] = min(everything.get(c.kind, step_s), step_s)
+            kind = c.kind, bool(c.on_paper)
+            everything[kind] = min(everything.get(kind, step_s), step_s)
     found = search(SETTING, asked, keep=3, workers=1)
     assert found.simulated < count
     expected = sorted(everything.values())[:3]
     for outcome, step_s in zip(found.best, expected, strict=True):
         assert step_s <= outcome.step_s <= step_s * (1 + WITHIN)
     assert found.baseline is not None
-    assert found.baseline.step_s <= everything[BASELINE] * (1 + WITHIN)
+    known = min(step_s for (kind, _), step_s in everything.items() if kind == BASELINE)
+    assert found.baseline.step_s <= known * (1 + WITHIN)
 
 
 def test_in_several_processes_it_finds_the_same() -> None:
@@ -226,6 +240,26 @@ def test_a_search_that_is_cut_short_says_what_it_may_have_missed() -> None:
     assert found.best
     assert 0 < found.bound_s <= found.best[0].step_s * 1.5
     assert search(SETTING, space(2, "sync"), workers=1).bound_s == float("inf")
+    assert found.runnable is not None  # whatever the time
+
+
+def test_a_plan_on_paper_hides_none_that_can_be_run() -> None:
+    asked = space(2, "sync", "async", on_paper=True)
+    found = search(SETTING, asked, workers=1)
+    assert found.runnable is not None
+    steps = [
+        outcome_of(SETTING, c).step_s
+        for c in candidates(SETTING, asked)
+        if not c.on_paper and fits(SETTING, c)
+    ]
+    assert found.runnable.step_s <= min(steps) * (1 + WITHIN)
+
+
+def test_one_process_does_not_offload() -> None:
+    (place,) = {c.layout for c in candidates(SETTING, space(1, "sync")) if c.layout.offload}
+    assert (
+        Candidate(place, "sync", VARIANTS["sync"]).on_paper == "a single process does not offload"
+    )
 
 
 def test_nothing_fits() -> None:

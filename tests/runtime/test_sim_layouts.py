@@ -17,9 +17,11 @@ from stretto.runtime.sim.hardware import Efficiency
 from stretto.runtime.sim.layouts import (
     Setting,
     cluster_of,
+    cost_of_generator,
     cost_of_learner,
     devices_of,
     memory_of,
+    slots_of,
     swap_s,
 )
 from stretto.runtime.sim.lengths import Uniform
@@ -38,6 +40,7 @@ SETTING = Setting(Models.of_one_size(QWEN), WORK, PERFECT.on("h200"))
 
 
 FOUR = Mesh(4)
+SYNC = ScheduleConfig()
 
 
 def layout(sharing: Sharing, scorer: Mesh = FOUR) -> Layout:
@@ -87,9 +90,12 @@ def test_weights_travel_by_reshard_or_broadcast() -> None:
     # Colocated, a device has a quarter of all already, and two exchange what they lack by NVLink.
     held = 2 * QWEN.held(2)
     assert loads(layout("all")) == (pytest.approx((held - size / 4) / 450e9), 0.0)
-    assert loads(layout("none")) == (pytest.approx(size / 50e9), pytest.approx(critic / 50e9))
-    all_four = replace(SETTING, at_once=True)
-    assert loads(layout("none"), all_four)[0] == pytest.approx(size / 200e9)
+    # Learner and generators fit into one node, and so do learner and scorers.
+    assert loads(layout("none")) == (pytest.approx(size / 450e9), pytest.approx(critic / 450e9))
+    nodes = Layout(Mesh(8), Mesh(2, 4), Mesh(8), "none")
+    assert loads(nodes) == (pytest.approx(size / 50e9), pytest.approx(critic / 50e9))
+    at_once = replace(SETTING, at_once=True)
+    assert loads(nodes, at_once)[0] == pytest.approx(size / 400e9)
     # A critic that scores where it is trained is gathered there.
     lent = loads(layout("learner"))
     assert lent[1] == pytest.approx((critic - critic / 4) / 450e9)
@@ -107,7 +113,8 @@ def test_offloaded_states_travel_there_and_back_and_frozen_models_once() -> None
 
 def test_memory_of_scorers_that_stream() -> None:
     place = layout("none", Mesh(2, 2))
-    plain, streams = memory_of(SETTING, place), memory_of(SETTING, place, streams=True)
+    plain = memory_of(SETTING, place, SYNC)
+    streams = memory_of(SETTING, place, ScheduleConfig(score_on="chunk"))
     assert streams.keys() == {"generation", "scoring", "training", "hand-over"}
     # 16 responses of 100 + 128.5 tokens a copy; keys and values of three models in two slices
     expected = 16 * WORK.mean_tokens * 3 * 57344 / 2
@@ -119,14 +126,32 @@ def test_memory_of_scorers_that_stream() -> None:
     }
 
 
+def test_where_not_all_fit_a_copy_has_slots() -> None:
+    """Of 62 GB beside weights and a prefill's activations, at 57,344 bytes a token and row."""
+    place = Layout(Mesh(2), Mesh(2), Mesh(2), "none")
+    long = WORK.model_copy(update={"batch": 256, "max_new_tokens": 16_284})
+    on = PERFECT.on("h100")
+    setting = replace(SETTING, workload=long, hardware=on)
+    cost = cost_of_generator(setting, place)
+    assert setting.sizes().length == 16_384
+    slots = slots_of(setting, place, SYNC)
+    assert (
+        slots == cost.cache_tokens // 16_384 == cluster_of(setting, place, SYNC).generators[0].slots
+    )
+    assert 0 < slots < 128
+    assert slots_of(SETTING, place, SYNC) == 0  # all of a short batch
+    inter = ScheduleConfig(overcommit=32)
+    assert setting.sizes(inter).responses == 256 + 32
+
+
 def test_scorers_beside_generators_find_their_caches_there() -> None:
     place = layout("generators", Mesh(4))
-    found = memory_of(SETTING, place)
+    found = memory_of(SETTING, place, SYNC)
     generator, scorer = found["generation"], found["scoring"]
     assert generator["frozen"] == scorer["frozen"] == memory.frozen_bytes(SETTING.models, place)
     assert scorer["keys and values"] == generator["keys and values"]
-    assert "frozen" not in memory_of(SETTING, layout("none"))["generation"]
-    beside = memory_of(SETTING, layout("learner"))
+    assert "frozen" not in memory_of(SETTING, layout("none"), SYNC)["generation"]
+    beside = memory_of(SETTING, layout("learner"), SYNC)
     assert beside["training"]["frozen"] == beside["scoring"]["frozen"]
 
 

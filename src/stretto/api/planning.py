@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from stretto.api.settings import Settings, config_of
-from stretto.api.variants import VARIANTS, schedule_of
+from stretto.api.variants import REPLACED, VARIANTS, schedule_of
 from stretto.config import Config, ModelConfig, ScheduleConfig, recipes
 from stretto.errors import ConfigError, StrettoError
 from stretto.planning.hardware import Hardware, Links, gpu_of
@@ -176,24 +177,22 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
     """
     from stretto.runtime.clients import generator_names
     from stretto.runtime.groups.placement import model_scorers
+    from stretto.runtime.sim.layouts import slots_of
 
     if candidate.on_paper:
         raise ConfigError(f"the plan is one on paper: {candidate.on_paper}")
-    place, knobs = candidate.layout, candidate.schedule.model_dump(exclude_defaults=True)
+    place, schedule = candidate.layout, candidate.schedule
+    slots = slots_of(setting, place, schedule)
     data: dict[str, Any] = {
         "model": {"gradient_checkpointing": place.checkpointing},
         "training": {"microbatch_tokens": place.micro_tokens},
-        "schedule": {"preset": "sync", **knobs},
+        "schedule": {name: getattr(schedule, name) for name in REPLACED},
     }
     if config.pipeline.ranks:
         data["pipeline"] = {"ranks": 0}  # these are of one process
     if place.gpus == 1:
-        return {
-            "runtime": "inline",
-            **data,
-            "rollout": {"engines": 1},
-            "cluster": {"processes": []},
-        }
+        rollout = {"engines": 1, "slots": slots}
+        return {"runtime": "inline", **data, "rollout": rollout, "cluster": {"processes": []}}
     scorers = model_scorers(config)
     generators = 1 if place.colocated else place.generator.data
     names = generator_names(generators)
@@ -216,18 +215,44 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
     return {
         "runtime": "local" if place.gpus <= nodes else "ray",
         **data,
-        "rollout": {"engines": generators},
+        "rollout": {"engines": generators, "slots": slots},
         "cluster": {"scorers": "generators" if hosted else "auto", "processes": processes},
     }
 
 
-def write(file: str | Path, config: Config, candidate: Candidate, setting: Setting) -> None:
+def check_writable(file: str | Path) -> None:
+    """Check that a file can be written, before a search.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    path = Path(file)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"'{file}' cannot be written; name a file in a folder that is there")
+
+
+def write(
+    file: str | Path,
+    config: Config,
+    candidate: Candidate,
+    setting: Setting,
+    start: Config | None = None,
+) -> None:
     """Write the settings of a plan, for ``stretto train RECIPE --overrides FILE``.
+
+    Args:
+        file: to be written.
+        config: that was planned for.
+        candidate: the plan.
+        setting: what was simulated.
+        start: the recipe's settings; what ``config`` has otherwise is written, too.
 
     Raises:
         ConfigError: ``stretto train`` cannot run the plan, or the file cannot be written.
     """
     data = settings_of(config, candidate, setting)
+    if start is not None:
+        data = recipes.merged(recipes.difference(start, config), data)
     recipes.overlaid(config, data, "the plan")  # it is one that train takes
     text = f"# {candidate.layout.gpus} GPUs, by 'stretto plan'\n{tomli_w.dumps(data)}"
     try:
@@ -296,10 +321,12 @@ def _lengths(config: Config, question: Question, assumed: list[str]) -> Mapping[
     limit, mean = config.rollout.max_new_tokens, question.prompt_tokens or PROMPT
     if not question.prompt_tokens:
         assumed.append(f"prompts of {mean} tokens on average (--prompt-tokens, or --like RUN)")
-    if mean < 1 or len(question.response_tokens) not in (0, 2):
+    if mean < 1:
+        raise ConfigError(f"--prompt-tokens {mean}: must be 1 or more, or 0 to assume some")
+    if len(question.response_tokens) not in (0, 2):
         raise ConfigError(
-            f"prompts of {mean} tokens and responses of {question.response_tokens}: give the mean "
-            "of prompts, and median and 95th percentile of responses"
+            f"--response-tokens {' '.join(map(str, question.response_tokens))}: give two numbers, "
+            "the median and the 95th percentile"
         )
     median, p95 = question.response_tokens or (MEDIAN * limit, P95 * limit)
     if not question.response_tokens:

@@ -16,7 +16,7 @@ from stretto.cli.settings import (
     leading_recipe,
     parse_with_config,
 )
-from stretto.config import recipes
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.models.memory import format_size
 from stretto.planning.hardware import GPUS
@@ -50,10 +50,12 @@ def run(arguments: Sequence[str]) -> int:
     config, own = parse_with_config("plan", _DESCRIPTION, arguments, start, _options(), _offered())
     check_recipe_is_first(arguments, own["recipe"])
     question = _question(own)
+    if own["write"]:
+        planning.check_writable(own["write"])
     found = planning.plan(config, question)
     print("\n".join(_lines(found, question, recipes.name_of(recipe))))
     if own["write"]:
-        _write(found, own["write"], recipe)
+        _write(found, own["write"], recipe, start)
     return 0
 
 
@@ -79,14 +81,14 @@ def _question(own: dict[str, Any]) -> Question:
     )
 
 
-def _write(found: Plan, file: str, recipe: str) -> None:
-    runs = [o.candidate for o in found.found.best if not o.candidate.on_paper]
-    if not runs:
+def _write(found: Plan, file: str, recipe: str, start: Config) -> None:
+    best = found.found.runnable
+    if best is None:
         raise ConfigError(
             f"'{file}' is not written: none of these plans is one that 'stretto train' can run; "
-            "leave out --on-paper, or give more GPUs"
+            "give more GPUs"
         )
-    planning.write(file, found.config, runs[0], found.setting)
+    planning.write(file, found.config, best.candidate, found.setting, start)
     print(f"wrote {file}: stretto train {recipe} --overrides {file}")
 
 
@@ -98,8 +100,9 @@ def _lines(plan: Plan, question: Question, name: str) -> Iterator[str]:
         f"prompts included, and up to {w.max_new_tokens}"
     )
     shown = list(found.best)
-    if found.baseline and found.baseline not in shown:
-        shown.append(found.baseline)
+    for further in (found.runnable, found.baseline):
+        if further and further not in shown:
+            shown.append(further)
     for number, outcome in enumerate(shown, 1):
         yield from _plan(number, outcome, plan)
     if found.baseline is None:
@@ -120,14 +123,21 @@ def _lines(plan: Plan, question: Question, name: str) -> Iterator[str]:
 def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
     candidate = outcome.candidate
     place = candidate.layout
+    models = plan.setting.models
+    scored = bool(models.frozen or models.critic)
+    where = _SHARING[place.sharing]
+    if not scored and not place.colocated:
+        where = "learner and generators apart"
     sync = " (the baseline)" if outcome is plan.found.baseline else ""
     yield (
         f"{number}. {_brief(outcome.step_s)} s a step, {_brief(outcome.samples_per_s)} samples/s: "
-        f"{candidate.variant}, {_SHARING[place.sharing]}{sync}"
+        f"{candidate.variant}, {where}{sync}"
     )
     yield f"   {_roles(candidate, plan)}"
     held = ", ".join(
-        f"{phase} {_gb(sum(parts.values()))}" for phase, parts in outcome.memory.items()
+        f"{phase} {_gb(sum(parts.values()))}"
+        for phase, parts in outcome.memory.items()
+        if scored or phase != "scoring"
     )
     usable = format_size(round(plan.setting.hardware.usable_bytes))
     host = f"; host {_gb(outcome.host_bytes)} for each" if place.offload else ""

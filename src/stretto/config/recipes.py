@@ -30,8 +30,10 @@ __all__ = [
     "FOLDERS",
     "build",
     "describe",
+    "difference",
     "dump",
     "load",
+    "merged",
     "name_of",
     "names",
     "overlaid",
@@ -136,7 +138,7 @@ def overlaid(config: Config, data: Mapping[str, Any], where: str) -> Config:
     Raises:
         ConfigError: an unknown key, or settings that contradict each other.
     """
-    return build(_merged(config.model_dump(), data), where)
+    return build(merged(config.model_dump(), data), where)
 
 
 def overlay(config: Config, file: str | Path) -> Config:
@@ -154,13 +156,30 @@ def overlay(config: Config, file: str | Path) -> Config:
     return overlaid(config, data, f"'{file}'")
 
 
-def _merged(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def difference(base: Config, config: Config) -> dict[str, Any]:
+    """Return what settings have otherwise than others, as nested plain data."""
+    return _difference(base.model_dump(), config.model_dump())
+
+
+def _difference(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
     for key, value in data.items():
-        inner = merged.get(key, {})
-        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merged(inner, value) if both else value
-    return merged
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            if inner := _difference(base[key], value):
+                found[key] = inner
+        elif value != base.get(key):
+            found[key] = value
+    return found
+
+
+def merged(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested data with others in its place, where these name some."""
+    both = dict(base)
+    for key, value in data.items():
+        inner = both.get(key, {})
+        nested = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        both[key] = merged(inner, value) if nested else value
+    return both
 
 
 @overload

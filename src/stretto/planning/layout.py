@@ -60,6 +60,8 @@ class Layout:
         checkpointing: layers keep their inputs alone, and are computed again in the backward pass.
         micro_tokens: tokens of a micro-batch of one shard of the learner.
         prefill_tokens: tokens of a pass without gradients of one generator or scorer.
+        versions: of the trained weights that a learner keeps for those who follow it from other
+            devices: the lag of the schedule and 2.
     """
 
     learner: Mesh
@@ -70,6 +72,7 @@ class Layout:
     checkpointing: bool = True
     micro_tokens: int = 8192
     prefill_tokens: int = 8192
+    versions: int = 3
 
     def __post_init__(self) -> None:
         meshes = {

@@ -157,10 +157,11 @@ def _states(models: Models, layout: Layout) -> float:
 
 
 def _snapshots(models: Models, layout: Layout) -> float:
-    """A bfloat16 copy of the trained models in shards, which is handed over while they train on."""
+    """Bfloat16 copies of the trained models in shards, handed over while these train on."""
     mesh = layout.learner
     stages = [shape.stage(mesh.stages) for shape in models.trained]
-    return sum(weight_bytes(shape, mesh.tensor) / mesh.data for shape in stages)
+    held = sum(weight_bytes(shape, mesh.tensor) / mesh.data for shape in stages)
+    return layout.versions * held
 
 
 def _masters(shape: Shape, learner: Mesh) -> float:
@@ -253,8 +254,8 @@ def scoring(models: Models, layout: Layout, workload: Workload, hardware: Hardwa
 def training(models: Models, layout: Layout) -> Parts:
     """Return the memory of a learner's GPU: states of trained models, and one of them in a pass.
 
-    Unless all roles are colocated, it also keeps a bfloat16 copy of them in shards: what is being
-    handed over while it trains on.
+    Unless all roles are colocated, it also keeps bfloat16 copies of them in shards: versions that
+    are being handed over, or may be, while it trains on.
     """
     tokens, mesh = layout.micro_tokens, layout.learner
     passes = [

@@ -95,7 +95,8 @@ class Bounds:
         if knobs.knobs.on("overcommit"):
             return work.steps * decode.step_s + rows_s + prefill_s
         # The copy that has the longest response may have few others.
-        average_s = work.tokens / self._setting.workload.batch * decode.step_s + rows_s + prefill_s
+        rows = self._setting.workload.batch * knobs.weight_sync_interval  # that decode together
+        average_s = work.tokens / rows * decode.step_s + rows_s + prefill_s
         return max(average_s, decode.seconds(1, 0, int(work.steps)))
 
     def _round(self, schedule: ScheduleConfig) -> Round:

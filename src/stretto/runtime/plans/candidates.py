@@ -60,6 +60,8 @@ class Candidate:
     def on_paper(self) -> str:
         """Why ``stretto train`` cannot run it; empty if it can."""
         place = self.layout
+        if place.gpus == 1:
+            return "a single process does not offload" if place.offload else ""
         if place.learner.stages > 1:
             return "a learner's processes have no pipeline stages"
         if place.colocated and place.generator.data > 1:
@@ -109,10 +111,16 @@ def fits(setting: Setting, candidate: Candidate) -> bool:
 def memory_by_phase(setting: Setting, candidate: Candidate) -> dict[str, Parts]:
     """Return the memory of a GPU by phase, and by what takes it, in bytes."""
     layout = candidate.layout
-    found = memory_of(setting, layout, streams=candidate.schedule.knobs.streams)
-    if candidate.pipelining == "fused":  # both models have micro-batches under way: at most
+    found = memory_of(setting, layout, candidate.schedule)
+    more = {
+        "1f1b": 0.0,
+        # Two chunks of layers a stage: Narayanan et al. 2021, section 2.2.
+        "interleaved": (layout.learner.stages - 1) / (2 * layout.learner.stages),
+        "fused": 1.0,  # micro-batches of both models are under way: at most
+    }[candidate.pipelining]
+    if more:
         training = dict(found["training"])
-        training["activations of the other model"] = training["activations"]
+        training["activations of more micro-batches"] = more * training["activations"]
         found["training"] = training
     return found
 
@@ -203,6 +211,7 @@ class _Layouts:
                 t
                 for t in range(1, node + 1)
                 if all(shape.heads % t == shape.kv_heads % t == 0 for shape in shapes)
+                and (node % t == 0 or self._space.gpus <= node)  # none lies across two nodes
             ]
             for role, shapes in self._shapes.items()
         }
@@ -243,7 +252,7 @@ class _Layouts:
             yield replace(layout, micro_tokens=micro_tokens, checkpointing=checkpointing)
 
     def _quickest(self, layout: Layout) -> tuple[int, bool] | None:
-        setting, sizes = self._setting, self._setting.sizes
+        setting, sizes = self._setting, self._setting.sizes()
         ways = [
             replace(layout, micro_tokens=max(tokens, sizes.length), checkpointing=again)
             for tokens, again in product(MICRO_TOKENS, (False, True))
@@ -252,6 +261,8 @@ class _Layouts:
         ways.sort(key=lambda way: cost_of_learner(setting, way).seconds(tokens))
         for way in ways:
             held = sum(memory.training(setting.models, way).values())
+            if not way.colocated:
+                held += memory.bucket_bytes(setting.models.actor, way.learner)
             if held <= setting.hardware.usable_bytes:
                 return way.micro_tokens, way.checkpointing
         return None

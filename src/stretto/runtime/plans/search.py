@@ -1,9 +1,9 @@
 """The search: candidates by their lower bounds, simulated until no other can be among the best.
 
-Candidates are simulated in the order of their bounds. One is left out when its bound is no better
-than the best of its own kind (what shares GPUs, and the schedule), or than the best of enough other
-kinds. So what is found is what simulating all of them would find, and each of the plans shown is of
-another kind.
+Candidates of each kind (what shares GPUs, the schedule, and whether ``stretto train`` can run it)
+are simulated in the order of their bounds, kinds in turn. A candidate is left out when its bound is
+no better than the best of its own kind, or than the best of enough other kinds. So what is found is
+what simulating all of them would find, and each of the plans shown is of another kind.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from math import inf
 from multiprocessing import active_children, get_context, parent_process
 
@@ -27,7 +27,7 @@ from stretto.runtime.plans.candidates import BASELINE, Candidate, Space, candida
 from stretto.runtime.plans.outcome import ROUNDS, WARM, Outcome, outcome_of
 from stretto.runtime.sim.layouts import Setting
 
-Kind = tuple[str, str]
+Kind = tuple[str, str, bool]
 WITHIN = 0.01
 """A candidate is left out when it could be quicker than what is known by this share at most."""
 
@@ -39,6 +39,7 @@ class Found:
     Attributes:
         best: of each kind the best, the quickest first, no more than asked for.
         baseline: the best with all roles on all GPUs, one after another; ``None`` if none fits.
+        runnable: the best that ``stretto train`` can run; ``None`` if there is none.
         candidates: how many there were.
         simulated: how many of them were simulated.
         unfit: those that were looked at and do not fit into memory.
@@ -49,6 +50,7 @@ class Found:
 
     best: tuple[Outcome, ...]
     baseline: Outcome | None
+    runnable: Outcome | None
     candidates: int
     simulated: int
     unfit: int
@@ -73,28 +75,33 @@ def search(
     """
     start_s = time.monotonic()
     bounds = Bounds(setting, WARM, ROUNDS)
-    ranked = _ranked(_bounded(candidates(setting, space), bounds))
+    kinds = _by_kind(_bounded(candidates(setting, space), bounds))
+    count = sum(map(len, kinds.values()))
     board, unfit, bound_s = _Board(keep), 0, inf
     with _simulators(setting, workers or os.cpu_count() or 1) as (simulate, room):
-        running: dict[Future[Outcome], Candidate] = {}
+        running: set[Future[Outcome]] = set()
 
         def collect(until: int) -> None:
             while len(running) > until:
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
-                    del running[done]
+                    running.remove(done)
                     board.add(done.result())
 
-        for bound, candidate in ranked:
-            collect(room - 1)
-            if not board.may_take(candidate.kind, bound):
-                continue
-            if not fits(setting, candidate):
-                unfit += 1
-                continue
-            if time.monotonic() - start_s > limit_s and board.runs:
-                bound_s = min(bound_s, bound)
-                continue
-            running[simulate(candidate)] = candidate
+        # In turns, so that there is soon something of every kind to be measured against.
+        while kinds:
+            for kind, waiting in list(kinds.items()):
+                collect(room - 1)
+                late = time.monotonic() - start_s > limit_s and (board.runs or kind[2])
+                if late or not waiting or not board.may_take(kind, waiting[0][0]):
+                    if late and waiting and board.may_take(kind, waiting[0][0]):
+                        bound_s = min(bound_s, waiting[0][0])
+                    del kinds[kind]  # all others of it have higher bounds
+                    continue
+                _, candidate = waiting.popleft()
+                if fits(setting, candidate):
+                    running.add(simulate(candidate))
+                else:
+                    unfit += 1
         collect(0)
     if not board.outcomes:
         raise ConfigError(
@@ -103,8 +110,9 @@ def search(
         )
     return Found(
         best=tuple(board.best()),
-        baseline=board.outcomes.get(BASELINE),
-        candidates=len(ranked),
+        baseline=min(board.baselines, key=_rank, default=None),
+        runnable=min(board.runnable, key=_rank, default=None),
+        candidates=count,
         simulated=board.simulated,
         unfit=unfit,
         bound_s=bound_s,
@@ -123,15 +131,25 @@ class _Board:
     def add(self, outcome: Outcome) -> None:
         """Take a candidate's outcome."""
         self.simulated += 1
-        kind = outcome.candidate.kind
+        kind = _kind(outcome.candidate)
         known = self.outcomes.get(kind)
         if known is None or _rank(outcome) < _rank(known):
             self.outcomes[kind] = outcome
 
     @property
+    def runnable(self) -> list[Outcome]:
+        """Plans that ``stretto train`` can run."""
+        return [outcome for outcome in self.outcomes.values() if not outcome.candidate.on_paper]
+
+    @property
     def runs(self) -> bool:
-        """Whether there is a plan that ``stretto train`` can run."""
-        return any(not outcome.candidate.on_paper for outcome in self.outcomes.values())
+        """Whether there are some."""
+        return bool(self.runnable)
+
+    @property
+    def baselines(self) -> list[Outcome]:
+        """Plans with all roles on all GPUs, one after another."""
+        return [o for o in self.outcomes.values() if o.candidate.kind == BASELINE]
 
     def best(self) -> list[Outcome]:
         """The best of the best kinds."""
@@ -142,23 +160,29 @@ class _Board:
         bound *= 1 + WITHIN
         if (own := self.outcomes.get(kind)) and bound >= own.step_s:
             return False
-        if kind == BASELINE:
+        if kind[:2] == BASELINE:
             return True
         others = sorted(o.step_s for k, o in self.outcomes.items() if k != kind)
-        return len(others) < self._keep or bound < others[self._keep - 1]
+        return len(others) < self._keep or bound < others[self._keep - 1] or self._would_run(kind)
+
+    def _would_run(self, kind: Kind) -> bool:
+        """Return whether it may be the first that ``stretto train`` can run."""
+        return not kind[2] and not self.runs
 
 
-def _ranked(bounded: Iterable[tuple[float, Candidate]]) -> list[tuple[float, Candidate]]:
-    """Return candidates by their bounds: the baseline's, then the first of each kind, and so on.
+def _kind(candidate: Candidate) -> Kind:
+    """What shares GPUs, the schedule, and whether it is on paper only."""
+    return (*candidate.kind, bool(candidate.on_paper))
 
-    So there is soon something of every kind to be measured against.
-    """
-    by_kind: dict[Kind, list[tuple[float, Candidate]]] = {}
+
+def _by_kind(
+    bounded: Iterable[tuple[float, Candidate]],
+) -> dict[Kind, deque[tuple[float, Candidate]]]:
+    """Return candidates of each kind, lowest bound first; the baseline's kinds come first."""
+    found: dict[Kind, deque[tuple[float, Candidate]]] = {}
     for pair in sorted(bounded, key=lambda pair: pair[0]):
-        by_kind.setdefault(pair[1].kind, []).append(pair)
-    first = by_kind.pop(BASELINE, [])
-    turns = zip_longest(*by_kind.values())
-    return [*first, *(pair for turn in turns for pair in turn if pair)]
+        found.setdefault(_kind(pair[1]), deque()).append(pair)
+    return dict(sorted(found.items(), key=lambda item: item[0][:2] != BASELINE))
 
 
 def _rank(outcome: Outcome) -> tuple[float, str]:

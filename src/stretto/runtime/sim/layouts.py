@@ -55,13 +55,16 @@ class Setting:
     functions: dict[str, SampleCost] = field(default_factory=dict)
     at_once: bool = False
 
-    @property
-    def sizes(self) -> Sizes:
-        """Sizes of a step for memory: with responses at their limit."""
+    def sizes(self, schedule: ScheduleConfig | None = None) -> Sizes:
+        """Sizes of a step for memory: responses in flight, at their limit.
+
+        Args:
+            schedule: how many are in flight; ``None``: a batch.
+        """
         w = self.workload
-        return Sizes(
-            w.batch, max(int(w.prompt_tokens.quantile(0.95, 0)), 1), w.max_new_tokens, self.epochs
-        )
+        rows = schedule.most_in_flight(w.batch, w.samples_per_prompt) if schedule else w.batch
+        prompt = max(int(w.prompt_tokens.quantile(0.95, 0)), 1)
+        return Sizes(rows, prompt, w.max_new_tokens, self.epochs)
 
 
 def cluster_of(
@@ -95,6 +98,7 @@ def cluster_of(
                 devices=generators[i * each : (i + 1) * each],
                 tensor_parallel=layout.generator.tensor,
                 cost=cost,
+                slots=slots_of(setting, layout, schedule),
             )
             for i in range(engines)
         ),
@@ -128,22 +132,37 @@ def devices_of(layout: Layout) -> tuple[Devices, Devices, Devices]:
     )
 
 
-def memory_of(setting: Setting, layout: Layout, *, streams: bool = False) -> dict[str, Parts]:
+def slots_of(setting: Setting, layout: Layout, schedule: ScheduleConfig) -> int:
+    """Return how many responses a copy of the generator decodes together; 0 for all in flight.
+
+    Where not all fit, as many as have room at full length.
+
+    Raises:
+        ConfigError: there is no room for keys and values.
+    """
+    sizes = setting.sizes(schedule)
+    fit = cost_of_generator(setting, layout).cache_tokens // sizes.length
+    return 0 if fit * layout.generator.data >= sizes.responses else max(fit, 1)
+
+
+def memory_of(setting: Setting, layout: Layout, schedule: ScheduleConfig) -> dict[str, Parts]:
     """Return the memory of a GPU by phase, and by what takes it, in bytes.
+
+    Scorers that prefill responses while these are decoded keep keys and values of all in flight, at
+    their average length.
 
     Args:
         setting: what runs.
         layout: where.
-        streams: scorers prefill responses while these are decoded, and keep keys and values of all
-            in flight, at their average length.
+        schedule: in which order.
     """
-    models, sizes, on = setting.models, setting.sizes, setting.hardware
+    models, sizes, on = setting.models, setting.sizes(schedule), setting.hardware
     scoring = dict(memory.scoring(models, layout, sizes, on))
-    if streams:
+    if schedule.knobs.streams:
         shapes = [*models.frozen, *models.trained[1:]]
         tensor, copies = layout.scorer.tensor, layout.scorer.data
-        rows = setting.workload.batch * setting.workload.mean_tokens / copies
-        scoring["responses that stream"] = rows * sum(
+        tokens = sizes.responses * setting.workload.mean_tokens / copies
+        scoring["responses that stream"] = tokens * sum(
             memory.cache_bytes(shape, tensor) for shape in shapes
         )
     return {
@@ -239,7 +258,7 @@ def _load_s(setting: Setting, layout: Layout) -> float:
     actor, on = setting.models.actor, setting.hardware
     if layout.colocated:
         return _reshard_s(actor, layout.learner, layout.generator, on)
-    return _broadcast_s(actor, layout.learner, on, at_once=setting.at_once)
+    return _broadcast_s(actor, layout.learner, layout.generator, setting)
 
 
 def _critic_load_s(setting: Setting, layout: Layout) -> float:
@@ -249,7 +268,8 @@ def _critic_load_s(setting: Setting, layout: Layout) -> float:
         return 0.0
     if layout.sharing == "learner":
         return _reshard_s(critic, layout.learner, layout.scorer, on)
-    return _broadcast_s(critic, layout.learner, on, at_once=setting.at_once)
+    to = layout.generator if layout.sharing == "generators" else layout.scorer
+    return _broadcast_s(critic, layout.learner, to, setting)
 
 
 def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
@@ -259,8 +279,15 @@ def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
     return max(size, 0.0) / (among.data_bytes_per_s(on.links) * on.assumed.link)
 
 
-def _broadcast_s(shape: Shape, learner: Mesh, on: Hardware, *, at_once: bool) -> float:
-    """Seconds of a broadcast of all shards, over the network (``wire.broadcast_bytes``)."""
-    adapters = min(on.links.gpus_per_node, learner.devices) if at_once else 1
-    speed = min(on.links.within_bytes_per_s, adapters * on.links.between_bytes_per_s)
+def _broadcast_s(shape: Shape, learner: Mesh, to: Mesh, setting: Setting) -> float:
+    """Seconds of a broadcast of all shards (``wire.broadcast_bytes``).
+
+    Between nodes a shard goes through the adapter of its rank, within one over NVLink.
+    """
+    on = setting.hardware
+    node = on.links.gpus_per_node
+    speed = on.links.within_bytes_per_s
+    if learner.devices + to.devices > node:
+        adapters = min(node, learner.devices) if setting.at_once else 1
+        speed = min(speed, adapters * on.links.between_bytes_per_s)
     return wire.broadcast_bytes(shape) / (speed * on.assumed.link)
