@@ -14,7 +14,7 @@ from stretto.observe.report import style
 Figure = float | tuple[float, float] | None
 """A number, a range of numbers, or nothing."""
 
-_LEFT, _WIDTH, _BAR, _GAP, _TOP, _HEAD = 210, 560, 13, 13, 30, 40
+_LEFT, _WIDTH, _BAR, _GAP, _TOP, _HEAD = 250, 540, 13, 13, 30, 40
 _LINES_HIGH = 220
 _COLOURS = ("var(--muted)", "var(--run-0)", "var(--run-1)", "var(--run-2)", "var(--run-3)")
 """Reported figures, which come first, are grey."""

@@ -26,7 +26,7 @@ KNOBS: Mapping[str, Mapping[str, Any]] = {
     "inter": {"overcommit": "auto"},
     "both": {"score_on": "chunk", "overcommit": "auto"},
 }
-DELTAS: Sequence[int] = (4, 8, 16, 32, 64)
+DELTAS: Sequence[int] = (4, 8, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +137,7 @@ VARIED = ((TASKS[0], tuple(VARIANTS)), (TASKS[2], tuple(VARIANTS)[:7]))
 """Tasks whose assumptions are varied, and how."""
 
 
-def part(steps: int = 40, *, smoke: bool = False) -> Part:
+def part(steps: int = 32, *, smoke: bool = False) -> Part:
     """Return tables and pictures.
 
     Args:

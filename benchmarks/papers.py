@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import _async
+import _async_tables
 import _oppo
-import _rlhfuse
+import _rlhfuse_tables
 from _papers import Part
 from _shared import parse
 
@@ -25,8 +25,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "papers.md"
 PARTS: Mapping[str, Callable[[bool], Part]] = {
     "oppo": lambda smoke: _oppo.part(2, smoke=True) if smoke else _oppo.part(),
-    "async": lambda smoke: _async.part(2, smoke=True) if smoke else _async.part(),
-    "rlhfuse": lambda smoke: _rlhfuse.part(smoke=smoke),
+    "async": lambda smoke: _async_tables.part(2, smoke=True) if smoke else _async_tables.part(),
+    "rlhfuse": lambda smoke: _rlhfuse_tables.part(smoke=smoke),
 }
 
 

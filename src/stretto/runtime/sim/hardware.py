@@ -189,7 +189,7 @@ def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes
             on.gpu.memory_bytes_per_s * on.assumed.memory
         )
         if passes.zero == 1:
-            moved_s += _exchanged_s(shape, mesh, on)
+            moved_s += exchange_s(shape, mesh, on)
         token_s += passes.epochs * each_s / mesh.data
         step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * each_s)
     return TrainCost(step_s=step_s, token_s=token_s)
@@ -213,8 +213,16 @@ def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: Passes) -> 
     return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s
 
 
-def _exchanged_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
-    """Seconds of an update's exchange under stage 1: gradients in float32, weights in bfloat16."""
+def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
+    """Return the seconds of an update's exchange under ZeRO stage 1.
+
+    Gradients are reduced in float32, and new weights gathered in bfloat16.
+
+    Args:
+        shape: of the model.
+        mesh: shards, tensor-parallel devices, stages.
+        on: the devices.
+    """
     held = shape.stage(mesh.stages).held(mesh.tensor)
     size = wire.gather_bytes((memory.SINGLE + memory.HALF) * held, mesh.data)
     return size / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
