@@ -8,7 +8,7 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from _papers import scheduled, step_s
+from _papers import EAGER_S_A_LAYER, PADDED, scheduled, step_s
 from stretto.config import ScheduleConfig
 from stretto.planning.layout import Layout, Mesh
 from stretto.planning.shapes import Models, shape_of
@@ -28,8 +28,6 @@ from stretto.runtime.sim.simulate import SimResult
 STEPS = 10
 SKIPPED = 3
 """First steps left out, in which the two are not yet side by side."""
-PADDED = 64
-"""Responses that are scored at a time, padded to the longest of them."""
 RULE_S = 0.0001
 """Seconds in which a rule looks at a response."""
 AHEAD: Mapping[str, Any] = {"lag": 1}
@@ -144,14 +142,14 @@ class Assumed:
     Attributes:
         padded: responses are padded where they are scored and trained on.
         training: share of the GPUs' peak; scoring reaches a quarter more, as by default.
-        step_s: of a decode step beside the GPU's own work.
+        eager: each decode step launches its kernels from Python.
         updates: on each mini-batch (the dial T).
         samples: responses to a prompt (the dial K); 0 keeps the task's.
     """
 
     padded: bool = True
     training: float = 0.4
-    step_s: float = 0.002
+    eager: bool = False
     updates: int = 1
     samples: int = 0
 
@@ -161,7 +159,7 @@ VARIANTS: Mapping[str, Assumed] = {
     "as assumed": PLAIN,
     "nothing padded": replace(PLAIN, padded=False),
     "training and scoring at half the speed": replace(PLAIN, training=0.2),
-    "eager decoding, 0.8 ms a layer": replace(PLAIN, step_s=0.025),
+    "eager decoding, 0.8 ms a layer": replace(PLAIN, eager=True),
 }
 SLOWED = 1.18
 """Factor on both stages, while both are at work, under which asynchronous steps take what is
@@ -185,7 +183,7 @@ def cluster(task: Task, assumed: Assumed, steps: int) -> Cluster:
             prompt_tokens=task.prompt_tokens,
             response_tokens=task.response_tokens,
         ),
-        Efficiency(step_s=assumed.step_s).on(task.gpu),
+        Efficiency(step_s=EAGER_S_A_LAYER * actor.layers if assumed.eager else 0.002).on(task.gpu),
         epochs=assumed.updates,
         updates=assumed.updates,
         functions={"rule": SampleCost(sample_s=RULE_S)} if task.rule else {},

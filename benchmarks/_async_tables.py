@@ -150,8 +150,8 @@ def drawn(tasks: Sequence[Task], steps: int) -> str:
         [task.name for task in tasks],
         {
             "reported, of the run": [task.speedup for task in tasks],
-            "simulated, times by formula": [pairs[task].speedup for task in tasks],
-            "simulated, reported times": [
+            "simulated by formula": [pairs[task].speedup for task in tasks],
+            "simulated, reported stages": [
                 of_reported(task, steps).speedup if task.plain_s else None for task in tasks
             ],
         },
@@ -170,7 +170,7 @@ def drawn(tasks: Sequence[Task], steps: int) -> str:
         [name for name, _, _ in stages],
         {
             "reported": [reported for _, reported, _ in stages],
-            "simulated, times by formula": [ours for _, _, ours in stages],
+            "simulated by formula": [ours for _, _, ours in stages],
         },
     )
     return picture("Asynchronous RLHF: reported and simulated step times", [speedups, times])

@@ -10,17 +10,12 @@ from statistics import fmean
 from typing import Any
 
 from _bars import Bars, Figure, picture
-from _papers import Part, percent, scheduled, step_s, table
+from _papers import EAGER_S_A_LAYER, PADDED, Part, percent, scheduled, step_s, table
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.lengths import Lognormal
 from stretto.runtime.sim.simulate import SimResult
 
 CLUSTERS = Path(__file__).parent / "clusters"
-EAGER_S_A_LAYER = 0.0008
-"""Launching the kernels of a decode step from Python, as trainers do that generate without CUDA
-graphs."""
-PADDED = 64
-"""Responses that the trainer scores at a time, padded to the longest of them: TRL's default."""
 KNOBS: Mapping[str, Mapping[str, Any]] = {
     "intra": {"score_on": "chunk"},
     "inter": {"overcommit": "auto"},

@@ -10,6 +10,12 @@ from stretto.config import ScheduleConfig
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.simulate import SimResult, simulate
 
+EAGER_S_A_LAYER = 0.0008
+"""Launching the kernels of a decode step from Python, as trainers do that generate without CUDA
+graphs."""
+PADDED = 64
+"""Responses that such trainers score at a time, padded to the longest of them: TRL's default."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

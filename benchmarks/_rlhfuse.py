@@ -9,7 +9,7 @@ from math import exp, log
 from statistics import NormalDist, fmean
 from typing import Any, Literal
 
-from _papers import scheduled
+from _papers import EAGER_S_A_LAYER, scheduled
 from _table3 import ROWS, Row
 from stretto.pipelines.solve import solve
 from stretto.planning import memory, wire
@@ -82,7 +82,7 @@ class Assumed:
     median: float = 1 / TAIL
     step_s: float = 0.002
     exchanging: bool = True
-    layer_s: float = 0.0008
+    layer_s: float = EAGER_S_A_LAYER
 
 
 PLAIN = Assumed()

@@ -54,6 +54,12 @@ def gain(run: Run, system: Assumed) -> float:
     return stages(replace(run, assumed=system)).step_s / fuse(run).step_s
 
 
+def gains(pair: tuple[str, str], limits: Sequence[int], system: Assumed) -> tuple[float, float]:
+    """Return the lowest and the highest of these over all limits."""
+    found = [gain(Run(*pair, limit), system) for limit in limits]
+    return min(found), max(found)
+
+
 def throughput_table(pairs: Sequence[tuple[str, str]], limits: Sequence[int]) -> str:
     """Return RLHFuse's throughput, and as a multiple of others'."""
     rows = []
@@ -147,18 +153,18 @@ def drawn(
     pairs: Sequence[tuple[str, str]], limits: Sequence[int], run: Run, ratios: Sequence[float]
 ) -> str:
     """Return a picture of throughput, migration and fused schedules."""
-    runs = [Run(*pair, limit) for pair in pairs for limit in limits]
-    names = [f"{r.actor}/{r.critic}, {r.limit:,} tokens" for r in runs]
     panels: list[Bars | Lines] = [
         Bars(
-            f"RLHFuse's throughput in multiples of another's: {name}",
-            ["all", *names],
+            "RLHFuse's throughput, in multiples of another system's",
+            list(SYSTEMS),
             {
-                "reported": [reported, *(None for _ in runs)],
-                "simulated": [None, *(gain(r, system) for r in runs)],
+                "reported": [reported for _, reported in SYSTEMS.values()],
+                **{
+                    "/".join(pair): [gains(pair, limits, system) for system, _ in SYSTEMS.values()]
+                    for pair in pairs
+                },
             },
         )
-        for name, (system, reported) in SYSTEMS.items()
     ]
     panels.append(
         Lines(
