@@ -25,10 +25,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--replay", nargs="+", type=Path, metavar="RUN", required=True)
     args = parse(parser, {"replay": []})
-    replay(args.replay)
-    if args.smoke:
-        with tempfile.TemporaryDirectory() as scratch:
-            replay([recorded(Path(scratch))])
+    if not args.smoke:
+        replay(args.replay)
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        replay([recorded(Path(scratch))])
 
 
 def recorded(out: Path) -> Path:
