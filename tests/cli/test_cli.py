@@ -236,6 +236,27 @@ def test_resume_takes_the_runs_settings(
     assert recipes.load(earlier.path).training.lr == 3e-6
 
 
+def test_a_file_of_settings_takes_the_place_of_the_recipes(
+    runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('runtime = "local"\nsteps = 4\n[rollout]\nengines = 2\n')
+    assert run("train", "tiny", "--overrides", str(file), "--steps", "6") == 0
+    config = runtime.calls[0]["config"]
+    assert (config.runtime, config.rollout.engines, config.steps) == ("local", 2, 6)
+    assert config.rollout.batch == recipes.load("tiny").rollout.batch
+
+    # A resumed run may move, and may not become another one.
+    (earlier,) = Path("runs").iterdir()
+    file.write_text('runtime = "inline"\n[cluster]\nrestarts = 5\n')
+    assert run("train", "--resume", str(earlier), "--overrides", str(file)) == 0
+    config = runtime.calls[1]["config"]
+    assert (config.runtime, config.cluster.restarts, config.steps) == ("inline", 5, 6)
+    file.write_text("[rollout]\nengines = 3\n")
+    assert run("train", "--resume", str(earlier), "--overrides", str(file)) == 2
+    assert "rollout.engines = 3: the run to resume has 2" in capsys.readouterr().err
+
+
 def test_eval_prints_and_writes_the_figures(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -38,6 +38,8 @@ from stretto.workers.forkserver import NAME
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
+COPIES = {"processes": [{"roles": [f"reference {i}", f"critic {i}"]} for i in range(2)]}
+"""Two copies of the scorers, which share their work."""
 RLOO = {
     "algorithm": {"name": "rloo"},
     "rollout": {"batch": 4, "max_new_tokens": 6, "samples_per_prompt": 2},
@@ -85,7 +87,7 @@ def assert_same(one: RunDirectory, two: RunDirectory) -> None:
     [
         ("local", {}),
         ("ray", {}),
-        ("local", {"schedule": {"preset": "async"}}),
+        ("local", {"schedule": {"preset": "async"}, "cluster": COPIES}),
         pytest.param("local", {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
         pytest.param("local", RLOO, marks=pytest.mark.slow),
         pytest.param("local", {"cluster": {"scorers": "together"}}, marks=pytest.mark.slow),

@@ -94,12 +94,34 @@ def test_processes_by_hand_come_first_and_the_rest_goes_by_the_rule() -> None:
     assert found[1].seats[1].host == 0  # it works when the generator has nothing left to decode
 
 
+def test_copies_of_a_scorer_have_a_process_each_and_numbers() -> None:
+    copies = [{"roles": [f"reference {i}", f"critic {i}"], "tp": 2} for i in range(2)]
+    settings = config(cluster={"processes": copies}, reward={"sources": ("model:rm",)})
+    found = places(settings, 4, 8)
+    assert [tuple(seat.role for seat in place.seats) for place in found] == [
+        ("learner",),
+        ("reference 0", "critic 0"),
+        ("reference 1", "critic 1"),
+        ("generator",),
+        ("model:rm",),
+    ]
+    assert [seat.scorer for seat in found[2].seats] == ["reference", "critic"]
+    assert {seat.host for place in found for seat in place.seats} == {None}
+    assert len({device for place in found for device in place.devices}) == 7
+
+
 @pytest.mark.parametrize(
     ("processes", "message"),
     [
         ([{"roles": ["referense"]}], "names the role 'referense', .* Did you mean 'reference'"),
         ([{"roles": ["generator 1"]}], "names the role 'generator 1', which this run has not"),
         ([{"roles": ["critic"], "device": "cuda:3"}], "'critic' on cuda:3, and this machine has 2"),
+        (
+            [{"roles": ["critic 1"]}],
+            "places critic 1: name one 'critic', or copies from 'critic 0'",
+        ),
+        ([{"roles": ["critic"]}, {"roles": ["critic 0"]}], "places critic, critic 0: name one"),
+        ([{"roles": ["critic x"]}], "names the role 'critic x', which this run has not"),
     ],
 )
 def test_impossible_placements_are_refused(processes: Any, message: str) -> None:

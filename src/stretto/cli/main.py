@@ -31,6 +31,7 @@ COMMANDS = {
     "report": "show runs: timelines, rewards, utilisation, lengths",
     "pipeline": "plan one pipeline schedule for actor and critic, and say how good it is",
     "doctor": "say what this machine has, and what would not work on it",
+    "plan": "plan a run on many GPUs: layouts and schedules, before it is started",
     "memory": "plan the memory of the four models of PPO",
     "tour": "show PPO and what it costs in four parts that run, in about a minute",
 }

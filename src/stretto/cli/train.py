@@ -67,13 +67,18 @@ def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:
             f"--resume takes the settings of the run it resumes; leave out the recipe '{given}'"
         )
     recipe = given or DEFAULT_RECIPE
-    start = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
+    before = start = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
+    overrides = _value_of("--overrides", arguments)
+    if overrides:
+        start = recipes.overlay(start, overrides)
     config, own = parse_with_config("train", _DESCRIPTION, arguments, start, _options())
     if own["resume"] != resumed:
         raise ConfigError("--resume was given twice; name one run directory")
+    if own["overrides"] != overrides:
+        raise ConfigError("--overrides was given twice; name one file")
     check_recipe_is_first(arguments, own["recipe"])
     if resumed:
-        check_resumable(start, config)
+        check_resumable(before, config)
     check_task(config, recipe)
     return config, recipe, own
 
@@ -93,6 +98,13 @@ def _options() -> dict[str, Option]:
             "Go on with this run from its last checkpoint, with its settings. Of these, only "
             f"{', '.join(RESUMABLE)} may be changed.",
             "RUN_DIR",
+        ),
+        "overrides": Option(
+            str,
+            "",
+            "A .toml file whose settings take the place of the recipe's, such as one that 'stretto "
+            "plan --write' wrote. Options come after it.",
+            "FILE",
         ),
         "warmup_file": Option(
             str,

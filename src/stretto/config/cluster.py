@@ -20,7 +20,7 @@ class ProcessConfig(Section):
     """One process, and the roles that take turns in it; or several ranks that hold one role."""
 
     roles: tuple[str, ...]
-    """Roles: learner; generator, or generator 0, generator 1 ... where there are several; reference; critic (as a scorer); a source of reward.sources that begins with 'model:'."""
+    """Roles: learner; generator, or generator 0, generator 1 ... where there are several; reference; critic (as a scorer); a source of reward.sources that begins with 'model:'. Several copies of a scorer, with a number each (reference 0, reference 1 ...), share its work."""
     threads: NonNegativeInt = 0
     """CPU threads, of all its ranks together; 0 shares the cores out among processes that work at the same time."""
     device: str = ""

@@ -26,7 +26,18 @@ from stretto.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["FOLDERS", "build", "describe", "dump", "load", "name_of", "names", "setting_names"]
+__all__ = [
+    "FOLDERS",
+    "build",
+    "describe",
+    "dump",
+    "load",
+    "name_of",
+    "names",
+    "overlaid",
+    "overlay",
+    "setting_names",
+]
 
 
 S = TypeVar("S", bound=Section)
@@ -112,6 +123,44 @@ def dump(config: Section) -> str:
 def setting_names(kind: type[Section] = Config) -> list[str]:
     """The dotted name of every setting, in the order of :mod:`stretto.config`."""
     return list(_keys_of(kind, ""))
+
+
+def overlaid(config: Config, data: Mapping[str, Any], where: str) -> Config:
+    """Settings with those that ``data`` names in their place; arrays of tables as a whole.
+
+    Args:
+        config: the settings.
+        data: some of them, as TOML gives them.
+        where: where they come from, for messages.
+
+    Raises:
+        ConfigError: an unknown key, or settings that contradict each other.
+    """
+    return build(_merged(config.model_dump(), data), where)
+
+
+def overlay(config: Config, file: str | Path) -> Config:
+    """Settings with those of a file in their place, such as one that ``stretto plan`` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or a setting in it is wrong.
+    """
+    try:
+        data = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the settings '{file}': {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"'{file}' is not valid TOML: {error}") from error
+    return overlaid(config, data, f"'{file}'")
+
+
+def _merged(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in data.items():
+        inner = merged.get(key, {})
+        both = isinstance(inner, Mapping) and isinstance(value, Mapping)
+        merged[key] = _merged(inner, value) if both else value
+    return merged
 
 
 @overload

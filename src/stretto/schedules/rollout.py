@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -207,9 +208,9 @@ def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
         prompt_ids=np.array([r.prompt.id for r in rollouts], np.int64),
         lengths=np.array([len(r) for r in rollouts], np.int64),
         ended=np.array([r.finish is FinishReason.STOP for r in rollouts], np.bool_),
-        tokens=np.array([t for r in rollouts for t in r.tokens], np.int32),
-        logprobs=np.array([x for r in rollouts for x in r.logprobs], np.float32),
-        versions=np.array([v for r in rollouts for v in r.versions], np.int32),
+        tokens=np.fromiter(chain.from_iterable(r.tokens for r in rollouts), np.int32),
+        logprobs=np.fromiter(chain.from_iterable(r.logprobs for r in rollouts), np.float32),
+        versions=np.fromiter(chain.from_iterable(r.versions for r in rollouts), np.int32),
         rewards={s: np.array([v or 0.0 for v in each], np.float32) for s, each in found.items()},
         applies={s: np.array([v is not None for v in each]) for s, each in found.items()},
         per_token={

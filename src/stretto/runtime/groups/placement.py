@@ -103,7 +103,11 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
         ConfigError: the settings place a role that the run has not, or on a GPU that is not there.
     """
     models = model_scorers(config, brought)
-    named = {role for process in config.cluster.processes for role in process.roles}
+    named = {
+        _scorer_of(role, models) or role
+        for process in config.cluster.processes
+        for role in process.roles
+    }
     groups = _by_hand(config, models, _hosted(config, named, models))
     by_rule = (seats for seats in _by_rule(config, named, models) if seats)
     groups += [(seats, ProcessConfig(roles=(seats[0].role,))) for seats in by_rule]
@@ -247,16 +251,39 @@ def _by_hand(
         host = next((generators.index(r) for r in process.roles if r in generators), None)
         seats = []
         for role in process.roles:
-            if role not in known:
+            scorer = _scorer_of(role, models)
+            if not scorer and role not in known:
                 raise ConfigError(
                     f"cluster.processes names the role '{role}', which this run has not. "
                     f"{nearest(role, known)}"
                 )
-            scorer = role in known[1 + len(generators) :]
-            seats.append(Seat(role, role, host) if scorer else Seat(role))
+            seats.append(Seat(role, scorer, host) if scorer else Seat(role))
         seats.sort(key=lambda seat: seat.role != LEARNER)  # others look for what it leaves them
         groups.append(((*seats, *(hosted[host] if host is not None else ())), process))
+    _check_copies([seat for seats, _ in groups for seat in seats if seat.scorer])
     return groups
+
+
+def _scorer_of(role: str, models: Collection[str]) -> str:
+    """Return the scorer that a role is, or is a numbered copy of; empty for none."""
+    name, _, number = role.rpartition(" ")
+    if role in models:
+        return role
+    return name if name in models and number.isdecimal() else ""
+
+
+def _check_copies(seats: Sequence[Seat]) -> None:
+    """Refuse copies of a scorer that are not numbered from 0, or stand beside one without."""
+    roles: dict[str, list[str]] = {}
+    for seat in seats:
+        roles.setdefault(seat.scorer, []).append(seat.role)
+    for scorer, found in roles.items():
+        wanted = [f"{scorer} {i}" for i in range(len(found))]
+        if sorted(found) != sorted(wanted) and found != [scorer]:
+            raise ConfigError(
+                f"cluster.processes places {', '.join(sorted(found))}: name one '{scorer}', or "
+                f"copies from '{scorer} 0' on, each once"
+            )
 
 
 def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterator[tuple[Seat, ...]]:

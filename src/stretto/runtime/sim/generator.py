@@ -87,6 +87,7 @@ class SimGenerator:
                     steps=work.steps,
                     prefilled=work.prefilled,
                     context=work.context,
+                    uneven_s=work.uneven_s,
                 )
             return chunks
 

@@ -85,7 +85,7 @@ def cluster_of(
     Raises:
         ConfigError: there is no room for keys and values, or the schedule does not fit.
     """
-    learner, generators, scorers = devices_of(layout)
+    learner, generators, _ = devices_of(layout)
     cost = cost_of_generator(setting, layout)
     each = len(generators) // engines
     return Cluster(
@@ -99,7 +99,7 @@ def cluster_of(
             for i in range(engines)
         ),
         scorers=(
-            *_scorers(setting, layout, scorers, engines),
+            *scorers_of(setting, layout, engines),
             *(ScorerRole(name=name, cost=of) for name, of in setting.functions.items()),
         ),
         learner=LearnerRole(
@@ -188,22 +188,9 @@ def cost_of_learner(setting: Setting, layout: Layout, bubble: float | None = Non
     return cost.model_copy(update={"step_s": cost.step_s + swap_s(setting, layout)})
 
 
-def swap_s(setting: Setting, layout: Layout) -> float:
-    """Seconds of a step in which offloaded states are brought back and written back.
-
-    States out after the hand-over and in before training; frozen models only in, as the host keeps
-    its copy. None of it is taken to be hidden behind other work.
-    """
-    if not layout.offload:
-        return 0.0
-    on, models = setting.hardware, setting.models
-    moved = 2 * memory.kept_bytes(models, layout.learner) + memory.frozen_bytes(models, layout)
-    return moved / (on.links.host_bytes_per_s * on.assumed.link)
-
-
-def _scorers(setting: Setting, layout: Layout, devices: Devices, engines: int) -> list[ScorerRole]:
-    """Describe the scorers that are models; on generators' devices each generator has copies."""
-    models = setting.models
+def scorers_of(setting: Setting, layout: Layout, engines: int = 1) -> list[ScorerRole]:
+    """Return the scorers that are models; on generators' devices each generator has copies."""
+    models, devices = setting.models, devices_of(layout)[2]
     hosted = layout.sharing in ("all", "generators")
     named: list[tuple[str, ScoreKind, Shape | None]] = [
         ("reward", "reward", models.reward),
@@ -232,6 +219,19 @@ def _scorers(setting: Setting, layout: Layout, devices: Devices, engines: int) -
                 )
             )
     return roles
+
+
+def swap_s(setting: Setting, layout: Layout) -> float:
+    """Seconds of a step in which offloaded states are brought back and written back.
+
+    States out after the hand-over and in before training; frozen models only in, as the host keeps
+    its copy. None of it is taken to be hidden behind other work.
+    """
+    if not layout.offload:
+        return 0.0
+    on, models = setting.hardware, setting.models
+    moved = 2 * memory.kept_bytes(models, layout.learner) + memory.frozen_bytes(models, layout)
+    return moved / (on.links.host_bytes_per_s * on.assumed.link)
 
 
 def _load_s(setting: Setting, layout: Layout) -> float:

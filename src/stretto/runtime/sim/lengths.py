@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import ceil, exp, log
 from statistics import NormalDist, median
@@ -24,6 +24,7 @@ from stretto.runtime.sim.costs import Positive
 _NORMAL = NormalDist()
 
 
+@lru_cache(1 << 18)  # runs of a search ask for the same ones
 def uniform(*key: int | str) -> float:
     """A number in (0, 1) that looks random and is a pure function of the key."""
     digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()

@@ -1,0 +1,215 @@
+"""``stretto plan``: where the roles of a run best go on many GPUs, before it is started."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from stretto.api import planning
+from stretto.api.planning import Plan, Question
+from stretto.cli.settings import (
+    RECIPE_HELP,
+    Option,
+    check_recipe_is_first,
+    leading_recipe,
+    parse_with_config,
+)
+from stretto.config import recipes
+from stretto.errors import ConfigError
+from stretto.models.memory import format_size
+from stretto.planning.hardware import GPUS
+from stretto.planning.layout import Mesh
+
+if TYPE_CHECKING:
+    from stretto.runtime.plans.candidates import Candidate
+    from stretto.runtime.plans.outcome import Outcome
+
+MINUTES = (0.75, 8.0)
+"""Minutes that a search may take, on up to 64 GPUs and on more."""
+
+_DESCRIPTION = (
+    "Search for the layout of a run's roles on GPUs, and for the schedule, that train on most "
+    "responses a second; no GPU is needed. Each plan is run in virtual time. Settings come from "
+    "the recipe and from options, which come after it: stretto plan my.toml --gpus 16 --gpu h100"
+)
+_SHARING = {
+    "all": "all roles on all GPUs",
+    "none": "learner, generators and scorers apart",
+    "generators": "scorers with the generators",
+    "learner": "scorers with the learner",
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the best plans, and write the first that ``stretto train`` takes if asked to."""
+    recipe = leading_recipe(arguments)
+    # Without a recipe the parser answers: with the help, or by what it misses.
+    start = recipes.load(recipe or "arithmetic")
+    config, own = parse_with_config("plan", _DESCRIPTION, arguments, start, _options(), _offered())
+    check_recipe_is_first(arguments, own["recipe"])
+    question = _question(own)
+    found = planning.plan(config, question)
+    print("\n".join(_lines(found, question, recipes.name_of(recipe))))
+    if own["write"]:
+        _write(found, own["write"], recipe)
+    return 0
+
+
+def _question(own: dict[str, Any]) -> Question:
+    if own["gpus"] < 1:
+        raise ConfigError(f"--gpus {own['gpus']}: say how many there are, 1 or more")
+    if min(own["minutes"], own["workers"]) < 0:
+        raise ConfigError(
+            f"--minutes {own['minutes']} --workers {own['workers']}: must be 0 or more"
+        )
+    minutes = own["minutes"] or MINUTES[own["gpus"] > 64]
+    return Question(
+        gpus=own["gpus"],
+        gpu=own["gpu"],
+        model=own["model_shape"],
+        reward_model=own["reward_shape"],
+        prompt_tokens=own["prompt_tokens"],
+        response_tokens=own["response_tokens"],
+        like=own["like"],
+        on_paper=own["on_paper"],
+        limit_s=60 * minutes,
+        workers=own["workers"],
+    )
+
+
+def _write(found: Plan, file: str, recipe: str) -> None:
+    runs = [o.candidate for o in found.found.best if not o.candidate.on_paper]
+    if not runs:
+        raise ConfigError(
+            f"'{file}' is not written: none of these plans is one that 'stretto train' can run; "
+            "leave out --on-paper, or give more GPUs"
+        )
+    planning.write(file, found.config, runs[0], found.setting)
+    print(f"wrote {file}: stretto train {recipe} --overrides {file}")
+
+
+def _lines(plan: Plan, question: Question, name: str) -> Iterator[str]:
+    found, w = plan.found, plan.setting.workload
+    gpus = f"{question.gpus} {plan.setting.hardware.gpu.name}"
+    yield (
+        f"{name} on {gpus}: {w.batch} responses a step of {w.mean_tokens:.0f} tokens on average, "
+        f"prompts included, and up to {w.max_new_tokens}"
+    )
+    shown = list(found.best)
+    if found.baseline and found.baseline not in shown:
+        shown.append(found.baseline)
+    for number, outcome in enumerate(shown, 1):
+        yield from _plan(number, outcome, plan)
+    if found.baseline is None:
+        yield "   No layout with all roles on all GPUs, one after another, fits."
+    yield (
+        f"{found.candidates:,} candidates; {found.simulated:,} simulated in {found.seconds:.0f} s, "
+        f"{found.unfit:,} looked at that do not fit"
+    )
+    if found.bound_s < shown[0].step_s:
+        yield (
+            "   Not all were simulated: one that was left out might take "
+            f"{_brief(found.bound_s)} s a step (--minutes for a longer search)"
+        )
+    for assumption in plan.assumed:
+        yield f"Assumed: {assumption}"
+
+
+def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
+    candidate = outcome.candidate
+    place = candidate.layout
+    sync = " (the baseline)" if outcome is plan.found.baseline else ""
+    yield (
+        f"{number}. {_brief(outcome.step_s)} s a step, {_brief(outcome.samples_per_s)} samples/s: "
+        f"{candidate.variant}, {_SHARING[place.sharing]}{sync}"
+    )
+    yield f"   {_roles(candidate, plan)}"
+    held = ", ".join(
+        f"{phase} {_gb(sum(parts.values()))}" for phase, parts in outcome.memory.items()
+    )
+    usable = format_size(round(plan.setting.hardware.usable_bytes))
+    host = f"; host {_gb(outcome.host_bytes)} for each" if place.offload else ""
+    yield f"   GB of a GPU, of {usable} that can be filled: {held}{host}"
+    idle = ", ".join(
+        f"{cause} {100 * share:.0f} %"
+        for cause, share in sorted(outcome.idle.items(), key=lambda item: -item[1])
+        if share >= 0.005
+    )
+    waits = f"; wait for {idle}" if idle else ""
+    stale = f"staleness {outcome.staleness_mean:.2f}, at most {outcome.staleness_max:.0f}"
+    yield f"   GPUs work {100 * outcome.busy:.0f} % of the time{waits}; {stale}"
+    if candidate.on_paper:
+        yield f"   On paper only: {candidate.on_paper}."
+
+
+def _roles(candidate: Candidate, plan: Plan) -> str:
+    place = candidate.layout
+    again = ", layers computed again" if place.checkpointing else ""
+    offload = ", roles offloaded" if place.offload else ""
+    learner = f"learner {_mesh(place.learner, 'fsdp')}"
+    if place.learner.stages > 1:
+        learner += f" ({candidate.pipelining})"
+    parts = [f"{learner}, {place.micro_tokens:,} tokens a micro-batch{again}{offload}"]
+    parts.append(f"generators {_mesh(place.generator, 'copies')}")
+    if plan.setting.models.frozen or plan.setting.models.critic:
+        parts.append(f"scorers {_mesh(place.scorer, 'copies')}")
+    return "; ".join(parts)
+
+
+def _brief(figure: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.0f}" if size >= 10e9 else f"{size / 1e9:.1f}"
+
+
+def _mesh(mesh: Mesh, data: str) -> str:
+    stages = f" x {mesh.stages} stages" if mesh.stages > 1 else ""
+    return f"{data} {mesh.data} x tp {mesh.tensor}{stages}"
+
+
+def _options() -> dict[str, Option]:
+    return {
+        "recipe": Option(tyro.conf.Positional[str], tyro.MISSING, RECIPE_HELP, "RECIPE"),
+        "gpus": Option(int, 0, "Number of GPUs; a plan uses all of them.", "INT"),
+        "gpu": Option(str, "h100", f"Kind of GPU: {', '.join(GPUS)}.", "NAME"),
+        "write": Option(
+            str, "", "Write the best plan's settings, for 'stretto train --overrides'.", "FILE"
+        ),
+        "model_shape": Option(
+            str, "", "A known model whose shape the actor has; empty: model.name.", "NAME"
+        ),
+        "reward_shape": Option(
+            str, "", "The same of the reward model; 'actor' for the actor's.", "NAME"
+        ),
+        "prompt_tokens": Option(int, 0, "Tokens of a prompt, on average; 0 assumes some.", "INT"),
+        "response_tokens": Option(
+            tuple[float, ...],
+            (),
+            "Median and 95th percentile of responses' tokens; else shares of the limit.",
+            "MEDIAN P95",
+        ),
+        "like": Option(
+            str, "", "A run whose lengths of prompts and responses are taken.", "RUN_DIR"
+        ),
+        "on_paper": Option(
+            bool, False, "Also plans that 'stretto train' cannot run, such as pipelines.", ""
+        ),
+        "workers": Option(int, 0, "Processes that simulate; 0: one a core.", "INT"),
+        "minutes": Option(
+            float,
+            0.0,
+            f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond.",
+            "FLOAT",
+        ),
+    }
+
+
+def _offered() -> list[str]:
+    """The settings that a plan depends on."""
+    sections = ("model", "reward", "rollout", "algorithm", "schedule", "training")
+    return [name for name in recipes.setting_names() if name.partition(".")[0] in sections]

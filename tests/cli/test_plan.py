@@ -1,0 +1,206 @@
+"""``stretto plan`` and the settings that it writes."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from stretto.api.planning import (
+    PLANNED,
+    Question,
+    plan,
+    setting_of,
+    settings_of,
+    variants_of,
+    write,
+)
+from stretto.cli.main import main as stretto
+from stretto.config import Config, recipes
+from stretto.errors import ConfigError
+from stretto.planning.hardware import GPUS
+from stretto.planning.shapes import shape_of
+from stretto.runtime.groups.placement import places
+from stretto.runtime.plans.candidates import Space, candidates
+
+PPO = recipes.build(
+    {
+        "model": {"name": "Qwen/Qwen2.5-3B-Instruct"},
+        "rollout": {"batch": 32, "max_new_tokens": 256},
+        "reward": {"sources": ["model:org/some-reward"]},
+        "task": {"name": "rows.jsonl"},
+    },
+    "a test",
+)
+
+
+def asked(gpus: int, **more: object) -> Question:
+    return Question(gpus, workers=1, response_tokens=(40, 200), **more)  # type: ignore[arg-type]
+
+
+# -- what is asked ---------------------------------------------------------------------------------
+
+
+def test_models_work_and_lengths_come_from_the_settings() -> None:
+    setting, assumed = setting_of(PPO, Question(8, prompt_tokens=100))
+    body = shape_of("qwen2.5-3b")
+    assert setting.models.actor == setting.models.reference == body
+    assert setting.models.critic == setting.models.reward == body.valued()
+    assert (setting.workload.batch, setting.workload.max_new_tokens) == (32, 256)
+    assert setting.workload.mean_tokens == pytest.approx(100 + 60, abs=10)
+    assert any("'org/some-reward' has the actor's body" in line for line in assumed)
+    assert any("median of 38 tokens and a 95th percentile of 192" in line for line in assumed)
+
+
+def test_what_the_algorithm_leaves_out_is_not_planned_for() -> None:
+    changes = {
+        "algorithm": {"name": "grpo", "kl_coef": 0.0},
+        "rollout": {"batch": 32, "samples_per_prompt": 8},
+        "reward": {"sources": ["task"]},
+    }
+    setting, _ = setting_of(recipes.overlaid(PPO, changes, "a test"), asked(8))
+    assert setting.models.trained == (shape_of("qwen2.5-3b"),)
+    assert setting.models.frozen == ()
+    assert list(setting.functions) == ["task"]
+    assert setting.workload.samples_per_prompt == 8
+
+
+def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
+    setting, _ = setting_of(PPO, asked(8, model="llama-3.1-8b", reward_model="qwen2.5-0.5b"))
+    assert setting.models.actor == shape_of("llama-3.1-8b")
+    assert setting.models.reward == shape_of("qwen2.5-0.5b").valued()
+    assert setting.models.critic == shape_of("llama-3.1-8b").valued()
+    like = recipes.overlaid(PPO, {"critic": {"init": "reward"}}, "a test")
+    setting, _ = setting_of(like, asked(8, reward_model="qwen2.5-0.5b"))
+    assert setting.models.critic == shape_of("qwen2.5-0.5b").valued()
+    own = recipes.overlaid(PPO, {"model": {"name": str(tmp_path)}}, "a test")
+    with pytest.raises(ConfigError, match="name a model of its shape with --model-shape"):
+        setting_of(own, asked(8))
+
+
+def test_what_is_impossible_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a plan for 0 GPUs"):
+        plan(PPO, asked(0))
+    with pytest.raises(ConfigError, match="give the mean of prompts"):
+        setting_of(PPO, Question(8, response_tokens=(40,)))
+    with pytest.raises(ConfigError, match="--response-tokens 40 20"):
+        setting_of(PPO, Question(8, response_tokens=(40, 20)))
+
+
+# -- what is written -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [2, 6])
+def test_train_takes_every_plan_that_is_not_on_paper(gpus: int) -> None:
+    """Its processes take exactly the GPUs of the plan, and roles sit where the layout says."""
+    setting, _ = setting_of(PPO, asked(gpus))
+    seen = set()
+    for candidate in candidates(setting, Space(gpus, variants_of(PPO))):
+        if candidate.on_paper:
+            continue
+        config = recipes.overlaid(PPO, settings_of(PPO, candidate, setting), "the plan")
+        found = places(config, 8, gpus)
+        assert sum(len(place.devices) for place in found) == gpus
+        assert len({device for place in found for device in place.devices}) == gpus
+        learner = {seat.role.split()[0].partition(":")[0] for seat in found[0].seats}
+        expected = {
+            "all": {"learner", "generator", "model", "reference", "critic"},
+            "learner": {"learner", "model", "reference", "critic"},
+        }
+        assert learner == expected.get(candidate.layout.sharing, {"learner"})
+        knobs = candidate.schedule.knobs
+        assert config.schedule.knobs == knobs
+        assert config.rollout.engines == (
+            1 if candidate.layout.colocated else candidate.layout.generator.data
+        )
+        seen.add(candidate.layout.sharing)
+    assert seen >= {"none", "generators"} if gpus > 2 else seen
+
+
+def test_what_a_recipe_says_of_processes_is_replaced() -> None:
+    own = {
+        "runtime": "local",
+        "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]},
+        "rollout": {"batch": 32, "engines": 2},
+    }
+    config = recipes.overlaid(PPO, own, "a test")
+    setting, _ = setting_of(config, asked(1, model="qwen2.5-0.5b"))
+    (first, *_) = candidates(setting, Space(1, variants_of(config)))
+    found = recipes.overlaid(config, settings_of(config, first, setting), "the plan")
+    assert (found.runtime, found.rollout.engines, found.cluster.processes) == ("inline", 1, ())
+    piped = recipes.overlaid(PPO, {"pipeline": {"ranks": 2}}, "a test")
+    data = settings_of(piped, first, setting)
+    assert recipes.overlaid(piped, data, "the plan").pipeline.ranks == 0
+
+
+def test_a_plan_on_paper_is_not_written(tmp_path: Path) -> None:
+    setting, _ = setting_of(PPO, asked(8))
+    only = (c for c in candidates(setting, Space(8, variants_of(PPO))) if c.on_paper)
+    with pytest.raises(ConfigError, match="on paper: a learner's processes hold one generator"):
+        write(tmp_path / "plan.toml", PPO, next(only), setting)
+
+
+def test_settings_of_a_file_take_the_place_of_a_recipes(tmp_path: Path) -> None:
+    file = tmp_path / "other.toml"
+    file.write_text('steps = 7\n[rollout]\nbatch = 8\n[[cluster.processes]]\nroles = ["learner"]\n')
+    changed = recipes.overlay(PPO, file)
+    assert (changed.steps, changed.rollout.batch) == (7, 8)
+    assert changed.rollout.max_new_tokens == 256
+    assert changed.cluster.processes[0].roles == ("learner",)
+    assert changed.model == PPO.model
+    file.write_text("[rollout]\nbatsch = 8\n")
+    with pytest.raises(ConfigError, match="batsch"):
+        recipes.overlay(PPO, file)
+    file.write_text("[rollout\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        recipes.overlay(PPO, file)
+    with pytest.raises(ConfigError, match="cannot read the settings"):
+        recipes.overlay(PPO, tmp_path / "absent.toml")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_plans_and_writes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    (tmp_path / "my.toml").write_text(recipes.dump(PPO))
+    assert stretto(["plan", "my.toml", "--gpus", "2", "--gpu", "h200", "--write", "c.toml"]) == 0
+    out = capsys.readouterr().out
+    assert "my on 2 H200: 32 responses a step" in out
+    assert "1. " in out
+    assert "samples/s" in out
+    assert "(the baseline)" in out
+    assert "GB of a GPU, of 126.9 GB that can be filled: generation" in out
+    assert "wrote c.toml: stretto train my.toml --overrides c.toml" in out
+    written = tomllib.loads((tmp_path / "c.toml").read_text())
+    assert written["runtime"] == "local"
+    assert written["cluster"]["processes"][0]["roles"][0] == "learner"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["tiny"], "--gpus 0: say how many"),
+        (["tiny", "--gpus", "2", "--gpu", "h1000"], "unknown GPU 'h1000'"),
+        (["tiny", "--gpus", "2", "--model-shape", "qwen"], "unknown model 'qwen'"),
+        (["tiny", "--gpus", "2", "--minutes", "-1"], "must be 0 or more"),
+        (["nothing", "--gpus", "2"], "there is no recipe 'nothing'"),
+    ],
+)
+def test_the_command_refuses(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stretto(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_every_variant_has_its_schedule() -> None:
+    found = variants_of(Config())
+    assert tuple(found) == PLANNED
+    assert found["async-overcommit"].knobs.lag == 1
+    assert found["async-overcommit"].knobs.overcommit == "auto"
+    assert "h100" in GPUS
