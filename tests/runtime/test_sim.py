@@ -181,6 +181,20 @@ def test_training_takes_its_operations_or_its_links() -> None:
     assert little.token_s * 700 == pytest.approx(traffic)
 
 
+def test_shards_that_keep_their_weights_exchange_once_an_update() -> None:
+    on, mesh = PERFECT.on("h200"), Mesh(4, 2, 2)
+    passes = Passes(1000, updates=3, micro_tokens=10, zero=1)
+    kept = train_cost([QWEN], mesh, on, passes)
+    alone = train_cost([QWEN], Mesh(1, 2, 2), on, replace(passes, zero=3))  # nobody to gather from
+    assert kept.token_s == pytest.approx(alone.token_s / 4)
+    held = QWEN.stage(2).held(2)
+    exchanged = 6 * held * 3 / 4 / 450e9  # the four are neighbours
+    updated = 32 * held / 4 / 4.8e12
+    waited = 10 * alone.token_s
+    assert kept.step_s == pytest.approx(3 * (updated + exchanged + waited))
+    assert train_cost([QWEN], mesh, on, replace(passes, zero=3)).token_s > 10 * kept.token_s
+
+
 def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
     on, passes = PERFECT.on("h200"), Passes(64 * 1000, micro_tokens=1000)
     alone = train_cost([QWEN], Mesh(1), on, passes)
@@ -526,6 +540,30 @@ def test_new_weights_void_what_a_critic_has_prefilled() -> None:
     assert virtually(body) == ((7,), [15.0, 17.0, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("padded", "streams", "expected"),
+    [
+        (0, False, [("score", 1 + 0.1 * 90, 90)]),
+        (2, False, [("score", 2 + 0.1 * (60 + 40), 100)]),
+        (3, False, [("score", 1 + 0.1 * 120, 120)]),
+        (3, True, [("prefill", 1 + 0.1 * 120, 120), ("score", 0, 0)]),
+    ],
+)
+def test_padded_scoring_takes_the_longest_of_each_few(
+    padded: int, streams: bool, expected: Sequence[tuple[str, float, int]]
+) -> None:
+    async def body(spans: Spans) -> Any:
+        worker, cost = SimWorker("model", [Device(0)], spans), PrefillCost(call_s=1.0, token_s=0.1)
+        s = SimScorer(worker, cost, "reward", streams=streams, padded=padded)
+        await s.admit(told([rollout(1), rollout(2), rollout(3)]))
+        await s.extend([chunk(1, 0, 10, STOP), chunk(2, 0, 20, STOP), chunk(3, 0, 30, STOP)])
+        await s.finish([1, 2, 3])
+        return [(x.name, x.end_s - x.start_s, x.attributes["tokens"]) for x in spans.records]
+
+    found = virtually(body)
+    assert found == [(name, pytest.approx(seconds), n) for name, seconds, n in expected]
+
+
 def test_a_function_costs_by_responses() -> None:
     async def body(spans: Spans) -> Any:
         s = SimScorer(SimWorker("task", [], spans), SampleCost(call_s=2.0, sample_s=0.5), "reward")
@@ -574,6 +612,19 @@ def test_the_learner_costs_by_tokens_and_reports_rewards() -> None:
     assert stats == {"objective/scores": 1.75, "staleness/mean": 2.0, "staleness/max": 2.0}
     assert {name: w.version for name, w in weights.items()} == {"actor": 2, "critic": 2}
     assert spans == [("publish", 0.5), ("publish", 0.5), ("update", 3.0 + 0.1 * 60)]
+
+
+def test_a_learner_that_pads_trains_on_the_longest_everywhere() -> None:
+    async def body(spans: Spans) -> Any:
+        worker, cost = SimWorker("learner", [Device(0)], spans), TrainCost(token_s=0.1)
+        batch = train_batch([rollout(1, tokens=10), rollout(2, tokens=30, prompt=5)])
+        for padded in (False, True):
+            await SimLearner(worker, cost, padded=padded).train(batch)
+        return [(x.attributes["tokens"], x.end_s - x.start_s) for x in spans.records]
+
+    tokens, seconds = zip(*virtually(body), strict=True)
+    assert tokens == (20 + 35, 2 * 35)
+    assert seconds == (pytest.approx(5.5), pytest.approx(7.0))
 
 
 def test_rewards_follow_the_curve() -> None:

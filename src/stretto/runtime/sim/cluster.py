@@ -99,6 +99,8 @@ class ScorerRole(Section):
     """The trained model whose weights it loads ('actor', 'critic'); empty: frozen."""
     streams: bool = True
     """Prefill tokens as they come; else all of a response at its end."""
+    padded: NonNegativeInt = 0
+    """Responses that a model scores at a time, each padded to the longest of them; 0 pads none."""
     worthwhile_tokens: NonNegativeInt = 0
     """Tokens that make a call worth its fixed cost."""
     load_s: NonNegative = 0.0
@@ -134,6 +136,8 @@ class LearnerRole(Section):
     """Passes over a batch."""
     updates: PositiveInt = 1
     """Optimizer updates a step, in all passes."""
+    padded: bool = False
+    """Whether each response of a batch is padded to the longest."""
     threads: PositiveInt = 1
     """CPU threads that its work takes, of the cluster's cores."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -82,6 +82,8 @@ class Passes:
         checkpointing: layers are computed again in the backward pass.
         bubble: micro-batches' worth of time that a pipeline stage stands idle in an update, for
             each of the models; ``None`` takes 1F1B's, stages - 1 (Narayanan et al. 2021).
+        zero: stage of ZeRO (Rajbhandari et al. 2020). 3 gathers weights for every pass, as FSDP
+            does. 1 keeps them, and once an update reduces gradients and gathers new weights.
     """
 
     tokens: float
@@ -91,6 +93,7 @@ class Passes:
     micro_tokens: int = 8192
     checkpointing: bool = False
     bubble: float | None = None
+    zero: Literal[1, 3] = 3
 
     def micro(self, data: int) -> float:
         """Return the tokens of a micro-batch: no more than a shard has in an update."""
@@ -169,8 +172,8 @@ def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes
     """Return the cost of training models one after the other, in shards.
 
     Passes take their operations, or as long as FSDP takes to gather weights and to reduce
-    gradients meanwhile, whichever is longer; tensor-parallel layers wait for their all-reduces, and
-    pipeline stages for each other.
+    gradients meanwhile, whichever is longer. Tensor-parallel layers wait for their all-reduces,
+    pipeline stages for each other, and updates for what is exchanged once in each.
 
     Args:
         shapes: of the actor, and of the critic if there is one.
@@ -185,6 +188,8 @@ def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes
         moved_s = compute.optimizer_bytes(shape, mesh) / (
             on.gpu.memory_bytes_per_s * on.assumed.memory
         )
+        if passes.zero == 1:
+            moved_s += exchange_s(shape, mesh, on)
         token_s += passes.epochs * each_s / mesh.data
         step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * each_s)
     return TrainCost(step_s=step_s, token_s=token_s)
@@ -197,7 +202,7 @@ def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: Passes) -> 
         stage, 1, passes.length, mesh.tensor, checkpointing=passes.checkpointing
     )
     work_s = flops / (on.gpu.flops * on.assumed.training)
-    gathered = wire.fsdp_training_bytes(shape, mesh, 1) / micro
+    gathered = wire.fsdp_training_bytes(shape, mesh, 1) / micro if passes.zero == 3 else 0.0
     beside_s = gathered / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
     reductions = CHECKPOINTED if passes.checkpointing else TRAINED
     reduced_s, pass_s = _reduced(stage, mesh.tensor, on, reductions)
@@ -206,6 +211,21 @@ def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: Passes) -> 
         sent_s = 2 * memory.HALF * shape.hidden / mesh.tensor
         sent_s /= on.links.between_bytes_per_s * on.assumed.link
     return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s
+
+
+def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
+    """Return the seconds of an update's exchange under ZeRO stage 1.
+
+    Gradients are reduced in float32, and new weights gathered in bfloat16.
+
+    Args:
+        shape: of the model.
+        mesh: shards, tensor-parallel devices, stages.
+        on: the devices.
+    """
+    held = shape.stage(mesh.stages).held(mesh.tensor)
+    size = wire.gather_bytes((memory.SINGLE + memory.HALF) * held, mesh.data)
+    return size / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
 
 
 def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:

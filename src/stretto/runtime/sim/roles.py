@@ -71,6 +71,7 @@ class SimScorer:
         reward: Callable[[int, int], float] = lambda rollout_id, version: 0.0,
         follows: str = "",
         streams: bool = True,
+        padded: int = 0,
         worthwhile_tokens: int = 0,
         load_s: float = 0.0,
     ) -> None:
@@ -83,12 +84,14 @@ class SimScorer:
             reward: of a rollout id and the version of its last token; for kind ``reward``.
             follows: the trained model whose weights it loads.
             streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
+            padded: rollouts that are worked on at a time, each padded to the longest of them; 0
+                pads nothing.
             worthwhile_tokens: that make a call worth its fixed cost.
             load_s: what taking over weights takes.
         """
         self._worker, self._cost, self._reward = worker, cost, reward
         self._streams = streams and isinstance(cost, PrefillCost)
-        self._kind, self._follows = kind, follows
+        self._kind, self._follows, self._padded = kind, follows, padded
         self._worthwhile_tokens, self._load_s = worthwhile_tokens, load_s
         self._pending: dict[int, _Pending] = {}
 
@@ -191,17 +194,26 @@ class SimScorer:
             self._pending.clear()
 
     async def _work(self, name: str, rollout_ids: Sequence[int]) -> None:
-        tokens = 0
+        new = []
         for id_ in rollout_ids:
             entry = self._pending[id_]
             total = entry.prompt + entry.tokens
-            tokens += total - entry.cached
+            new.append(total - entry.cached)
             entry.cached = total
         ids = list(rollout_ids)
         if isinstance(self._cost, PrefillCost):
-            await self._worker.work(name, self._cost.seconds(tokens), rollouts=ids, tokens=tokens)
+            passes = self._passes(new)
+            seconds = sum(map(self._cost.seconds, passes))
+            await self._worker.work(name, seconds, rollouts=ids, tokens=sum(passes))
         else:
             await self._worker.work(name, self._cost.seconds(len(ids)), rollouts=ids)
+
+    def _passes(self, new: Sequence[int]) -> list[int]:
+        """Return the tokens of each forward pass, of those that each rollout has got."""
+        if not self._padded:
+            return [sum(new)]
+        parts = (new[i : i + self._padded] for i in range(0, len(new), self._padded))
+        return [len(part) * max(part) for part in parts]
 
     def _score(self, rollout_id: int, entry: _Pending) -> Score:
         if self._kind == "reward":
@@ -218,16 +230,22 @@ class SimLearner:
     """
 
     def __init__(
-        self, worker: SimWorker, cost: TrainCost, models: Sequence[str] = ("actor",)
+        self,
+        worker: SimWorker,
+        cost: TrainCost,
+        models: Sequence[str] = ("actor",),
+        *,
+        padded: bool = False,
     ) -> None:
-        """Make an untrained learner of these models."""
+        """Make an untrained learner of these models, which may pad a batch to its longest."""
         self._worker, self._cost, self._models = worker, cost, tuple(models)
+        self._padded = padded
         self.version = 0
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step; return the mean reward, staleness and the responses' rewards."""
         async with self._worker.turn:
-            tokens = batch.total_tokens
+            tokens = self._tokens(batch)
             await self._worker.work("update", self._cost.seconds(tokens), tokens=tokens)
             rewards, now = batch.totals(), self.version
             stale = [now - int(v.min(initial=now)) for v in batch.split(batch.versions)]
@@ -237,6 +255,13 @@ class SimLearner:
                 "staleness/max": float(max(stale, default=0)),
             }
             return TrainOutput(stats, rewards.astype(np.float32))
+
+    def _tokens(self, batch: TrainBatch) -> int:
+        if not self._padded:
+            return batch.total_tokens
+        each = map(len, batch.prompts)
+        longest = max((p + n for p, n in zip(each, batch.lengths.tolist(), strict=True)), default=0)
+        return len(batch) * longest
 
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish the next version of every model."""

@@ -214,12 +214,16 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
             reward=w.reward,
             follows=s.follows,
             streams=s.streams,
+            padded=s.padded,
             worthwhile_tokens=s.worthwhile_tokens,
             load_s=s.load_s,
         )
         replicas.append(ScorerReplica(put(scorer, f"{s.name} {i}"), s.host))
     learner = SimLearner(
-        worker("learner", cluster.learner), cluster.cost_of_learner, cluster.learner.trains
+        worker("learner", cluster.learner),
+        cluster.cost_of_learner,
+        cluster.learner.trains,
+        padded=cluster.learner.padded,
     )
     return SimRoles(devices, generators, replicas, put(learner, "learner"))
 
