@@ -133,7 +133,7 @@ def role_of(span: Span) -> str:
     return name if name and number.isdecimal() else span.role
 
 
-def fit_costs(features: Array, seconds: Array) -> Array:
+def fit_costs(features: Array, seconds: Array, known_s: Array | None = None) -> Array:
     """Fit coefficients, none negative, so that ``features @ coefficients`` is near ``seconds``.
 
     Relative errors are minimised, as calls differ in length by orders of magnitude. Calls that are
@@ -143,9 +143,11 @@ def fit_costs(features: Array, seconds: Array) -> Array:
     Args:
         features: [n calls, k]; a column of zeros gets the coefficient 0.
         seconds: [n calls].
+        known_s: [n calls], seconds of these that are known already; ``None`` for none.
     """
     scale = np.maximum(seconds, np.median(seconds) * 1e-3 + 1e-12)
-    x, y = features / scale[:, None], seconds / scale
+    unknown_s = seconds if known_s is None else seconds - known_s
+    x, y = features / scale[:, None], unknown_s / scale
     weights = np.ones_like(y)
     coefficients = np.zeros(features.shape[1])
     for _ in range(_ROUNDS):
