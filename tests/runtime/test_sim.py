@@ -115,7 +115,15 @@ def test_steps_and_seconds_are_inverse(
 
 
 PERFECT = Efficiency(
-    memory=1, prefill=1, training=1, link=1, usable=1, step_s=0, call_s=0, reduce_s=1e-5
+    memory=1,
+    prefill=1,
+    training=1,
+    link=1,
+    usable=1,
+    optimizer=1,
+    step_s=0,
+    call_s=0,
+    reduce_s=1e-5,
 )
 QWEN = shape_of("qwen2.5-7b")
 
@@ -675,6 +683,14 @@ def test_a_fit_stands_a_slow_first_call_and_stays_positive() -> None:
     assert per_step == pytest.approx(0.02, rel=0.03)
     assert per_token == pytest.approx(1e-4, rel=0.03)
     assert 0 <= extra < 0.01
+
+
+def test_a_fit_leaves_out_what_is_known() -> None:
+    tokens = np.array([10.0, 20.0, 40.0, 80.0])
+    known_s = np.array([0.5, 0.1, 0.9, 0.2])
+    seconds = 0.3 + 0.01 * tokens + known_s
+    features = np.stack([np.ones(4), tokens], axis=1)
+    assert fit_costs(features, seconds, known_s) == pytest.approx([0.3, 0.01])
 
 
 def test_replicas_of_a_scorer_have_one_cost_and_a_hand_over_has_none() -> None:

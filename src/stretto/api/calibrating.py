@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stretto.runtime.measuring.points import Place, Point
 
 NOT_MEASURED = "Not measured: links.between_bytes_per_s (between machines), assumed.usable"
-NOTE = f"""Figures of a machine, for 'stretto plan RECIPE --gpus N --hardware FILE'; they may be edited.
+NOTE = f"""Figures of a machine, for 'stretto plan --hardware FILE'; they may be edited.
 {NOT_MEASURED}.
 [measured] is for people: nothing reads it."""
 
