@@ -10,14 +10,12 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from _shared import parse
-from stretto.config import ScheduleConfig
-from stretto.observe import RunDirectory
+from stretto.config import ScheduleConfig, recipes
 from stretto.runtime.sim.cluster import Cluster
-from stretto.runtime.sim.replay import Recording
+from stretto.runtime.sim.prediction import LEAST_STEPS, WARM_STEPS, predict
 from stretto.runtime.sim.simulate import simulate
 
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -31,8 +29,6 @@ KNOBS: dict[str, dict[str, Any]] = {
     "both": {"score_on": "chunk", "overcommit": "auto"},
     "inter, throughput rule": {"overcommit": "auto", "overcommit_rule": "throughput"},
 }
-SKIPPED = 3
-"""First steps left out: they warm up."""
 
 
 def main() -> None:
@@ -94,7 +90,7 @@ def recorded(out: Path) -> Path:
     from stretto.api import train
 
     small: dict[str, Any] = {
-        "steps": SKIPPED + 2,
+        "steps": WARM_STEPS + LEAST_STEPS,
         "warmup_examples": 0,
         "rollout__batch": 4,
         "out": str(out),
@@ -103,20 +99,19 @@ def recorded(out: Path) -> Path:
 
 
 def replay(runs: Sequence[Path]) -> None:
-    """Seconds a step as measured, and as the simulator has them after calibration."""
+    """Seconds a step as measured, and as the simulator has them after calibration; by phase."""
+    found = [(path, predict(path)) for path in runs]
     print("| run | schedule | measured | predicted | ratio |")
     print("|---|---|---|---|---|")
-    for path in runs:
-        run = Recording.read(path, warm_steps=SKIPPED)
-        metrics = RunDirectory.open(path).read_metrics()
-        steps = [m["timing_s/step"] for m in metrics][SKIPPED:]
-        predicted = [s["timing_s/step"] for s in simulate(run.cluster()).steps][SKIPPED:]
-        ratio = fmean(predicted) / fmean(steps)
+    for path, prediction in found:
+        preset, step = recipes.load(path).schedule.preset, prediction.step
         print(
-            f"| {path.name} | {run.config.schedule.preset} | {fmean(steps):.4f} s "
-            f"| {fmean(predicted):.4f} s | {ratio:.2f} |",
+            f"| {path.name} | {preset} | {step.measured_s:.4f} s "
+            f"| {step.predicted_s:.4f} s | {step.ratio or 0:.2f} |",
             flush=True,
         )
+    for path, prediction in found:
+        print(f"\n{path.name}: {prediction.title}\n{prediction.table()}")
 
 
 if __name__ == "__main__":

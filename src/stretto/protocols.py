@@ -22,6 +22,12 @@ from stretto.types import (
     WeightsRef,
 )
 
+DRIVER = "driver"
+"""The role of whoever runs the schedule, in traces: its own work, for which it asks nobody."""
+
+RECORDS = "driver/records"
+"""Name of the spans in which the driver takes down a step, before it begins the next one."""
+
 
 class Replaceable(Protocol):
     """The part that generators and scorers have in common: roles whose process may be replaced."""

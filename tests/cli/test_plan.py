@@ -76,6 +76,10 @@ def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
     setting, _ = setting_of(PPO, asked(8, model="llama-3.1-8b", reward_model="qwen2.5-0.5b"))
     assert setting.models.actor == shape_of("llama-3.1-8b")
     assert setting.models.reward == shape_of("qwen2.5-0.5b").valued()
+    assert setting.models.critic == shape_of("llama-3.1-8b").valued()
+    like = recipes.overlaid(PPO, {"critic": {"init": "reward"}}, "a test")
+    setting, _ = setting_of(like, asked(8, reward_model="qwen2.5-0.5b"))
+    assert setting.models.critic == shape_of("qwen2.5-0.5b").valued()
     own = recipes.overlaid(PPO, {"model": {"name": str(tmp_path)}}, "a test")
     with pytest.raises(ConfigError, match="name a model of its shape with --model-shape"):
         setting_of(own, asked(8))

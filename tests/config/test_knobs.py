@@ -176,6 +176,10 @@ def test_the_variants_of_a_comparison() -> None:
         ("async", {"preset": "async"}),
         ("stretto", {"preset": "stretto"}),
         ("rlhfuse", {"preset": "rlhfuse"}),
+        ("oppo-algorithm1", {"preset": "oppo", "overcommit_rule": "algorithm1"}),
+        ("oppo-throughput", {"preset": "oppo", "overcommit_rule": "throughput"}),
+        ("oppo-delta4", {"preset": "oppo", "overcommit": 4}),
+        ("oppo-delta8", {"preset": "oppo", "overcommit": 8}),
     ]
     assert DEFAULT_VARIANTS == "sync,oppo-no-intra,oppo-no-inter,oppo,async,stretto"
 

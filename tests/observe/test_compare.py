@@ -52,13 +52,17 @@ def outcome(
 
 
 def rows(table: str) -> dict[str, list[str]]:
-    """The cells of a Markdown table by row label; a range is found under its row's label + '..'."""
+    """The cells of a Markdown table by row label.
+
+    A range is found under its row's label + '..', an interval under the label + ' 95 %'.
+    """
     found: dict[str, list[str]] = {}
     last = ""
     for line in table.splitlines():
         label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
-        last, label = (last, f"{last}..") if label == "min..max" else (label, label)
-        found[label] = cells
+        below = {"min..max": f"{last}..", "95 %": f"{last} 95 %"}
+        last = last if label in below else label
+        found[below.get(label, label)] = cells
     return found
 
 
@@ -143,6 +147,83 @@ def test_the_table_says_what_was_not_reached_and_how_far_seeds_differ() -> None:
     assert data["variants"]["oppo"]["steps_to_target"] == [18.0, None]
     assert data["variants"]["async"]["time_to_target_s"] == [None, None]
     assert data["variants"]["async"]["speedup"] == [4.0, 8.0]
+
+
+def reaching(variant: str, seed: int, steps: int, step_s: float) -> Outcome:
+    """A run of 30 steps whose smoothed reward is first above 0.95 after ``steps``."""
+    return outcome(variant, seed, [0.0] * (steps - 10) + [1.0] * (40 - steps), step_s, step_s)
+
+
+def test_times_to_the_target_have_intervals_over_seeds() -> None:
+    """sync takes 20 and 24 s; oppo, twice and three times as fast, as many steps and 1.2 times."""
+    comparison = Comparison(
+        [
+            reaching("sync", 0, steps=20, step_s=1.0),
+            reaching("oppo", 0, steps=20, step_s=0.5),
+            reaching("sync", 1, steps=24, step_s=1.0),
+            reaching("oppo", 1, steps=20, step_s=0.4),
+        ],
+        target=0.95,
+    )
+    table = rows(comparison.table())
+    assert table["seconds to the target"] == ["22.0", "9.00"]
+    # 22 +- 12.706 * 2.828 / sqrt(2), with t at 97.5 % and 1 degree of freedom.
+    assert table["seconds to the target 95 %"] == ["[-3.41, 47.4]", "[-3.71, 21.7]"]
+    assert table["steps to the target"] == ["22", "20"]
+    assert table["steps to the target 95 %"] == ["[-3.4, 47.4]", ""]
+    # sqrt(2 * 3); exp of ln sqrt 6 +- 12.706 * ln(3 / 2) / 2.
+    assert table["seconds, sync's / own"] == ["1.00", "2.45"]
+    assert table["seconds, sync's / own.."] == ["", "2.00..3.00"]
+    assert table["seconds, sync's / own 95 %"] == ["", "[0.19, 32.20]"]
+    assert table["steps, sync's / own"] == ["1.00", "1.10"]
+    intervals = comparison.data()["intervals_95"]["oppo"]
+    assert intervals["time_ratio"] == [
+        pytest.approx(0.1863, abs=1e-4),
+        pytest.approx(32.20, abs=0.01),
+    ]
+    assert intervals["steps_to_target"] == [20, 20]
+    assert comparison.data()["variants"]["oppo"]["time_ratio"] == [
+        pytest.approx(2.0),
+        pytest.approx(3.0),
+    ]
+    seconds, steps = comparison.notes()[-2:]
+    assert "no significant difference: oppo 2.45x [0.19, 32.20]." in seconds
+    assert "no significant difference: oppo 1.10x [0.34, 3.49]." in steps
+
+
+def test_significant_differences_are_named() -> None:
+    """Over three seeds; the intervals are worked out by hand, with t = 4.303."""
+    factors = {"sync": (1, 1, 1), "oppo": (0.4, 0.5, 0.5), "stretto": (1.9, 2.0, 2.0)}
+    runs = [
+        reaching(variant, seed, steps=20, step_s=factor[seed])
+        for seed in range(3)
+        for variant, factor in factors.items()
+    ]
+    *_, seconds, steps = Comparison(runs, target=0.95).notes()
+    assert (
+        "significantly fewer: oppo 2.15x [1.56, 2.97]; "
+        "significantly more: stretto 0.51x [0.47, 0.55]." in seconds
+    )
+    assert "no significant" not in seconds
+    assert "no significant difference: oppo 1.00x [1.00, 1.00], stretto 1.00x" in steps
+
+
+def test_runs_that_miss_the_target_are_named_and_their_schedule_is_not_judged() -> None:
+    runs = [reaching(v, seed, steps=20, step_s=1.0) for seed in (0, 1) for v in ("sync", "oppo")]
+    runs += [reaching("sync", 2, steps=20, step_s=1.0), outcome("oppo", 2, [0.0] * 30)]
+    *_, missed, seconds, steps = Comparison(runs, target=0.95).notes()
+    assert missed.startswith("Target not reached within 30 steps")
+    assert missed.endswith(": oppo with seed 2.")
+    for note in (seconds, steps):
+        assert note.endswith(" not judged: oppo (2 of 3 pairs reached the target).")
+
+
+def test_one_seed_has_neither_intervals_nor_verdicts() -> None:
+    runs = [reaching(variant, 0, steps=20, step_s=1.0) for variant in ("sync", "oppo")]
+    comparison = Comparison(runs, target=0.95)
+    assert "95 %" not in comparison.table()
+    assert not any("paired by seed" in note for note in comparison.notes())
+    assert comparison.data()["intervals_95"]["oppo"]["time_ratio"] is None
 
 
 def test_all_lines_of_a_table_are_of_one_width() -> None:

@@ -572,6 +572,19 @@ def test_ticks_are_round(length: float, ticks: int, step: float) -> None:
     assert tick_step(length, ticks) == pytest.approx(step)
 
 
+PREDICTED: dict[str, Any] = {
+    "title": "seconds a step, means of steps 4 to 40",
+    "phases": [["generation", 0.25, 0.2], ["moving responses", 0.0, 0.5], ["whole step", 2.0, 2.1]],
+}
+
+
+def test_predictions_are_handed_on_to_the_page(pair: list[Path]) -> None:
+    told = [PREDICTED, {"why": "the run took <3> steps"}]
+    data, _ = embedded(html_page(load(pair), None, told))
+    assert data["predictions"] == told
+    assert embedded(html_page(load(pair)))[0]["predictions"] == []
+
+
 def test_the_command_writes_what_is_asked(
     pair: list[Path],
     tmp_path: Path,
@@ -581,8 +594,14 @@ def test_the_command_writes_what_is_asked(
     monkeypatch.chdir(tmp_path)
     runs = list(map(str, pair))
     assert main(["report", *runs]) == 0
-    assert embedded((tmp_path / "report.html").read_text())[0]["step"] is None
-    assert "report.html" in capsys.readouterr().out
+    page = embedded((tmp_path / "report.html").read_text())[0]
+    printed = capsys.readouterr().out
+    assert page["step"] is None
+    assert "report.html" in printed
+    for run, told in zip(load(pair), page["predictions"], strict=True):
+        assert f"{run.name}, measured and as the simulator predicts it" in printed
+        name, measured_s, predicted_s = told["phases"][-1]
+        assert re.search(f"{name} +{measured_s:.4f} +{predicted_s:.4f} ", printed)
     assert main(["report", *runs, "--timeline", "step.svg", "--step", "5"]) == 0
     assert (tmp_path / "step.svg").read_text() == report.timeline_svg(load(pair), 5)
     assert main(["report", runs[0], "--out", "one.html", "--step", "7"]) == 0
@@ -611,13 +630,21 @@ def dom(html: str, folder: Path) -> str:
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
 def test_a_browser_draws_the_page(pair: list[Path], tmp_path: Path) -> None:
     runs = load(pair)
-    page = dom(html_page(runs, 5), tmp_path)
+    page = dom(html_page(runs, 5, [PREDICTED, {"why": "the run took <3> steps"}]), tmp_path)
     drawn = sum(len(bars(run.steps[5])) for run in runs)
     assert page.count('class="work"') == drawn
     for title in ("against time", "Chunk size [tokens]", "responses", "rollout", "waits for data"):
         assert title in page
     assert "Win-rate against KL" not in page
     assert "How off-policy" not in page
+    for row in (
+        "<td>generation</td><td>250 ms</td><td>200 ms</td><td>0.80</td>",
+        "<td>moving responses</td><td>0 s</td><td>500 ms</td><td>-</td>",
+        "<td>whole step</td><td>2 s</td><td>2.1 s</td><td>1.05</td>",
+    ):
+        assert row in page
+    assert f"<li>{PREDICTED['title']}</li>" in page
+    assert f"<li>{runs[1].name}: no prediction: the run took &lt;3&gt; steps</li>" in page
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")

@@ -18,8 +18,10 @@ from stretto.runtime.plans.candidates import (
     Space,
     candidates,
     fits,
+    memory_by_phase,
 )
 from stretto.runtime.plans.outcome import ROUNDS, WARM, outcome_of
+from stretto.runtime.plans.pipelining import bubble
 from stretto.runtime.plans.rounds import Round, rounds
 from stretto.runtime.plans.search import WITHIN, search
 from stretto.runtime.sim.cluster import Workload
@@ -117,6 +119,24 @@ def test_on_paper_there_are_pipelines_and_more_copies() -> None:
     assert sum(not c.on_paper for c in found) == sum(
         not c.on_paper for c in candidates(SETTING, space(8, "sync", "async"))
     )
+
+
+def test_bubbles_of_pipelines() -> None:
+    """1F1B's is stages - 1, two chunks halve it; fused, two like models fill each other's."""
+    for stages in (2, 4, 8):
+        assert bubble("1f1b", stages) == stages - 1
+        assert bubble("interleaved", stages) == (stages - 1) / 2
+        assert bubble("fused", stages) == (stages / 2 - 1) / 2
+    assert bubble("fused", 1) == 0
+
+
+def test_fused_pipelines_hold_both_models_micro_batches() -> None:
+    place = Layout(Mesh(1, 1, 4), Mesh(2), Mesh(1), "none", checkpointing=True)
+    plain = Candidate(place, "sync", VARIANTS["sync"])
+    fused = replace(plain, pipelining="fused")
+    more = [sum(memory_by_phase(SETTING, c)["training"].values()) for c in (plain, fused)]
+    assert more[1] - more[0] == memory_by_phase(SETTING, plain)["training"]["activations"]
+    assert outcome_of(SETTING, fused).step_s < outcome_of(SETTING, plain).step_s
 
 
 def test_one_gpu_holds_all_roles() -> None:

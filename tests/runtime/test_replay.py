@@ -16,7 +16,13 @@ from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import HANDOVER, Span, Spans
 from stretto.runtime.sim.calibration import calibrate, undisturbed
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, PrefillCost, TrainCost
+from stretto.runtime.sim.costs import (
+    DecodeCost,
+    DriverCost,
+    GeneratorCost,
+    PrefillCost,
+    TrainCost,
+)
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
 from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
@@ -187,6 +193,7 @@ def crowded(config: Config) -> Cluster:
     return Cluster(
         cores=2,
         call_s=0.02,
+        driver={"driver/fill": DriverCost(call_s=0.05), "driver/records": DriverCost(item_s=0.02)},
         generators=(GeneratorRole(**at("generator"), cost=cost),),
         scorers=(
             ScorerRole(**at("reference"), **budget, name="reference", kind="logprobs"),

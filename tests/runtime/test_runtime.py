@@ -69,6 +69,7 @@ METRICS = [
     "schedule/chunk_tokens",
     "schedule/overcommit",
     "time_s",
+    *(f"timing_s/driver/{w}" for w in ("adapt", "batch", "books", "chunks", "fill", "records")),
     "timing_s/gen",
     "timing_s/load",
     "timing_s/publish",

@@ -17,7 +17,7 @@ from helpers import ticket, told
 from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
-from stretto.observe.spans import Spans
+from stretto.observe.spans import Span, Spans
 from stretto.planning import wire
 from stretto.planning.layout import Mesh
 from stretto.planning.shapes import shape_of
@@ -30,6 +30,7 @@ from stretto.runtime.sim.costs import (
     TrainCost,
     TransferCost,
 )
+from stretto.runtime.sim.decoding import Replica, SimRow, decode
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
 from stretto.runtime.sim.generator import SimGenerator
@@ -112,6 +113,19 @@ def test_steps_and_seconds_are_inverse(
     assert cost.steps_within(rows, context, cost.seconds(rows, context, steps)) == steps
     halfway = cost.seconds(rows, context, steps) - step_s / 2
     assert cost.steps_within(rows, context, halfway) == steps
+
+
+def test_padded_rows_read_as_much_as_the_longest() -> None:
+    """Rows of 2 + 3 and 10 + 1 tokens; the second ends after two steps, the first after four."""
+    for padded, expected in ((False, (16 + 18) + (7 + 8)), (True, (22 + 24) + (7 + 8))):
+        replica = Replica(GeneratorCost(decode=DecodeCost(context_s=1.0), padded=padded), None)
+        for id_, prompt, tokens, length in ((0, 2, 3, 7), (1, 10, 1, 3)):
+            row = SimRow(id_, id_, prompt, tokens, length, FinishReason.STOP, cached=99)
+            replica.waiting.append(row)
+        ended, work = decode([replica], 9, 0)
+        assert [row.id for row in ended] == [1, 0]
+        assert (work.steps, work.context, work.seconds) == (4, expected, expected)
+        assert replica.load == 0
 
 
 PERFECT = Efficiency(
@@ -309,7 +323,7 @@ def test_decoding_by_hand() -> None:
     assert spans[0].end_s == pytest.approx(prefill + three + two)
     assert spans[0].attributes == {
         "rollouts": [0, 1, 2], "tokens": 10, "version": 0, "steps": 4, "prefilled": 30,
-        "context": 30 + 33 + 24 + 26,
+        "context": 30 + 33 + 24 + 26, "uneven_s": 0.0,
     }  # fmt: skip
     last = (1.2 + 0.28) + (1.1 + 0.15) + (1.1 + 0.16) + (1.1 + 0.17)
     assert spans[1].end_s - spans[1].start_s == pytest.approx(last)
@@ -359,13 +373,15 @@ def test_replicas_decode_at_their_own_pace() -> None:
         g = make(spans, cost, lambda i: [2, 9, 5][i], replicas=2)
         await g.admit(told([rollout(i) for i in range(3)]))  # 0 and 2 to one, 1 to the other
         calls = [summary(await g.decode(100, stop_after=1)), summary(await g.decode(100))]
-        return calls, [s.end_s for s in spans.records]
+        uneven = [s.attributes["uneven_s"] for s in spans.records]
+        return calls, [s.end_s for s in spans.records], uneven
 
-    calls, ends = virtually(body)
+    calls, ends, uneven = virtually(body)
     # 0 ends at 4 s, after two steps of its copy; the other has made four by then
     assert calls[0] == [(0, 0, 2, STOP), (1, 0, 4, None), (2, 0, 2, None)]
     assert calls[1] == [(2, 2, 3, STOP), (1, 4, 5, STOP)]
     assert ends == [4.0, 9.0]
+    assert uneven == [0.0, 1.0]  # the first copy is done at 7 s, the other at 9
 
 
 def naive(lengths: dict[int, int], order: Sequence[int], slots: int) -> list[int]:
@@ -685,12 +701,36 @@ def test_a_fit_stands_a_slow_first_call_and_stays_positive() -> None:
     assert 0 <= extra < 0.01
 
 
-def test_a_fit_leaves_out_what_is_known() -> None:
-    tokens = np.array([10.0, 20.0, 40.0, 80.0])
-    known_s = np.array([0.5, 0.1, 0.9, 0.2])
-    seconds = 0.3 + 0.01 * tokens + known_s
-    features = np.stack([np.ones(4), tokens], axis=1)
-    assert fit_costs(features, seconds, known_s) == pytest.approx([0.3, 0.01])
+def test_a_fit_takes_as_long_in_all_as_the_calls_did() -> None:
+    """Calls of a busy machine: a few take several times as long, and are part of the mean."""
+    random = np.random.default_rng(0)
+    features = np.stack([np.ones(300), random.integers(100, 2000, 300)], axis=1).astype(float)
+    usual = 0.1 + 1e-4 * features[:, 1]
+    took = usual * random.lognormal(0, 0.2, 300) * np.where(random.random(300) < 0.1, 4, 1)
+    assert took.sum() > 1.2 * usual.sum()
+    assert (features @ fit_costs(features, took)).sum() == pytest.approx(took.sum(), rel=1e-6)
+    one = np.ones((4, 1))
+    assert fit_costs(one, np.array([200.0, 1.0, 2.0, 3.0])) == pytest.approx([2.0])  # compiles
+    assert fit_costs(one, np.array([1.0, 200.0, 2.0, 3.0])) == pytest.approx([51.5])
+
+
+def test_the_driver_s_work_is_fitted_and_not_on_the_way() -> None:
+    """Between an update and publishing pass 0.5 s, of which the driver works 0.2."""
+    spans = [Span("generator", "gen", 0.0, 1.0, {"steps": 1, "tokens": 1})]
+    for step, items in enumerate((4, 8, 12)):
+        at_s = 10.0 * step
+        fill_s = 0.1 + 0.05 * items
+        spans += [
+            Span("driver", "driver/fill", at_s, at_s + fill_s, {"items": items}),
+            Span("learner", "update", at_s + 1, at_s + 2, {"tokens": 1}),
+            Span("driver", "driver/books", at_s + 1.9, at_s + 2.2, {"items": 3}),
+            Span("learner", "publish", at_s + 2.5, at_s + 3, {}),
+        ]
+    found = calibrate(spans)
+    assert found.call_s == pytest.approx(0.3)
+    fill, books = found.driver["driver/fill"], found.driver["driver/books"]
+    assert numbers(fill) == pytest.approx({"call_s": 0.1, "item_s": 0.05})
+    assert books.seconds(3) == pytest.approx(0.3)
 
 
 def test_replicas_of_a_scorer_have_one_cost_and_a_hand_over_has_none() -> None:

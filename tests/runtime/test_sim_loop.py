@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from stretto.errors import StalledError
-from stretto.runtime.sim.loop import VirtualClock, VirtualLoop, run
+from stretto.runtime.sim.loop import VirtualClock, VirtualLoop, run, spend
 
 
 def test_time_passes_only_by_timers() -> None:
@@ -65,6 +65,22 @@ def test_timeouts_and_wait_for_fire_in_virtual_time() -> None:
         return first, loop.time()
 
     assert run(main()) == (7.0, 7.25)
+
+
+def test_what_a_callback_spends_makes_timers_late() -> None:
+    async def main() -> list[float]:
+        loop = asyncio.get_running_loop()
+
+        async def sleep(seconds: float) -> float:
+            await asyncio.sleep(seconds)
+            return loop.time()
+
+        tasks = [asyncio.create_task(sleep(s)) for s in (1.0, 2.0, 4.0)]
+        await asyncio.sleep(0.5)
+        spend(2.0)  # until 2.5: nobody is woken before
+        return await asyncio.gather(*tasks)
+
+    assert run(main()) == [2.5, 2.5, 4.0]
 
 
 def test_a_deadlock_raises_and_names_who_waits() -> None:

@@ -19,6 +19,7 @@ from stretto.schedules.latency import LatencyModel, drain_seconds, drain_times
 from stretto.schedules.lengths import LengthModel
 from stretto.schedules.migration import FixedMigration, MigrationLimits, MigrationPolicy
 from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
+from stretto.schedules.replayed import ReplayedChunk, ReplayedOvercommit
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import Settings
 from stretto.schedules.stragglers import AutoMigration
@@ -166,6 +167,23 @@ def test_a_fixed_chunk_stays() -> None:
     assert run_chunks(chunk, lambda size, step: 1.0, [600], 5) == [100] * 5
     with pytest.raises(ConfigError, match="at least 1 token; got 0"):
         FixedChunk(0)
+
+
+def test_what_another_run_chose_is_replayed_step_by_step() -> None:
+    chunk, overcommit = ReplayedChunk([128, 64, 256]), ReplayedOvercommit([0, 4])
+    chosen = []
+    for _ in range(4):
+        chosen.append((chunk.tokens, overcommit.delta))
+        chunk.observe(feedback())
+        overcommit.observe(feedback())
+    assert chosen == [(128, 0), (64, 4), (256, 4), (256, 4)]
+    resumed = ReplayedChunk([128, 64, 256])
+    resumed.load_state_dict({"place": 1})
+    assert (resumed.tokens, chunk.state_dict()) == (64, {"place": 4})
+    with pytest.raises(ConfigError, match=r"chunk sizes to replay .* at least 1; got \(8, 0\)"):
+        ReplayedChunk([8, 0])
+    with pytest.raises(ConfigError, match=r"deltas to replay are one or more"):
+        ReplayedOvercommit([])
 
 
 def test_chunks_take_turns_and_the_fastest_serves() -> None:

@@ -16,6 +16,7 @@ from stretto.config import Config, ModelConfig, ScheduleConfig, recipes
 from stretto.errors import ConfigError, StrettoError
 from stretto.planning.hardware import Hardware, Links, gpu_of
 from stretto.planning.shapes import SHAPES, Models, Shape, shape_of
+from stretto.types import short_name
 
 if TYPE_CHECKING:
     from stretto.runtime.plans.candidates import Candidate
@@ -35,6 +36,8 @@ PLANNED = (
 """Variants of the schedule among which a plan is searched."""
 FUNCTION_S = 0.001
 """Seconds that a reward function takes for a response (assumed)."""
+PROMPT = 256
+"""Tokens of a prompt, on average (assumed)."""
 MEDIAN, P95 = 0.15, 0.75
 """Median and 95th percentile of response lengths, as shares of the limit (assumed)."""
 
@@ -50,7 +53,7 @@ class Question:
             ones of ``gpu``.
         model: shape of the actor, by a known model's name; empty takes ``model.name``.
         reward_model: the same of reward models; empty takes their own names, or the actor's.
-        prompt_tokens: of a prompt, on average.
+        prompt_tokens: of a prompt, on average; 0 assumes some.
         response_tokens: median and 95th percentile of responses; empty takes shares of the limit.
         like: folder of a run whose lengths of prompts and responses are taken instead.
         on_paper: also plans that ``stretto train`` cannot run.
@@ -64,7 +67,7 @@ class Question:
     hardware: Hardware | None = None
     model: str = ""
     reward_model: str = ""
-    prompt_tokens: int = 256
+    prompt_tokens: int = 0
     response_tokens: tuple[float, ...] = ()
     like: str = ""
     on_paper: bool = False
@@ -147,7 +150,7 @@ def setting_of(config: Config, question: Question) -> tuple[Setting, list[str]]:
         on,
         epochs=config.training.epochs,
         updates=config.training.updates,
-        functions={name: SampleCost(sample_s=FUNCTION_S) for name in functions},
+        functions={short_name(name): SampleCost(sample_s=FUNCTION_S) for name in functions},
     )
     return setting, assumed
 
@@ -240,7 +243,9 @@ def _models(config: Config, question: Question, assumed: list[str]) -> tuple[Mod
             assumed.append(f"the reward model '{name}' has the actor's body (--reward-shape)")
         if len(named) > 1:
             assumed.append(f"of {len(named)} reward models only '{named[0]}' is planned for")
-    critic = actor.valued() if config.algorithm.definition.critic else None
+    critic = None
+    if config.algorithm.definition.critic:
+        critic = reward if config.critic.init == "reward" and reward else actor.valued()
     reference = actor if config.algorithm.has_reference else None
     return Models(actor, critic, reference, reward), functions
 
@@ -275,7 +280,9 @@ def _lengths(config: Config, question: Question, assumed: list[str]) -> Mapping[
             "prompt_tokens": recorded.prompt_tokens,
             "response_tokens": recorded.response_tokens,
         }
-    limit, mean = config.rollout.max_new_tokens, question.prompt_tokens
+    limit, mean = config.rollout.max_new_tokens, question.prompt_tokens or PROMPT
+    if not question.prompt_tokens:
+        assumed.append(f"prompts of {mean} tokens on average (--prompt-tokens, or --like RUN)")
     if mean < 1 or len(question.response_tokens) not in (0, 2):
         raise ConfigError(
             f"prompts of {mean} tokens and responses of {question.response_tokens}: give the mean "

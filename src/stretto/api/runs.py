@@ -21,6 +21,8 @@ def report(
 ) -> Path:
     """One page of runs, to be opened in a browser; what ``stretto report`` writes.
 
+    Runs that can be told apart on it are also predicted from their own records.
+
     Args:
         runs: folders of runs; the first is what the others are compared with.
         out: file for the page.
@@ -29,11 +31,14 @@ def report(
     Returns:
         the page's file.
     """
-    from stretto.observe.report import html_page, load
+    from stretto.api.predicted import predicted
+    from stretto.observe.report import MAX_RUNS, html_page, load
 
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
-    file = Path(out)
-    file.write_text(html_page(load(folders), step or None), encoding="utf-8")
+    file, loaded = Path(out), load(folders)
+    found = predicted(folders) if len(folders) <= MAX_RUNS else ()
+    page = html_page(loaded, step or None, [each.data() for each in found])
+    file.write_text(page, encoding="utf-8")
     return file
 
 

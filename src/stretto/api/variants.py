@@ -25,8 +25,18 @@ def _variants(names: Iterable[PresetName]) -> dict[str, dict[str, object]]:
 ONE_ENGINE = _variants(name for name in PRESETS if not PRESETS[name].several_engines)
 """The variants that need no more than one engine."""
 
-VARIANTS: Mapping[str, Mapping[str, object]] = ONE_ENGINE | _variants(
-    name for name in PRESETS if PRESETS[name].several_engines
+OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
+    "oppo-algorithm1": {"preset": "oppo", "overcommit_rule": "algorithm1"},
+    "oppo-throughput": {"preset": "oppo", "overcommit_rule": "throughput"},
+    "oppo-delta4": {"preset": "oppo", "overcommit": 4},
+    "oppo-delta8": {"preset": "oppo", "overcommit": 8},
+}
+"""Other rules for the delta of 'oppo', which by default follows 'equation4'."""
+
+VARIANTS: Mapping[str, Mapping[str, object]] = (
+    ONE_ENGINE
+    | _variants(name for name in PRESETS if PRESETS[name].several_engines)
+    | OVERCOMMIT_RULES
 )
 """Names for settings of the schedule."""
 

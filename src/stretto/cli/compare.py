@@ -39,7 +39,7 @@ from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.machine import Machine
 from stretto.observe.lock import locked
-from stretto.observe.report.page import MAX_RUNS
+from stretto.observe.report import MAX_RUNS
 
 _SIM = "--sim"
 

@@ -22,9 +22,10 @@ from stretto.errors import ConfigError
 from stretto.models.memory import format_size
 from stretto.planning import hardware_file
 from stretto.planning.hardware import GPUS
-from stretto.planning.layout import Layout, Mesh
+from stretto.planning.layout import Mesh
 
 if TYPE_CHECKING:
+    from stretto.runtime.plans.candidates import Candidate
     from stretto.runtime.plans.outcome import Outcome
 
 MINUTES = (0.75, 8.0)
@@ -72,8 +73,10 @@ def _calibrate(config: Config, file: str, arguments: Sequence[str]) -> int:
 def _question(own: dict[str, Any]) -> Question:
     if own["gpus"] < 1:
         raise ConfigError(f"--gpus {own['gpus']}: say how many there are, 1 or more")
-    if own["minutes"] < 0:
-        raise ConfigError(f"--minutes {own['minutes']}: must be 0 or more")
+    if min(own["minutes"], own["workers"]) < 0:
+        raise ConfigError(
+            f"--minutes {own['minutes']} --workers {own['workers']}: must be 0 or more"
+        )
     minutes = own["minutes"] or MINUTES[own["gpus"] > 64]
     return Question(
         gpus=own["gpus"],
@@ -86,6 +89,7 @@ def _question(own: dict[str, Any]) -> Question:
         like=own["like"],
         on_paper=own["on_paper"],
         limit_s=60 * minutes,
+        workers=own["workers"],
     )
 
 
@@ -94,7 +98,7 @@ def _write(found: Plan, file: str, recipe: str) -> None:
     if not runs:
         raise ConfigError(
             f"'{file}' is not written: none of these plans is one that 'stretto train' can run; "
-            "leave out --on-paper"
+            "leave out --on-paper, or give more GPUs"
         )
     planning.write(file, found.config, runs[0], found.setting)
     print(f"wrote {file}: stretto train {recipe} --overrides {file}")
@@ -121,7 +125,7 @@ def _lines(plan: Plan, question: Question, name: str) -> Iterator[str]:
     if found.bound_s < shown[0].step_s:
         yield (
             "   Not all were simulated: one that was left out might take "
-            f"{found.bound_s:.2f} s a step (--minutes for a longer search)"
+            f"{_brief(found.bound_s)} s a step (--minutes for a longer search)"
         )
     for assumption in plan.assumed:
         yield f"Assumed: {assumption}"
@@ -132,15 +136,15 @@ def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
     place = candidate.layout
     sync = " (the baseline)" if outcome is plan.found.baseline else ""
     yield (
-        f"{number}. {outcome.step_s:.2f} s a step, {outcome.samples_per_s:.1f} samples/s: "
+        f"{number}. {_brief(outcome.step_s)} s a step, {_brief(outcome.samples_per_s)} samples/s: "
         f"{candidate.variant}, {_SHARING[place.sharing]}{sync}"
     )
-    yield f"   {_roles(place, plan)}"
+    yield f"   {_roles(candidate, plan)}"
     held = ", ".join(
-        f"{phase} {sum(parts.values()) / 1e9:.0f}" for phase, parts in outcome.memory.items()
+        f"{phase} {_gb(sum(parts.values()))}" for phase, parts in outcome.memory.items()
     )
     usable = format_size(round(plan.setting.hardware.usable_bytes))
-    host = f"; host {outcome.host_bytes / 1e9:.0f} for each" if place.offload else ""
+    host = f"; host {_gb(outcome.host_bytes)} for each" if place.offload else ""
     yield f"   GB of a GPU, of {usable} that can be filled: {held}{host}"
     idle = ", ".join(
         f"{cause} {100 * share:.0f} %"
@@ -154,15 +158,27 @@ def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
         yield f"   On paper only: {candidate.on_paper}."
 
 
-def _roles(place: Layout, plan: Plan) -> str:
+def _roles(candidate: Candidate, plan: Plan) -> str:
+    place = candidate.layout
     again = ", layers computed again" if place.checkpointing else ""
     offload = ", roles offloaded" if place.offload else ""
     learner = f"learner {_mesh(place.learner, 'fsdp')}"
+    if place.learner.stages > 1:
+        learner += f" ({candidate.pipelining})"
     parts = [f"{learner}, {place.micro_tokens:,} tokens a micro-batch{again}{offload}"]
     parts.append(f"generators {_mesh(place.generator, 'copies')}")
     if plan.setting.models.frozen or plan.setting.models.critic:
         parts.append(f"scorers {_mesh(place.scorer, 'copies')}")
     return "; ".join(parts)
+
+
+def _brief(figure: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.0f}" if size >= 10e9 else f"{size / 1e9:.1f}"
 
 
 def _mesh(mesh: Mesh, data: str) -> str:
@@ -188,7 +204,7 @@ def _options() -> dict[str, Option]:
         "reward_shape": Option(
             str, "", "The same of the reward model; 'actor' for the actor's.", "NAME"
         ),
-        "prompt_tokens": Option(int, 256, "Tokens of a prompt, on average.", "INT"),
+        "prompt_tokens": Option(int, 0, "Tokens of a prompt, on average; 0 assumes some.", "INT"),
         "response_tokens": Option(
             tuple[float, ...],
             (),
@@ -201,6 +217,7 @@ def _options() -> dict[str, Option]:
         "on_paper": Option(
             bool, False, "Also plans that 'stretto train' cannot run, such as pipelines.", ""
         ),
+        "workers": Option(int, 0, "Processes that simulate; 0: one a core.", "INT"),
         "minutes": Option(
             float,
             0.0,

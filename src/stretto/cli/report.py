@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from stretto.api.predicted import predicted
 from stretto.errors import ConfigError
 from stretto.observe import report
 
@@ -28,7 +29,9 @@ def _report(
     timeline: str = "",
 ) -> None:
     """Make one HTML page of one run or several: timelines, rewards, utilisation, lengths, settings;
-    win-rate against KL, and what became of rewards with the off-policyness N.
+    win-rate against KL, and what became of rewards with the off-policyness N. Of up to six runs the
+    page, and a table here, also show each phase of a step as measured and as the simulator predicts
+    it from the run's own records.
 
     The page holds all it needs and opens without a network. Runs that are still going can be
     reported too.
@@ -44,7 +47,11 @@ def _report(
         raise ConfigError(f"--step {step}: steps count from 1")
     loaded = report.load(runs)
     if out or not timeline:
-        _write(out or DEFAULT_OUT, report.html_page(loaded, step or None))
+        found = predicted(runs) if len(runs) <= report.MAX_RUNS else []
+        data = [each.data() for each in found]
+        _write(out or DEFAULT_OUT, report.html_page(loaded, step or None, data))
+        for run, each in zip(loaded, found, strict=False):
+            print(each.text(run.name))
     if timeline:
         _write(timeline, report.timeline_svg(loaded, step or None))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from stretto.api.processes import Failure
-from stretto.api.variants import ONE_ENGINE, VARIANTS, Job
+from stretto.api.variants import ONE_ENGINE, OVERCOMMIT_RULES, VARIANTS, Job
 from stretto.errors import ConfigError, nearest
 from stretto.observe.compare import Comparison, Outcome
 
@@ -19,7 +19,11 @@ T = TypeVar("T", str, int)
 DEFAULT_VARIANTS = ",".join(ONE_ENGINE)
 DEFAULT_SEEDS = "0,1,2"
 
-VARIANTS_HELP = f"Schedules to compare, separated by commas; known: {', '.join(VARIANTS)}."
+VARIANTS_HELP = (
+    "Schedules to compare, separated by commas; known: "
+    f"{', '.join(name for name in VARIANTS if name not in OVERCOMMIT_RULES)}, and oppo with other "
+    f"rules for over-commitment: {', '.join(OVERCOMMIT_RULES)}."
+)
 TARGET_HELP = (
     "Reward to be reached, after smoothing over 10 steps; without it, 95 % of the way from sync's "
     "first to its last."

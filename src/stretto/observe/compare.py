@@ -12,12 +12,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, geometric_mean
 from typing import Any, Self
 
 from stretto.observe.idle import ALL_DEVICES, is_generator, role_order
+from stretto.observe.intervals import LEVEL, Interval, mean_interval, ratio_interval
 from stretto.observe.progress import REWARD
 from stretto.observe.report.runs import Run, shares
+from stretto.observe.significance import verdict
 
 BASELINE = "sync"
 """The variant that speed-ups are relative to, and that the target reward is taken from."""
@@ -98,19 +100,33 @@ class _Row:
     label: str
     write: Callable[[float], str] = three_digits
     missing: str = "-"
+    mean: Callable[[Sequence[float]], float] = fmean
+    interval: Callable[[Sequence[float]], Interval | None] | None = None
 
 
+_RATIO = "{:.2f}".format
+_MISSED = "not reached"
 _ROWS = (
     _Row("samples_per_s", "samples/s"),
-    _Row("speedup", f"samples/s, x {BASELINE}", "{:.2f}".format),
+    _Row("speedup", f"samples/s, x {BASELINE}", _RATIO),
     _Row("step_s", "seconds a step"),
-    _Row("time_to_target_s", "seconds to the target", missing="not reached"),
-    _Row("steps_to_target", "steps to the target", counted, missing="not reached"),
+    _Row("time_to_target_s", "seconds to the target", three_digits, _MISSED, fmean, mean_interval),
+    _Row("time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval),
+    _Row("steps_to_target", "steps to the target", counted, _MISSED, fmean, mean_interval),
+    _Row("steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval),
     _Row("final_reward", "final reward", "{:.3f}".format),
     _Row("staleness_mean", "staleness, mean", "{:.2f}".format),
     _Row("staleness_max", "staleness, max", counted),
 )
 _BUSY = "busy/"
+_OF_TARGET = ("time_to_target_s", "steps_to_target", "time_ratio", "steps_ratio")
+_OVER_BASELINE = {
+    "speedup": ("samples_per_s", False),
+    "time_ratio": ("time_to_target_s", True),
+    "steps_ratio": ("steps_to_target", True),
+}
+"""Ratios to the baseline's run of the same seed: of which figure, and whether the baseline's is on
+top, as where less is better."""
 
 
 class Comparison:
@@ -138,7 +154,7 @@ class Comparison:
         for outcome in outcomes:
             of_variant = self.figures.setdefault(outcome.variant, {})
             of_variant[outcome.seed] = self._figures(outcome)
-        self._add_speedups()
+        self._add_ratios()
 
     @property
     def seeds(self) -> list[int]:
@@ -148,7 +164,8 @@ class Comparison:
     def table(self) -> str:
         """The figures in Markdown that is aligned, so that it can be read as it is.
 
-        A figure is the mean over a variant's seeds; below it stands its range.
+        A figure is the mean over a variant's seeds; below it stands its range, and for the target
+        the mean's confidence interval.
         """
         lines = [["", *self.figures]]
         for row in self._rows():
@@ -157,6 +174,9 @@ class Comparison:
             ranges = [_range(values, row) for values in cells]
             if any(ranges):
                 lines.append(["  min..max", *ranges])
+            intervals = [_interval(values, row) for values in cells]
+            if any(intervals):
+                lines.append([f"  {100 * LEVEL:.0f} %", *intervals])
         return "\n".join(_aligned(lines))
 
     def notes(self) -> list[str]:
@@ -173,13 +193,15 @@ class Comparison:
             named = ", ".join(map(str, self.seeds))
             notes.append(
                 f"Means over seeds {named}, with the lowest and the highest below where they "
-                f"differ; x {BASELINE} compares runs of the same seed."
+                f"differ; x {BASELINE} compares runs of the same seed; {100 * LEVEL:.0f} %: "
+                "confidence interval of the mean (Student's t)."
             )
-        return notes
+        return notes if self.target is None else notes + self._target_notes()
 
     def data(self) -> dict[str, Any]:
         """All figures as plain data: for each variant its seeds, and a list of values a figure."""
         keys = [row.key for row in self._rows()]
+        judged = [row for row in self._rows() if row.interval]
         return {
             "steps": self.steps,
             "smoothed_steps": self.window,
@@ -188,7 +210,40 @@ class Comparison:
                 variant: {"seeds": list(by_seed), **{k: self._values(variant, k) for k in keys}}
                 for variant, by_seed in self.figures.items()
             },
+            f"intervals_{100 * LEVEL:.0f}": {
+                variant: {row.key: _bounds(self._values(variant, row.key), row) for row in judged}
+                for variant in self.figures
+            },
         }
+
+    def _target_notes(self) -> list[str]:
+        """Runs that did not reach the target, and differences that the seeds show."""
+        missed = [
+            f"{variant} with seed {seed}"
+            for variant, by_seed in self.figures.items()
+            for seed, figures in by_seed.items()
+            if figures["steps_to_target"] is None
+        ]
+        notes = []
+        if missed:
+            notes.append(
+                f"Target not reached within {self.steps} steps, and so left out of its means and "
+                f"intervals, which flatter a schedule that lacks runs: {', '.join(missed)}."
+            )
+        if len(self.seeds) > 1 and len(self.figures) > 1 and BASELINE in self.figures:
+            for key, what in (("time_ratio", "Seconds"), ("steps_ratio", "Steps")):
+                pairs = {variant: self._paired(variant, key) for variant in self.figures}
+                pairs.pop(BASELINE)
+                notes.append(verdict(f"{what} to the target", BASELINE, pairs))
+        return notes
+
+    def _paired(self, variant: str, key: str) -> list[float | None]:
+        """A figure for each seed that the baseline ran as well."""
+        return [
+            figures[key]
+            for seed, figures in self.figures[variant].items()
+            if seed in self.figures[BASELINE]
+        ]
 
     def _choose(
         self, outcomes: Sequence[Outcome], target: float | None
@@ -230,13 +285,19 @@ class Comparison:
             **{f"{_BUSY}{role}": share for role, share in _by_kind(outcome.utilisation).items()},
         }
 
-    def _add_speedups(self) -> None:
-        """Add each run's speed-up over the baseline's run with the same seed."""
+    def _add_ratios(self) -> None:
+        """Add each run's ratios to the baseline's run with the same seed."""
         baseline = self.figures.get(BASELINE, {})
         for by_seed in self.figures.values():
             for seed, figures in by_seed.items():
-                rate, base = (f.get("samples_per_s") for f in (figures, baseline.get(seed, {})))
-                by_seed[seed] = {**figures, "speedup": rate / base if rate and base else None}
+                of_base = baseline.get(seed, {})
+                by_seed[seed] = {
+                    **figures,
+                    **{
+                        key: _ratio(figures.get(source), of_base.get(source), inverse)
+                        for key, (source, inverse) in _OVER_BASELINE.items()
+                    },
+                }
 
     def _rows(self) -> list[_Row]:
         roles = {
@@ -246,9 +307,9 @@ class Comparison:
             for key in figures
             if key.startswith(_BUSY)
         }
-        left_out = {"time_to_target_s", "steps_to_target"} if self.target is None else set()
+        left_out = set(_OF_TARGET) if self.target is None else set()
         if BASELINE not in self.figures:
-            left_out.add("speedup")
+            left_out.update(_OVER_BASELINE)
         ordered = sorted(roles, key=lambda role: (role == ALL_DEVICES, role_order(role)))
         busy = [_Row(f"{_BUSY}{role}", f"busy: {role}", percent) for role in ordered]
         return [row for row in _ROWS if row.key not in left_out] + busy
@@ -275,7 +336,7 @@ def _mean(values: Iterable[float | None], row: _Row) -> str:
     if not known:
         return row.missing
     some = f" ({len(known)} of {len(every)})" if len(known) < len(every) else ""
-    return f"{row.write(fmean(known))}{some}"
+    return f"{row.write(row.mean(known))}{some}"
 
 
 def _range(values: Iterable[float | None], row: _Row) -> str:
@@ -283,6 +344,28 @@ def _range(values: Iterable[float | None], row: _Row) -> str:
     known = [value for value in values if value is not None]
     low, high = (row.write(f(known)) if known else "" for f in (min, max))
     return f"{low}..{high}" if low != high else ""
+
+
+def _interval(values: Iterable[float | None], row: _Row) -> str:
+    """The confidence interval of the mean, where there is one and it has a width."""
+    bounds = _bounds(values, row)
+    return (
+        f"[{row.write(bounds[0])}, {row.write(bounds[1])}]"
+        if bounds and bounds[0] < bounds[1]
+        else ""
+    )
+
+
+def _bounds(values: Iterable[float | None], row: _Row) -> list[float] | None:
+    known = [value for value in values if value is not None]
+    found = row.interval(known) if row.interval else None
+    return [found.low, found.high] if found else None
+
+
+def _ratio(own: float | None, base: float | None, inverse: bool) -> float | None:
+    if not own or not base:
+        return None
+    return base / own if inverse else own / base
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stretto.clock import Clock
+from stretto.protocols import DRIVER
 
 WAIT = "wait"
 """Name of the spans in which a role has nothing to do; their attribute ``cause`` says why."""
@@ -28,7 +29,7 @@ HANDOVER = "weights"
 SWAPS = "swaps"
 """The role of copies between a device and the host's memory, beside the work."""
 
-NO_DEVICES = frozenset({CHECKPOINT, HANDOVER, SWAPS})
+NO_DEVICES = frozenset({CHECKPOINT, DRIVER, HANDOVER, SWAPS})
 """Roles that work beside the others and occupy no device: they are never busy or idle."""
 
 
@@ -38,10 +39,10 @@ class Span:
 
     Attributes:
         role: who: 'generator' ('generator 0', 'generator 1', ... of several), a scorer by its name,
-            'learner', :data:`CHECKPOINT`, :data:`HANDOVER`, :data:`SWAPS`. One track of a timeline
-            each.
+            'learner', :data:`~stretto.protocols.DRIVER`, :data:`CHECKPOINT`, :data:`HANDOVER`,
+            :data:`SWAPS`. One track of a timeline each.
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate, swap,
-            checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
+            driver/WORK, checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
         start_s, end_s: by the clock that the recorder was given.
         attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
             the ``cause``: data, stragglers, scores, weights, swap; down for :data:`DOWN`.

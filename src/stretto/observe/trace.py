@@ -121,14 +121,17 @@ class TraceFile:
             return
         files.write_whole(self.path, b"[\n" + b",\n".join(lines[:kept]) + _END)
 
-    def read(self) -> Trace:
-        """Read the whole trace, but for steps whose end was not written, because of a kill.
+    def read(self, steps: int = 0) -> Trace:
+        """Read the trace, but for steps whose end was not written, because of a kill.
+
+        Args:
+            steps: the first ones to read; 0 for all.
 
         Raises:
             StateError: an event is not JSON.
         """
         names: dict[int, str] = {}
-        steps: list[TracedStep] = []
+        read: list[TracedStep] = []
         spans: list[Span] = []
         for line in _lines(self.path):
             event = _parse(line, self.path)
@@ -139,11 +142,13 @@ class TraceFile:
             start_s = event["ts"] / 1e6
             end_s = start_s + event["dur"] / 1e6
             if event["cat"] == _STEP:
-                steps.append(TracedStep(event["args"]["step"], start_s, end_s))
+                read.append(TracedStep(event["args"]["step"], start_s, end_s))
+                if len(read) == steps:
+                    break
             else:
                 name = WAIT if event["name"].startswith(f"{WAIT}: ") else event["name"]
                 spans.append(Span(names[event["tid"]], name, start_s, end_s, event["args"]))
-        return Trace(tuple(steps), tuple(spans))
+        return Trace(tuple(read), tuple(spans))
 
 
 def _write(path: Path, size: int, events: list[dict[str, Any]]) -> None:

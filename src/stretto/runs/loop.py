@@ -14,6 +14,7 @@ from stretto.config import Config
 from stretto.errors import StalledError, StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
+from stretto.protocols import DRIVER, RECORDS
 from stretto.runs import checkpoint
 from stretto.runs.checkpointer import Checkpointer
 from stretto.runs.ending import saved_at_the_end
@@ -126,7 +127,9 @@ class _Run:
         try:
             async with checkpoints, self.running.schedule as schedule:
                 while self.done < self.config.steps:
-                    self._record(await schedule.step())
+                    step = await schedule.step()
+                    with self.running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
+                        self._record(step)
                     await checkpoints.after(self.done)
             self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
         except StalledError as error:

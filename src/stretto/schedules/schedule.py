@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
 from stretto.clock import Clock
-from stretto.protocols import Generator, Learner, Tracer
+from stretto.protocols import DRIVER, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.filtering import reasons_to_reject
 from stretto.schedules.fleet import Fleet, tickets_from, tickets_of
@@ -31,7 +32,7 @@ from stretto.schedules.rollout import Rollout, RolloutState, restored, train_bat
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.settings import Controls, Step
 from stretto.schedules.waits import Phases, answered, first_of
-from stretto.types import Chunk, Prompt, Stats, WeightsRef
+from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef
 
 
 class Schedule:
@@ -68,7 +69,7 @@ class Schedule:
         self._next_prompt, self._learner = next_prompt, learner
         self._chunk, self._overcommit = controls.chunk, controls.overcommit
         self._migration = controls.migration
-        self._clock, self._phases = clock, Phases(clock, tracer)
+        self._clock, self._tracer, self._phases = clock, tracer, Phases(clock, tracer)
         self.ledger = Ledger()
         self._buffer = Buffer(s.max_carries)
         self._fleet = Fleet(s.restarts, initial)
@@ -114,8 +115,10 @@ class Schedule:
     async def step(self) -> Step:
         """Take one batch from prompts to new weights."""
         batch = await self._next_batch()
-        kept, rejected = self._sort_out(batch)
-        stats, rewards = await self._train(kept)
+        with self._own_work("batch", len(batch)):
+            kept, rejected = self._sort_out(batch)
+            columns = train_batch(kept)
+        stats, rewards = await self._train(kept, columns)
         await self._publish()
         rejections = {"rejected": float(self.ledger.rejected.total())}
         metrics = {**self._metrics.popleft(), **rejections, **self._meter.metrics(batch)}
@@ -133,7 +136,9 @@ class Schedule:
                 await self._until(self._may_generate)
                 delta = self._overcommit.delta
                 await self._load()
-                self._fill(delta)
+                missing = self._round_size + delta - len(self._buffer)
+                with self._own_work("fill", max(missing, 0)):
+                    self._fill(delta)
             await self._admit()
             with self._meter.generating():
                 await self._pool.decode(self._chunk_tokens, self._missing, self._take)
@@ -219,12 +224,13 @@ class Schedule:
 
     def _take(self, chunks: Sequence[Chunk]) -> None:
         """Put decoded tokens where they belong, and pass them on."""
-        for chunk in chunks:
-            rollout = self._rollouts[chunk.rollout_id]
-            rollout.append(chunk)
-            self._scoring.extended(chunk)
-            if chunk.finish:
-                self._end(rollout)
+        with self._own_work("chunks", len(chunks)):
+            for chunk in chunks:
+                rollout = self._rollouts[chunk.rollout_id]
+                rollout.append(chunk)
+                self._scoring.extended(chunk)
+                if chunk.finish:
+                    self._end(rollout)
         if 5 * self._buffer.chosen_size >= 4 * self._round_size:
             self._phases.enter("stragglers")
 
@@ -282,16 +288,19 @@ class Schedule:
             self.ledger.move(rollout, RolloutState.SCORED)
         return kept, rejected
 
-    async def _train(self, batch: Sequence[Rollout]) -> tuple[Stats, Mapping[int, float]]:
+    async def _train(
+        self, batch: Sequence[Rollout], columns: TrainBatch
+    ) -> tuple[Stats, Mapping[int, float]]:
         if not self._settings.lag:  # the learner's weights are the followers' own
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
         deadline_s = self._settings.deadline_s
-        work = self._learner.train(train_batch(batch))
+        work = self._learner.train(columns)
         output = await answered(work, deadline_s, "the learner", ids)
-        for rollout in batch:
-            self._finish(rollout, RolloutState.TRAINED)
-        self._meter.trained(output.stats)
+        with self._own_work("books", len(batch)):
+            for rollout in batch:
+                self._finish(rollout, RolloutState.TRAINED)
+            self._meter.trained(output.stats)
         return output.stats, dict(zip(ids, output.rewards.tolist(), strict=True))
 
     def _adapt(self) -> None:
@@ -306,7 +315,8 @@ class Schedule:
         """Offer new weights, when a round has been trained on."""
         self._steps += 1
         if self._steps % self._settings.weight_sync_interval == 0:
-            self._adapt()
+            with self._own_work("adapt", 1):
+                self._adapt()
             deadline_s = self._settings.deadline_s
             self._weights = await answered(self._learner.publish(), deadline_s, "the learner")
             self._version += 1
@@ -315,6 +325,10 @@ class Schedule:
     def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         self.ledger.move(rollout, state, because)
         del self._rollouts[rollout.id]
+
+    def _own_work(self, name: str, items: int) -> AbstractContextManager[object]:
+        """Record the body of a ``with`` statement: work on so many items, without a call."""
+        return self._tracer.span(DRIVER, f"{DRIVER}/{name}", items=items)
 
     # -- the loops' life ----------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from string import Template
@@ -42,7 +42,11 @@ _RESOLUTION = 20_000
 _BINS_PER_DOUBLING = 3
 
 
-def html_page(runs: Sequence[Run], step: int | None = None) -> str:
+def html_page(
+    runs: Sequence[Run],
+    step: int | None = None,
+    predictions: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """The page.
 
     Args:
@@ -50,6 +54,8 @@ def html_page(runs: Sequence[Run], step: int | None = None) -> str:
             they came to is shown, in the colours of their algorithms, and not how.
         step: whose timeline is shown at first; the reader can choose others. ``None`` takes one
             from the middle.
+        predictions: of the runs, if any were made: each with the ``phases`` of a step (name,
+            seconds as measured, seconds as predicted) under a ``title``, or ``why`` there is none.
 
     Raises:
         ConfigError: no run has the step in its trace, or there are too many runs for timelines.
@@ -64,7 +70,8 @@ def html_page(runs: Sequence[Run], step: int | None = None) -> str:
             f"step {step} is in no run's trace; leave out --step to see which there are"
         )
     # No character that could end the element that the data stands in.
-    data = json.dumps(payload(runs, step), ensure_ascii=False, separators=(",", ":"))
+    content = {**payload(runs, step), "predictions": list(predictions)}
+    data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     assets = resources.files(__package__)
     colours = style.grouped(outcomes.groups(runs)) if len(runs) > MAX_RUNS else ""

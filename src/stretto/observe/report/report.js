@@ -309,6 +309,26 @@ function offPolicyCharts() {
   at("off-policy-legend").replaceChildren(...algorithmKeys());
 }
 
+function predictionTable() {
+  const told = D.predictions.map((found, i) => ({ ...found, index: i, name: D.runs[i].name })).filter((found) => found.phases);
+  const phases = [...new Set(told.flatMap((found) => found.phases.map(([name]) => name)))];
+  const cells = (found, phase) => {
+    const [, measured, predicted] = found.phases.find(([name]) => name === phase) ?? [];
+    if (measured === undefined) return ["-", "-", "-"];
+    return [duration(measured), duration(predicted), measured ? (predicted / measured).toFixed(2) : "-"];
+  };
+  if (told.length) at("prediction").replaceChildren(node("table", {},
+    node("thead", {},
+      node("tr", {}, node("th", {}), ...told.map((found) => node("th", { colspan: 3 }, key(runColour(found.index), found.name)))),
+      node("tr", {}, node("th", {}, "a step"), ...told.flatMap(() => ["measured", "predicted", "ratio"].map((title) => node("th", {}, title))))),
+    node("tbody", {}, ...phases.map((phase) => node("tr", {}, node("td", {}, phase),
+      ...told.flatMap((found) => cells(found, phase).map((text) => node("td", {}, text))))))));
+  const titles = [...new Set(told.map((found) => found.title))];
+  at("prediction-notes").replaceChildren(
+    ...titles.map((title) => node("li", {}, (titles.length > 1 ? told.filter((found) => found.title === title).map((found) => found.name).join(", ") + ": " : "") + title)),
+    ...D.predictions.flatMap((found, i) => (found.why ? [node("li", {}, `${D.runs[i].name}: no prediction: ${found.why}`)] : [])));
+}
+
 function settingsTable() {
   const text = (value) => (value === null ? "-" : typeof value === "string" ? value || '""' : JSON.stringify(value));
   at("settings").append(node("table", {},
@@ -327,6 +347,7 @@ section("reward-section", !D.in_brief && curves("reward", STEPS).length, () => {
 section("pareto-section", D.pareto.length, paretoCharts);
 section("off-policy-section", D.off_policy.length, offPolicyCharts);
 section("shares-section", !D.in_brief && D.runs.some((run) => run.shares.length), shareBars);
+section("prediction-section", D.predictions.length, predictionTable);
 section("schedule-section", !D.in_brief && Object.keys(D.runs[0].curves).some((name) => name !== "reward" && curves(name, STEPS).length), scheduleCharts);
 section("lengths-section", !D.in_brief && D.runs.some((run) => run.lengths), lengthChart);
 section("settings-section", D.settings.length, () => { at("settings").replaceChildren(); settingsTable(); });

@@ -70,6 +70,7 @@ KIND_TITLES: Mapping[str, str] = {
     "migrate": "migrate",
     "send": "hand over weights",
     "checkpoint": "write a checkpoint",
+    "driver": "run the schedule",
 }
 CAUSE_TITLES: Mapping[str, str] = {
     "data": "waits for data",

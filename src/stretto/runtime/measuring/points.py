@@ -11,7 +11,7 @@ import numpy as np
 
 from stretto.errors import StateError
 from stretto.planning.hardware import Assumptions, Gpu, Hardware, Links
-from stretto.runtime.sim.calibration import Array, fit_costs
+from stretto.runtime.sim.calibration import nonnegative
 
 Kind = Literal[
     "product", "copy", "prefill", "decode", "training", "update", "broadcast", "swap", "reduce"
@@ -127,11 +127,12 @@ def _line(
         known_s: seconds of each that other terms account for.
     """
     amount, seconds = np.array(work), np.array([p.seconds for p in points])
-    known: Array = np.array(known_s) if known_s else np.zeros(len(points))
-    beside_s, unit_s = fit_costs(np.stack([np.ones(len(points)), amount], 1), seconds, known)
+    unknown_s = seconds - np.array(known_s) if known_s else seconds
+    once = 1 / seconds[:, None]  # relative errors: points differ in length by orders of magnitude
+    beside_s, unit_s = nonnegative(np.hstack([once, once * amount[:, None]]), unknown_s / seconds)
     if unit_s * peak >= 1:
         return float(beside_s), float(1 / unit_s)
-    (beside_s,) = fit_costs(np.ones((len(points), 1)), seconds, known + amount / peak)
+    (beside_s,) = nonnegative(once, (unknown_s - amount / peak) / seconds)
     return float(beside_s), peak
 
 

@@ -54,7 +54,7 @@ class Bounds:
             first, last: hand-overs of weights, between which the time counts.
         """
         self._setting, self._first, self._last = setting, first, last
-        self._costs: dict[Layout, _Costs] = {}
+        self._costs: dict[tuple[Layout, float], _Costs] = {}
         self._rounds: dict[tuple[int, int], Round] = {}
 
     def of(self, candidate: Candidate) -> float:
@@ -64,9 +64,10 @@ class Bounds:
             ConfigError: generators have no room for keys and values.
         """
         layout, knobs = candidate.layout, candidate.schedule.knobs
-        if layout not in self._costs:
-            self._costs[layout] = self._costs_of(layout)
-        costs, work = self._costs[layout], self._round(candidate.schedule)
+        if (layout, candidate.bubble) not in self._costs:
+            self._costs[layout, candidate.bubble] = self._costs_of(layout, candidate.bubble)
+        costs = self._costs[layout, candidate.bubble]
+        work = self._round(candidate.schedule)
         share = CARRIED if knobs.on("overcommit") else 1.0
         generating = share * self._generating(candidate, costs.generator, work)
         generating += costs.generator.load_s / candidate.schedule.weight_sync_interval
@@ -126,7 +127,7 @@ class Bounds:
             return schedule.first_overcommit(batch)  # no reward has been looked at yet
         return schedule.largest_overcommit(batch)
 
-    def _costs_of(self, layout: Layout) -> _Costs:
+    def _costs_of(self, layout: Layout, bubble: float) -> _Costs:
         setting = self._setting
         score_s = load_s = 0.0
         for scorer in scorers_of(setting, layout):
@@ -134,5 +135,8 @@ class Bounds:
             score_s += scorer.cost.token_s
             load_s += scorer.load_s
         return _Costs(
-            cost_of_learner(setting, layout), cost_of_generator(setting, layout), score_s, load_s
+            cost_of_learner(setting, layout, bubble),
+            cost_of_generator(setting, layout),
+            score_s,
+            load_s,
         )

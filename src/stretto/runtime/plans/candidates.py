@@ -15,6 +15,8 @@ from itertools import product
 from stretto.config import ScheduleConfig
 from stretto.planning import memory
 from stretto.planning.layout import Layout, Mesh
+from stretto.planning.memory import Parts
+from stretto.runtime.plans.pipelining import Pipelining, bubble
 from stretto.runtime.sim.layouts import Setting, cost_of_learner, memory_of
 
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)
@@ -36,12 +38,19 @@ class Candidate:
         variant: of the schedule, by name.
         schedule: its settings.
         engines: generators; more than one where stragglers move between them.
+        pipelining: schedule of the learner's pipeline stages, if it has some.
     """
 
     layout: Layout
     variant: str
     schedule: ScheduleConfig
     engines: int = 1
+    pipelining: Pipelining = "1f1b"
+
+    @property
+    def bubble(self) -> float:
+        """Micro-batches' worth of time that a pipeline stage is idle in an update, for a model."""
+        return bubble(self.pipelining, self.layout.learner.stages)
 
     @property
     def kind(self) -> tuple[str, str]:
@@ -86,15 +95,40 @@ def candidates(setting: Setting, space: Space) -> Iterator[Candidate]:
             if schedule.knobs.migrates(2) and not schedule.knobs.streams:
                 candidate = replace(candidate, engines=layout.generator.data)
             if space.on_paper or not candidate.on_paper or candidate.kind == BASELINE:
-                yield candidate
+                for pipelining in _pipelinings(setting, layout):
+                    yield replace(candidate, pipelining=pipelining)
 
 
 def fits(setting: Setting, candidate: Candidate) -> bool:
     """Return whether all phases fit into a GPU, with room for a response at full length."""
-    streams = candidate.schedule.knobs.streams
-    found = memory_of(setting, candidate.layout, streams=streams)
     usable = setting.hardware.usable_bytes
-    return all(sum(parts.values()) <= usable for parts in found.values())
+    return all(
+        sum(parts.values()) <= usable for parts in memory_by_phase(setting, candidate).values()
+    )
+
+
+def memory_by_phase(setting: Setting, candidate: Candidate) -> dict[str, Parts]:
+    """Return the memory of a GPU by phase, and by what takes it, in bytes."""
+    layout = candidate.layout
+    found = memory_of(setting, layout, streams=candidate.schedule.knobs.streams)
+    if candidate.pipelining == "fused":  # both models have micro-batches under way: at most
+        training = dict(found["training"])
+        training["activations of the other model"] = training["activations"]
+        found["training"] = training
+    return found
+
+
+def _pipelinings(setting: Setting, layout: Layout) -> tuple[Pipelining, ...]:
+    """Return schedules of pipelines that a learner's models allow."""
+    stages = layout.learner.stages
+    if stages == 1:
+        return ("1f1b",)
+    found: list[Pipelining] = ["1f1b"]
+    if all(shape.layers >= 2 * stages for shape in setting.models.trained):
+        found.append("interleaved")
+    if setting.models.critic:
+        found.append("fused")
+    return tuple(found)
 
 
 def _pointless(candidate: Candidate) -> bool:

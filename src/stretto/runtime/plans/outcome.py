@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean
 
+from stretto.planning import memory
 from stretto.planning.memory import Parts
-from stretto.runtime.plans.candidates import Candidate
-from stretto.runtime.sim.layouts import Setting, cluster_of, devices_of, memory_of
+from stretto.runtime.plans.candidates import Candidate, memory_by_phase
+from stretto.runtime.sim.layouts import Setting, cluster_of, devices_of
 from stretto.runtime.sim.simulate import SimResult, simulate
 
 ROUNDS, WARM = 6, 2
@@ -51,9 +52,13 @@ def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
         ConfigError: generators have no room for keys and values.
         StalledError: the schedule cannot go on.
     """
-    from stretto.planning import memory
-
-    cluster = cluster_of(setting, candidate.layout, candidate.schedule, engines=candidate.engines)
+    cluster = cluster_of(
+        setting,
+        candidate.layout,
+        candidate.schedule,
+        engines=candidate.engines,
+        bubble=candidate.bubble,
+    )
     interval = candidate.schedule.weight_sync_interval
     steps, warm = ROUNDS * interval, WARM * interval
     workload = cluster.workload.model_copy(update={"steps": steps})
@@ -62,12 +67,11 @@ def outcome_of(setting: Setting, candidate: Candidate) -> Outcome:
     step_s = (ends[-1] - ends[warm - 1]) / (steps - warm)
     counted = result.steps[warm:]
     busy, idle = times_of(result, candidate)
-    streams = candidate.schedule.knobs.streams
     return Outcome(
         candidate=candidate,
         step_s=step_s,
         samples_per_s=workload.batch / step_s,
-        memory=memory_of(setting, candidate.layout, streams=streams),
+        memory=memory_by_phase(setting, candidate),
         host_bytes=memory.host_bytes(setting.models, candidate.layout),
         staleness_mean=fmean(step["staleness/mean"] for step in counted),
         staleness_max=max(step["staleness/max"] for step in counted),

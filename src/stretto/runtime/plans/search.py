@@ -9,14 +9,17 @@ another kind.
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import inf
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 
 from stretto.errors import ConfigError
 from stretto.runtime.plans.bounds import Bounds
@@ -88,15 +91,15 @@ def search(
             if not fits(setting, candidate):
                 unfit += 1
                 continue
-            if time.monotonic() - start_s > limit_s and board.outcomes:
+            if time.monotonic() - start_s > limit_s and board.runs:
                 bound_s = min(bound_s, bound)
                 continue
             running[simulate(candidate)] = candidate
         collect(0)
     if not board.outcomes:
         raise ConfigError(
-            f"nothing fits: none of {len(ranked)} layouts on {space.gpus} GPUs has memory for all "
-            "phases; give more GPUs, or larger ones"
+            f"nothing fits: no layout on {space.gpus} GPUs has memory for all phases; give more "
+            "GPUs, or larger ones"
         )
     return Found(
         best=tuple(board.best()),
@@ -124,6 +127,11 @@ class _Board:
         known = self.outcomes.get(kind)
         if known is None or _rank(outcome) < _rank(known):
             self.outcomes[kind] = outcome
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a plan that ``stretto train`` can run."""
+        return any(not outcome.candidate.on_paper for outcome in self.outcomes.values())
 
     def best(self) -> list[Outcome]:
         """The best of the best kinds."""
@@ -181,9 +189,36 @@ def _simulators(
         yield here, 1
         return
     # Spawned, as threads of the caller's libraries may hold locks that a fork would keep for ever.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    before = set(active_children())
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
 
-        def there(candidate: Candidate) -> Future[Outcome]:
-            return pool.submit(outcome_of, setting, candidate)
+    def there(candidate: Candidate) -> Future[Outcome]:
+        return pool.submit(outcome_of, setting, candidate)
 
+    try:
         yield there, workers
+    except BaseException as error:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in set(active_children()) - before:
+            child.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise ConfigError(
+                f"one of {workers} processes that simulate was killed, maybe for want of memory; "
+                "take fewer workers"
+            ) from error
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _begin_worker() -> None:
+    """Leave Ctrl-C, which a terminal sends to all processes, to the parent; end when that does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -6,7 +6,8 @@ The fit reads the length of each span, and of its attributes
   that all steps read) and ``prefilled``;
 - ``prefill`` and ``score``, of a scorer: ``tokens``; a scorer that gives none is taken for a
   function, whose time goes by the number of its ``rollouts``;
-- ``update``: ``tokens``; ``publish``, ``load`` and, between processes, ``send``: nothing.
+- ``update``: ``tokens``; ``publish``, ``load`` and, between processes, ``send``: nothing;
+- ``driver/...``, the driver's own work: ``items``.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from statistics import median
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import StateError
-from stretto.observe.idle import is_generator
+from stretto.observe.idle import is_generator, seconds, subtract, union
 from stretto.observe.spans import HANDOVER, NO_DEVICES, Span
+from stretto.protocols import DRIVER
 from stretto.runtime.sim.costs import (
     DecodeCost,
+    DriverCost,
     GeneratorCost,
     PrefillCost,
     SampleCost,
@@ -33,7 +38,12 @@ from stretto.runtime.sim.costs import (
 
 Array = npt.NDArray[np.float64]
 
+_NO_THREADS: Mapping[str, int] = MappingProxyType({})
+
 _ROUNDS = 20
+
+_FAR_OFF = 10.0
+"""How many times what the others let expect a first call takes that is left out: it compiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,8 @@ class Calibration:
         loads_s: seconds that scorers take to take over a version of the weights, by name.
         learner: its training and publishing.
         call_s: seconds that a call is on its way, and its answer: what passes between the end of an
-            update and the publishing that follows.
+            update and the publishing that follows, without the driver's own work.
+        driver: its own work, by the names of its spans.
     """
 
     generator: GeneratorCost
@@ -54,23 +65,31 @@ class Calibration:
     loads_s: Mapping[str, float]
     learner: TrainCost
     call_s: float
+    driver: Mapping[str, DriverCost]
 
 
-def calibrate(spans: Iterable[Span]) -> Calibration:
+def calibrate(
+    spans: Iterable[Span], threads: Mapping[str, int] = _NO_THREADS, cores: int = 0
+) -> Calibration:
     """Fit all costs to the spans of a run; the first steps are best left out, as they warm up.
+
+    Args:
+        spans: of all roles.
+        threads, cores: see :func:`undisturbed`, which takes off what roles took from each other.
 
     Raises:
         StateError: the generator or the learner has no spans.
     """
+    as_they_were = list(spans)
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     sends: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in spans:
+    for span in undisturbed(as_they_were, threads, cores):
         if span.role == HANDOVER:  # which contains the loads of all who take part
             sends[span.attributes.get("model", "")].append(replace(span, name="load"))
         elif not span.waits and span.role not in NO_DEVICES:
             by_role[role_of(span)].append(span)
     loads_s = {
-        name: _typical_s(sends.get("actor" if name == "generator" else name) or found, "load")
+        name: _mean_s(sends.get("actor" if name == "generator" else name) or found, "load")
         for name, found in by_role.items()
     }
     for role, name in (("generator", "gen"), ("learner", "update")):
@@ -89,7 +108,8 @@ def calibrate(spans: Iterable[Span]) -> Calibration:
         },
         loads_s=loads_s,
         learner=_learner(learner),
-        call_s=_call_s(learner),
+        call_s=_call_s(as_they_were),
+        driver=_driver(as_they_were),
     )
 
 
@@ -133,34 +153,59 @@ def role_of(span: Span) -> str:
     return name if name and number.isdecimal() else span.role
 
 
-def fit_costs(features: Array, seconds: Array, known_s: Array | None = None) -> Array:
-    """Fit coefficients, none negative, so that ``features @ coefficients`` is near ``seconds``.
+def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Array:
+    """Fit coefficients, none negative, so that ``features @ coefficients`` is near ``took_s``.
 
-    Relative errors are minimised, as calls differ in length by orders of magnitude. Calls that are
-    off by more than three times the usual error, such as a first one, count for less (Huber's
-    weights, by iteratively reweighted least squares).
+    The calls take as long in all as they did: squared errors count in inverse proportion to what is
+    expected (a Poisson regression, by iteratively reweighted least squares). So a mean is
+    predicted, to which the slow calls of a busy machine belong. First calls that take many times
+    what the others let expect, as they compile, are left out.
 
     Args:
-        features: [n calls, k]; a column of zeros gets the coefficient 0.
-        seconds: [n calls].
-        known_s: [n calls], seconds of these that are known already; ``None`` for none.
+        features: [n calls, k], in the order in which they were made; a column of zeros gets the
+            coefficient 0.
+        took_s: of each call; [n calls]
+        far_off: how many times what the others let expect a first call takes that is left out.
     """
-    scale = np.maximum(seconds, np.median(seconds) * 1e-3 + 1e-12)
-    unknown_s = seconds if known_s is None else seconds - known_s
-    x, y = features / scale[:, None], unknown_s / scale
+    least_s = np.median(took_s) * 1e-3 + 1e-12
+    coefficients = _robust(features, took_s)
+    like_others = took_s <= far_off * np.maximum(features @ coefficients, least_s)
+    first = int(np.argmax(like_others))
+    x, y = features[first:], took_s[first:]
+    for _ in range(_ROUNDS):
+        root = np.sqrt(1 / np.maximum(x @ coefficients, least_s))
+        coefficients = nonnegative(x * root[:, None], y * root)
+    return coefficients
+
+
+def _robust(features: Array, took_s: Array) -> Array:
+    """Fit what is typical: the less a call counts, the further off it is (Huber's weights).
+
+    Relative errors are minimised, as calls differ in length by orders of magnitude.
+    """
+    scale = np.maximum(took_s, np.median(took_s) * 1e-3 + 1e-12)
+    x, y = features / scale[:, None], took_s / scale
     weights = np.ones_like(y)
     coefficients = np.zeros(features.shape[1])
     for _ in range(_ROUNDS):
         root = np.sqrt(weights)
-        coefficients = _nonnegative(x * root[:, None], y * root)
+        coefficients = nonnegative(x * root[:, None], y * root)
         error = np.abs(x @ coefficients - y)
         usual = max(float(np.median(error)) * 1.4826, 1e-9)
         weights = np.minimum(1.0, 3 * usual / np.maximum(error, 1e-12))
     return coefficients
 
 
-def _nonnegative(x: Array, y: Array) -> Array:
-    """Solve least squares, leaving out the columns that would get a negative coefficient."""
+def nonnegative(x: Array, y: Array) -> Array:
+    """Solve least squares, leaving out the columns that would get a negative coefficient.
+
+    Args:
+        x: [n, k].
+        y: [n].
+
+    Returns:
+        coefficients [k], 0 for what is left out.
+    """
     norms = np.linalg.norm(x, axis=0)
     used = np.flatnonzero(norms)
     while used.size:
@@ -175,10 +220,12 @@ def _nonnegative(x: Array, y: Array) -> Array:
     return coefficients
 
 
-def _fit(spans: Sequence[Span], rows: Sequence[Sequence[float]]) -> list[float]:
+def _fit(
+    spans: Sequence[Span], rows: Sequence[Sequence[float]], far_off: float = _FAR_OFF
+) -> list[float]:
     features = np.array(rows, np.float64).reshape(len(spans), -1)
-    seconds = np.array([s.end_s - s.start_s for s in spans])
-    return [float(c) for c in fit_costs(features, seconds)]
+    took_s = np.array([s.end_s - s.start_s for s in spans])
+    return [float(c) for c in fit_costs(features, took_s, far_off)]
 
 
 def _generator(spans: Sequence[Span], load_s: float) -> GeneratorCost:
@@ -210,20 +257,41 @@ def _scorer(spans: Sequence[Span]) -> PrefillCost | SampleCost:
 def _learner(spans: Sequence[Span]) -> TrainCost:
     updates = [s for s in spans if s.name == "update"]
     step_s, token_s = _fit(updates, [[1.0, s.attributes["tokens"]] for s in updates])
-    return TrainCost(step_s=step_s, token_s=token_s, publish_s=_typical_s(spans, "publish"))
+    return TrainCost(step_s=step_s, token_s=token_s, publish_s=_mean_s(spans, "publish"))
+
+
+def _driver(spans: Sequence[Span]) -> dict[str, DriverCost]:
+    """Return the costs of the driver's work; of that nothing is left out, however rare."""
+    by_name: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.role == DRIVER:
+            by_name[span.name].append(span)
+    costs = {}
+    for name, found in by_name.items():
+        rows = [[1.0, float(s.attributes["items"])] for s in found]
+        call_s, item_s = _fit(found, rows, far_off=inf)
+        costs[name] = DriverCost(call_s=call_s, item_s=item_s)
+    return costs
 
 
 def _call_s(spans: Sequence[Span]) -> float:
-    """Return what typically passes between an update and the publishing of what it has made."""
-    ordered = sorted(spans, key=lambda span: span.start_s)
+    """Return what typically passes between an update and the publishing of what it has made.
+
+    What the driver does itself in between is not on the way.
+    """
+    learner = sorted((s for s in spans if s.role == "learner"), key=lambda span: span.start_s)
+    driver = union((s.start_s, s.end_s) for s in spans if s.role == DRIVER)
     gaps = [
-        max(after.start_s - before.end_s, 0.0)
-        for before, after in pairwise(ordered)
+        seconds(subtract([(before.end_s, max(after.start_s, before.end_s))], driver))
+        for before, after in pairwise(s for s in learner if not s.waits)
         if (before.name, after.name) == ("update", "publish")
     ]
     return median(gaps) if gaps else 0.0
 
 
-def _typical_s(spans: Sequence[Span], name: str) -> float:
-    times = [s.end_s - s.start_s for s in spans if s.name == name]
-    return median(times) if times else 0.0
+def _mean_s(spans: Sequence[Span], name: str) -> float:
+    return _mean([s.end_s - s.start_s for s in spans if s.name == name])
+
+
+def _mean(times: Sequence[float]) -> float:
+    return float(fit_costs(np.ones((len(times), 1)), np.array(times))[0]) if times else 0.0

@@ -8,6 +8,7 @@ costs is either given in numbers or follows from a model, a kind of GPU and an a
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, Self
@@ -20,7 +21,13 @@ from stretto.errors import ConfigError
 from stretto.planning.layout import Mesh
 from stretto.planning.shapes import shape_of
 from stretto.planning.wire import broadcast_bytes
-from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, SampleCost, TrainCost
+from stretto.runtime.sim.costs import (
+    DriverCost,
+    GeneratorCost,
+    PrefillCost,
+    SampleCost,
+    TrainCost,
+)
 from stretto.runtime.sim.faults import Faults
 from stretto.runtime.sim.hardware import (
     Efficiency,
@@ -58,6 +65,8 @@ class GeneratorRole(Section):
     """Rollouts that a replica decodes together; 0 takes all in flight."""
     threads: PositiveInt = 1
     """CPU threads that its work takes, of the cluster's cores."""
+    best_batch: NonNegativeInt = 0
+    """Rollouts that a replica decodes before a step takes notably longer; 0: as costs say."""
 
     @property
     def replicas(self) -> int:
@@ -159,6 +168,10 @@ class Workload(Section):
     """Lengths of responses, by rollout id, before the limit."""
     learning: LearningCurve = LearningCurve()
     """The effect of training on rewards."""
+    chunks: tuple[PositiveInt, ...] = ()
+    """Chunk sizes by round, as recorded, where the schedule chooses them; empty: it chooses."""
+    deltas: tuple[NonNegativeInt, ...] = ()
+    """Over-commitment by round, likewise."""
     rewards: tuple[float | None, ...] = ()
     """Rewards by rollout id, as recorded; rollouts without one follow the learning curve."""
     on_failure: Literal["stop", "drop"] = "stop"
@@ -201,6 +214,8 @@ class Cluster(Section):
     """CPU cores that the threads of all roles share; 0 for enough."""
     call_s: NonNegative = 0.0
     """Seconds that a call of a role is on its way, and its answer, beside its work."""
+    driver: Mapping[str, DriverCost] = {}
+    """Costs of the driver's own work, by the names of its spans (``driver/...``); none without."""
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
     """The generators, at least one."""
     scorers: tuple[ScorerRole, ...] = ()
@@ -311,19 +326,19 @@ class Cluster(Section):
         prompt_tokens = int(w.prompt_tokens.quantile(0.5, 0))
         longest = w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
         everything = longest * w.batch * role.replicas
-        prefill_s = cost.prefill.token_s / role.replicas
+        prefill_s = _token_s(cost.prefill, longest) / role.replicas
         transfer_s = cost.cache_bytes / cost.transfer.bytes_per_s
         row_s = cost.decode.row_s + cost.decode.context_s * longest / 2
+        best = max(int(RISE * cost.decode.step_s / row_s), 1) if row_s else 0
         scoring_s = [
-            c.token_s
+            _token_s(c, longest)
             for s in self.scorers
             if s.host == 0 and isinstance(c := self.cost_of_scorer(s), PrefillCost)
         ]
         return Migrating(
             MigrationLimits(
                 engines=len(self.generators),
-                best_batch=max(int(RISE * cost.decode.step_s / row_s) if row_s else w.batch, 1)
-                * role.replicas,
+                best_batch=(role.best_batch or best or w.batch) * role.replicas,
                 cache_tokens=cost.cache_tokens * role.replicas or everything,
                 longest_tokens=longest,
                 prefill_tokens_per_s=1 / prefill_s if prefill_s else 1e12,
@@ -348,6 +363,11 @@ class Cluster(Section):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"'{path}', {where or 'as a whole'}: {first['msg']}") from None
+
+
+def _token_s(cost: PrefillCost, tokens: int) -> float:
+    """Seconds a token; where all is in the call, as in a pass over so many of them."""
+    return cost.token_s or cost.call_s / tokens
 
 
 def _check_source(model: str, cost: object) -> None:

@@ -79,6 +79,19 @@ class SampleCost(Section):
         return self.call_s + self.sample_s * samples if samples else 0.0
 
 
+class DriverCost(Section):
+    """The driver's own work of one kind takes ``call_s + item_s * items`` seconds."""
+
+    call_s: NonNegative = 0.0
+    """Seconds each time."""
+    item_s: NonNegative = 0.0
+    """Seconds an item: a rollout, or a chunk."""
+
+    def seconds(self, items: int) -> float:
+        """Seconds of work on so many items."""
+        return self.call_s + self.item_s * items
+
+
 class TrainCost(Section):
     """A step of the learner takes ``step_s + token_s * tokens`` seconds."""
 
@@ -112,6 +125,8 @@ class GeneratorCost(Section):
 
     decode: DecodeCost = DecodeCost()
     prefill: PrefillCost = PrefillCost()
+    padded: bool = False
+    """Whether a step reads as much context for each row as for the longest one."""
     transfer: TransferCost = TransferCost()
     """The cost of moving keys and values to another generator."""
     cache_bytes: NonNegative = 0.0

@@ -75,7 +75,8 @@ class Replica:
         self.rows: dict[int, SimRow] = {}
         self.step = 0
         self._ends: list[tuple[int, int]] = []  # (step, rollout id); left behind by those that went
-        self._context = 0
+        self._in_rows = 0  # tokens
+        self._longest: list[tuple[int, int]] = []  # (base - prompt, rollout id); likewise
         self._reserved = 0  # tokens of the cache, at the end of all rows
         self._to_prefill = 0
         self._void = False
@@ -137,9 +138,11 @@ class Replica:
             shared = row.prompt if self._groups[row.group] else 0
             self._to_prefill += row.prompt + row.tokens - max(row.cached, shared)
             self._groups[row.group] += 1
-            self._context += row.prompt + row.tokens
+            self._in_rows += row.prompt + row.tokens
             row.base = self.step - row.tokens
             self.rows[row.id] = row
+            if self._cost.padded:
+                heapq.heappush(self._longest, (row.base - row.prompt, row.id))
             heapq.heappush(self._ends, (row.base + row.length, row.id))
         if self._to_prefill:
             self.time_s += self._cost.prefill.seconds(self._to_prefill)
@@ -169,23 +172,34 @@ class Replica:
         self._event_steps = min(ends[0][0] - self.step, self.left) if ends else 0
         self.event_s = self.time_s + self._seconds(self._event_steps) if self._event_steps else inf
 
+    def _context(self) -> int:
+        """Count the tokens of context that the next step reads."""
+        if not self._cost.padded or not self.rows:
+            return self._in_rows
+        while True:
+            start, id_ = self._longest[0]
+            row = self.rows.get(id_)
+            if row and row.base - row.prompt == start:
+                return len(self.rows) * (self.step - start)
+            heapq.heappop(self._longest)
+
     def _seconds(self, steps: int) -> float:
-        return self._cost.decode.seconds(len(self.rows), self._context, steps)
+        return self._cost.decode.seconds(len(self.rows), self._context(), steps)
 
     def _steps_within(self, seconds: float, most: int) -> int:
         if self._seconds(most) <= seconds:
             return most
-        return min(self._cost.decode.steps_within(len(self.rows), self._context, seconds), most)
+        return min(self._cost.decode.steps_within(len(self.rows), self._context(), seconds), most)
 
     def _advance(self, steps: int) -> list[SimRow]:
         rows, work = len(self.rows), self.work
         self.time_s += self._seconds(steps)
-        work.context += steps * self._context + rows * (steps * (steps - 1) // 2)
+        work.context += steps * self._context() + rows * (steps * (steps - 1) // 2)
         work.steps += steps
         work.tokens += rows * steps
         self.step += steps
         self.left -= steps
-        self._context += rows * steps
+        self._in_rows += rows * steps
         ended = []
         while self._ends and self._ends[0][0] <= self.step:
             end, id_ = heapq.heappop(self._ends)
@@ -197,7 +211,7 @@ class Replica:
         return ended
 
     def _leave(self, row: SimRow) -> None:
-        self._context -= row.prompt + self.step - row.base
+        self._in_rows -= row.prompt + self.step - row.base
         self._reserved -= row.prompt + row.length
         self._groups[row.group] -= 1
         if not self._groups[row.group]:

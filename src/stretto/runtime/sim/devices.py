@@ -10,7 +10,7 @@ Processes on CPUs work side by side, each a device, and share the machine's *cor
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -40,20 +40,23 @@ class Cores:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._left_s: dict[asyncio.Future[None], float] = {}  # of each piece of work, alone
-        self._threads: dict[asyncio.Future[None], int] = {}
+        self._left_s: dict[asyncio.Future[float], float] = {}  # of each piece of work, alone
+        self._threads: dict[asyncio.Future[float], int] = {}
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def work(self, seconds: float, threads: int) -> None:
-        """Keep so many threads at work until what takes so long alone is done."""
+    async def work(self, seconds: float, threads: int) -> float:
+        """Keep so many threads at work until what takes so long alone is done; return when it was.
+
+        That is before now where the loop was busy with something else.
+        """
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[float] = loop.create_future()
         self._settle()
         self._left_s[done], self._threads[done] = seconds, threads
         self._plan()
         try:
-            await done
+            return await done
         finally:
             self._settle()
             self._left_s.pop(done, None)
@@ -81,11 +84,11 @@ class Cores:
             wait_s = max(self._left_s[first], 0.0) / self._rate
             self._timer = loop.call_later(wait_s, self._end, first)
 
-    def _end(self, piece: asyncio.Future[None]) -> None:
+    def _end(self, piece: asyncio.Future[float]) -> None:
         """End a piece of work; who waits for it then takes its threads away."""
         del self._left_s[piece]
         if not piece.done():  # by cancellation
-            piece.set_result(None)
+            piece.set_result(self._timer.when() if self._timer else 0.0)
 
 
 class SimWorker:
@@ -142,15 +145,23 @@ class SimWorker:
             for device in self._devices:
                 await device.turn.acquire()
                 taken += 1
-            began_s = asyncio.get_running_loop().time()
-            with self._tracer.span(self.role, name, **attributes):
-                if self._cores:
-                    await self._cores.work(seconds, self._threads)
-                else:
-                    await asyncio.sleep(seconds)
-            busy_s = asyncio.get_running_loop().time() - began_s
-            for device in self._devices:
-                device.busy_s += busy_s
+            await self._work(name, seconds, attributes)
         finally:
             for device in self._devices[:taken]:
                 device.turn.release()
+
+    async def _work(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        ended_s = None
+        try:
+            if self._cores:
+                ended_s = await self._cores.work(seconds, self._threads)
+            else:
+                await asyncio.sleep(seconds)
+                ended_s = began_s + seconds
+        finally:  # also of work that is broken off
+            ended_s = loop.time() if ended_s is None else ended_s
+            self._tracer.add(self.role, name, began_s, max(ended_s, began_s), **attributes)
+        for device in self._devices:
+            device.busy_s += ended_s - began_s

@@ -1,6 +1,7 @@
 """An asyncio event loop in virtual time: nothing sleeps, and the order of events is reproducible.
 
-Time stands still while callbacks run, and jumps to the next timer once none is left. So a schedule
+Time stands still while callbacks run, unless one says what it takes (:func:`spend`), and jumps to
+the next timer once none is left. So a schedule
 that would take an hour on a cluster takes as long as its own Python code, and two runs of one
 program are the same, event by event.
 """
@@ -98,6 +99,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._timers))
         return timer
 
+    def spend(self, seconds: float) -> None:
+        """Let time pass within a callback: what was due meanwhile comes late."""
+        self._now_s += seconds
+
     @staticmethod
     def _make_task(
         loop: asyncio.AbstractEventLoop,
@@ -180,6 +185,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     {"message": "a task failed when cancelled", "exception": error, "task": task}
                 )
         self.run_until_complete(self.shutdown_asyncgens())
+
+
+def spend(seconds: float) -> None:
+    """Let virtual time pass in which the running loop does nothing else, as if it computed.
+
+    Raises:
+        RuntimeError: no loop is running.
+    """
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.spend(seconds)
 
 
 def run(main: Coroutine[Any, Any, T], *, seed: int = 0, shuffle: bool = False) -> T:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+from stretto.assembly.controls import most_in_flight
 from stretto.assembly.cores import share_cores
 from stretto.config import Config, recipes
 from stretto.config.cluster import LEARNER
@@ -18,7 +19,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace
-from stretto.runtime.sim.calibration import Calibration, calibrate, role_of, undisturbed
+from stretto.runtime.sim.calibration import Calibration, calibrate, role_of
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -65,12 +66,15 @@ class Recording:
         rollouts: of it, also those in flight at its end.
         spans: of it; best without the first steps, which warm up.
         machine: that it worked on.
+        chunks, deltas: sizes of chunks and over-commitment by round, as controllers chose them.
     """
 
     config: Config
     rollouts: Sequence[RolloutRecord]
     spans: Sequence[Span]
     machine: Machine
+    chunks: tuple[int, ...] = ()
+    deltas: tuple[int, ...] = ()
 
     @classmethod
     def read(cls, folder: str | Path, warm_steps: int = 1) -> Self:
@@ -82,11 +86,20 @@ class Recording:
         """
         run = RunDirectory.open(folder)
         trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
+        return cls.of(run, trace, warm_steps)
+
+    @classmethod
+    def of(cls, run: RunDirectory, trace: Trace, warm_steps: int) -> Self:
+        """Read a run's folder, all but its trace; see :meth:`read`."""
         warm_s = max((step.end_s for step in trace.steps[:warm_steps]), default=0.0)
         spans = [span for span in trace.spans if span.start_s >= warm_s]
         # Earlier versions did not write it.
         machine = run.read_machine() if run.machine_file.is_file() else Machine("", 0, 0, (), "")
-        return cls(recipes.load(run.path), run.read_rollouts(in_flight=True), spans, machine)
+        config, rollouts = recipes.load(run.path), run.read_rollouts(in_flight=True)
+        metrics = run.read_metrics()
+        chunks = _chosen(config, metrics, "schedule/chunk_tokens")
+        deltas = _chosen(config, metrics, "schedule/overcommit")
+        return cls(config, rollouts, spans, machine, chunks, deltas)
 
     @cached_property
     def costs(self) -> Calibration:
@@ -98,14 +111,15 @@ class Recording:
         seats = self.seats(self.config)
         functions = seats[FUNCTION][0].threads
         threads = defaultdict(lambda: functions, {role: s[0].threads for role, s in seats.items()})
-        return calibrate(undisturbed(self.spans, threads, self._cores(self.config)))
+        return calibrate(self.spans, threads, self._cores(self.config))
 
     def cluster(self, config: Config | None = None) -> Cluster:
         """Describe the roles of the run, with the recorded costs, lengths and rewards.
 
         Model scorers find a call worthwhile as they do on a CPU. Of a run in one process, each
         worker is a device here; of others, each process or GPU of their placement. Rewards are the
-        recorded ones, whatever the schedule.
+        recorded ones, whatever the schedule. With the run's own settings so is what its controllers
+        chose, as far as it was recorded.
 
         Args:
             config: the run's, maybe with another schedule, runtime or placement.
@@ -132,12 +146,14 @@ class Recording:
         return Cluster(
             cores=self._cores(config),
             call_s=costs.call_s,
+            driver=costs.driver,
             generators=tuple(
                 GeneratorRole(
                     devices=seat.devices,
                     threads=seat.threads,
-                    cost=costs.generator,
+                    cost=costs.generator.model_copy(update={"padded": True}),  # as engines do
                     slots=config.rollout.slots,
+                    best_batch=most_in_flight(config),  # as a run takes it
                 )
                 for seat in seats["generator"]
             ),
@@ -189,6 +205,8 @@ class Recording:
             prompt_tokens=Replayed.from_ledger({r.prompt: r.prompt_tokens for r in rollouts}),
             response_tokens=Replayed.from_ledger(lengths, so_far),
             learning=LearningCurve(first=mean, last=mean, versions=0, spread=0),
+            chunks=self.chunks if config == self.config else (),
+            deltas=self.deltas if config == self.config else (),
             rewards=tuple(by_id.get(i) for i in range(1 + max(by_id, default=-1))),
             on_failure=config.reward.on_failure,
             seed=config.seed,
@@ -213,6 +231,14 @@ def _scorers(
                 ScorerRole(**common, devices=seat.devices, threads=seat.threads, host=seat.host)
             )
     return tuple(roles)
+
+
+def _chosen(config: Config, metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
+    """Return what a controller chose, from the first update on, for each hand-over of weights."""
+    if any(m.get(name) is None for m in metrics):
+        return ()
+    rounds = metrics[:: config.schedule.weight_sync_interval]
+    return tuple(int(m[name]) for m in rounds)[config.schedule.knobs.lag :]
 
 
 def _cuts(config: Config) -> dict[str, tuple[int, int]]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from stretto.assembly.controls import Filtering, RunSizes, controls
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
-from stretto.protocols import Generator, Learner, Tracer
+from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
+from stretto.runtime.sim.costs import DriverCost
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
-from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.runtime.sim.loop import VirtualClock, run, spend
 from stretto.runtime.sim.roles import SimLearner, SimScorer
+from stretto.schedules.replayed import ReplayedChunk, ReplayedOvercommit
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Prompt, Stats
@@ -59,11 +62,32 @@ class SimResult:
     ledger: Mapping[str, Any]
 
 
-def simulate(cluster: Cluster, *, seed: int = 0, shuffle: bool = False) -> SimResult:
-    """Run the description's schedule for all its steps.
+class _DriverSpans(Spans):
+    """A recorder in virtual time, where the driver's own work takes what it costs.
+
+    The schedule is the real one, and marks its work at the very places where it does it.
+    """
+
+    def __init__(self, costs: Mapping[str, DriverCost]) -> None:
+        super().__init__(VirtualClock())
+        self._costs = costs
+
+    @contextmanager
+    def span(self, role: str, name: str, **attributes: Any) -> Iterator[dict[str, Any]]:
+        with super().span(role, name, **attributes) as found:
+            yield found
+            if role == DRIVER and name in self._costs:
+                spend(self._costs[name].seconds(attributes["items"]))
+
+
+def simulate(
+    cluster: Cluster, *, steps: int = 0, seed: int = 0, shuffle: bool = False
+) -> SimResult:
+    """Run the description's schedule.
 
     Args:
         cluster: who works where, on what, and when.
+        steps: to look at, of those that the description has; 0 for all.
         seed: of the order of simultaneous events; used with ``shuffle`` alone.
         shuffle: explore orders of simultaneous events.
 
@@ -71,21 +95,27 @@ def simulate(cluster: Cluster, *, seed: int = 0, shuffle: bool = False) -> SimRe
         ConfigError: the description names an unknown model or GPU.
         StalledError: a role did not answer in time, or nothing could ever happen again.
     """
-    return run(_simulate(cluster), seed=seed, shuffle=shuffle)
+    return run(_simulate(cluster, steps or cluster.workload.steps), seed=seed, shuffle=shuffle)
 
 
-async def _simulate(cluster: Cluster) -> SimResult:
+async def _simulate(cluster: Cluster, count: int) -> SimResult:
     clock = VirtualClock()
-    spans = Spans(clock)
+    spans = _DriverSpans(cluster.driver)
     roles = make_roles(cluster, spans)
     schedule = make_schedule(cluster, roles, spans)
     steps = []
     async with schedule:
-        for _ in range(cluster.workload.steps):
-            steps.append((await schedule.step()).stats)
+        for _ in range(min(count, cluster.workload.steps)):
+            step = await schedule.step()
+            with spans.span(DRIVER, RECORDS, items=len(step.batch)):
+                steps.append(step.stats)
         makespan_s = clock.now()
     metrics = TimeSheet().add(Window(0.0, makespan_s, spans.records))
-    idle = (key.split("/")[1:] for key in metrics if key.startswith("idle_s/"))
+    idle = (
+        key.removeprefix("idle_s/").rpartition("/")[::2]  # names of roles may have slashes
+        for key in metrics
+        if key.startswith("idle_s/")
+    )
     samples = cluster.workload.batch * len(steps)
     return SimResult(
         steps=steps,
@@ -121,6 +151,10 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         migrating=cluster.migrating if migrates else None,
         restarts=cluster.restarts,
     )
+    if w.chunks and not cluster.schedule.chunk_tokens:
+        turned = replace(turned, chunk=ReplayedChunk(w.chunks))
+    if w.deltas and cluster.schedule.knobs.overcommit == "auto":
+        turned = replace(turned, overcommit=ReplayedOvercommit(w.deltas))
     return Schedule(
         _prompts(cluster),
         roles.generators,
