@@ -92,6 +92,16 @@ def test_nothing_is_negative_and_no_share_is_above_one() -> None:
     assert 0 < found.assumed.memory < 1
 
 
+def test_decode_steps_that_tell_no_rate_read_as_copies_of_their_size_do() -> None:
+    others = [p for p in points() if p.kind != "decode"]
+    cached = Point("copy", "", 1e-5, size=1e6)  # 100 GB/s, beside the 20 GB/s of a large one
+    flat = [Point("decode", "", 0.1, size=size) for size in (1e9, 1.1e9, 1.2e9)]
+    found = fitted([*others, cached, *flat], PLACE)
+    assert found.gpu.memory_bytes_per_s == pytest.approx(1e11)
+    assert found.assumed.memory == pytest.approx(2e10 / 1e11)
+    assert found.assumed.step_s == pytest.approx(0.1 - 1.1e9 / 2e10, rel=0.01)
+
+
 def test_work_may_outdo_a_product_and_a_copy() -> None:
     fast = Point("training", "", 0.01, flops=1e10)
     cached = Point("update", "", 0.001, size=1e8)

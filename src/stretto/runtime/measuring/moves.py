@@ -58,7 +58,9 @@ def broadcasts(
     """
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     backend: Backend = "nccl" if several else "gloo"
-    places = ["cuda:0", "cuda:1"] if several else [str(device)] * 2
+    places = ["cpu"] * 2
+    if device.type == "cuda":
+        places = ["cuda:0", "cuda:1" if several else "cuda:0"]
     store, port = open_store("127.0.0.1")
     meeting = Meeting("127.0.0.1", port, backend, TIMEOUT_S)
     ranks = Ranks(

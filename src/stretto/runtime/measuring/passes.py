@@ -55,7 +55,7 @@ class Sizes:
 
     length: int = 128
     prefill: tuple[int, ...] = (128, 512, 1024)
-    decode: tuple[tuple[int, int], ...] = ((4, 32), (4, 512), (16, 32), (16, 256), (64, 128))
+    decode: tuple[tuple[int, int], ...] = ((4, 32), (4, 256), (16, 32), (16, 128), (48, 64))
     steps: int = 8
     training: tuple[int, ...] = (256, 1024)
     product: int = 2048
@@ -111,14 +111,8 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
             cuda_graphs=rollout.cuda_graphs,
         )
         engine = TorchEngine(subject.model, config, end_tokens=frozenset(), seed=0, slots=rows)
-        engine.admit(
-            [
-                Response(
-                    i, i, Prompt(i, tuple(_ids(subject, context, i)), ""), np.zeros(0, np.int32)
-                )
-                for i in range(rows)
-            ]
-        )
+        prompts = [Prompt(i, tuple(_ids(subject, context, i).tolist()), "") for i in range(rows)]
+        engine.admit([Response(p.id, p.id, p, np.zeros(0, np.int32)) for p in prompts])
         while len(engine.decode(1)) < rows:  # until all prompts are in the cache
             pass
         seconds, read = _steps(engine, subject.device, sizes)

@@ -59,9 +59,10 @@ def fitted(points: Sequence[Point], place: Place) -> Hardware:
 
     Peaks are the highest rates of all points: of products and copies, and of a run's work, if that
     is faster. A forward pass and a decode step take seconds beside their work, which are fitted
-    with the rate by least squares of relative errors; where seconds hardly grow with the work, it
-    is taken to go at its peak. Training, updates and transfers take none in the formulas, so what
-    they do take lowers their rates. Links get the rate that was reached, of which the share is 1.
+    with the rate by least squares of relative errors. Where seconds hardly grow with the work, a
+    pass is taken to go at the peak, and a decode step like a copy of about its size. Training,
+    updates and transfers take no such seconds in the formulas, so what they do take lowers their
+    rates. Links get the rate that was reached, of which the share is 1.
 
     Args:
         points: of every kind one or more.
@@ -77,10 +78,12 @@ def fitted(points: Sequence[Point], place: Place) -> Hardware:
     computing = [*of["product"], *of["prefill"], *of["training"]]
     flops = max(p.flops / p.seconds for p in computing)
     memory = max(p.size / p.seconds for p in [*of["copy"], *of["decode"], *of["update"]])
-    call_s, prefill = _line(of["prefill"], [p.flops for p in of["prefill"]], flops)
+    call_s, prefill = _line(of["prefill"], [p.flops for p in of["prefill"]], flops, flops)
     training = _rate(of["training"], [p.flops for p in of["training"]], flops)
     rows_s = [p.flops / prefill for p in of["decode"]]  # as the simulator takes a row's operations
-    step_s, read = _line(of["decode"], [p.size for p in of["decode"]], memory, rows_s)
+    sizes = [p.size for p in of["decode"]]
+    like = min(of["copy"], key=lambda p: abs(math.log(p.size / max(sizes))))
+    step_s, read = _line(of["decode"], sizes, memory, like.size / like.seconds, rows_s)
     update = _rate(of["update"], [p.size for p in of["update"]], memory)
     link = _rate(of["broadcast"], [p.size for p in of["broadcast"]])
     host = _rate(of["swap"], [p.size for p in of["swap"]])
@@ -116,7 +119,11 @@ def predicted_s(point: Point, on: Hardware) -> float:
 
 
 def _line(
-    points: Sequence[Point], work: Sequence[float], peak: float, known_s: Sequence[float] = ()
+    points: Sequence[Point],
+    work: Sequence[float],
+    peak: float,
+    otherwise: float,
+    known_s: Sequence[float] = (),
 ) -> tuple[float, float]:
     """Return seconds beside the work, and its rate.
 
@@ -124,6 +131,7 @@ def _line(
         points: what was measured.
         work: of each, in operations or bytes.
         peak: what the rate is at most.
+        otherwise: the rate that is taken if the points tell none.
         known_s: seconds of each that other terms account for.
     """
     amount, seconds = np.array(work), np.array([p.seconds for p in points])
@@ -132,8 +140,8 @@ def _line(
     beside_s, unit_s = nonnegative(np.hstack([once, once * amount[:, None]]), unknown_s / seconds)
     if unit_s * peak >= 1:
         return float(beside_s), float(1 / unit_s)
-    (beside_s,) = nonnegative(once, (unknown_s - amount / peak) / seconds)
-    return float(beside_s), peak
+    (beside_s,) = nonnegative(once, (unknown_s - amount / otherwise) / seconds)
+    return float(beside_s), otherwise
 
 
 def _rate(points: Sequence[Point], work: Sequence[float], peak: float = math.inf) -> float:
