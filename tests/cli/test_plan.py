@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
+from stretto.api import calibrating
+from stretto.api.calibrating import calibrate
 from stretto.api.planning import (
     PLANNED,
     Question,
@@ -19,10 +23,12 @@ from stretto.api.planning import (
 from stretto.cli.main import main as stretto
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
+from stretto.planning import hardware_file
 from stretto.planning.hardware import GPUS
 from stretto.planning.shapes import shape_of
 from stretto.runtime.groups.fitting import Shapes, loads
 from stretto.runtime.groups.placement import PROCESS_BYTES, places
+from stretto.runtime.measuring.passes import Sizes
 from stretto.runtime.plans.candidates import Space, candidates, memory_by_phase
 
 PPO = recipes.build(
@@ -246,3 +252,57 @@ def test_every_variant_has_its_schedule() -> None:
     assert found["async-overcommit"].knobs.lag == 1
     assert found["async-overcommit"].knobs.overcommit == "auto"
     assert "h100" in GPUS
+
+
+# -- measured figures ------------------------------------------------------------------------------
+
+SMALL = Sizes(
+    length=16,
+    prefill=(32, 64),
+    decode=((2, 8), (4, 16)),
+    steps=2,
+    training=(32, 64),
+    product=64,
+    copies=(1,),
+    moves=(4,),
+    repeats=1,
+)
+
+
+def test_a_calibration_is_what_plans_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told: list[str] = []
+    found = calibrate("tiny", "here.toml", sizes=SMALL, command="a test", say=told.append)
+    assert hardware_file.read("here.toml") == found
+    for figures in (found.gpu, found.links, found.assumed):
+        numbers = [value for value in astuple(figures) if not isinstance(value, str)]
+        assert all(math.isfinite(value) and value >= 0 for value in numbers)
+    assert min(astuple(found.gpu)[1:]) > 0
+    measured = tomllib.loads(Path("here.toml").read_text())["measured"]
+    assert (measured["command"], measured["model"], measured["dtype"]) == (
+        "a test",
+        "tiny",
+        "float32",
+    )
+    kinds = [point["kind"] for point in measured["points"]]
+    assert len(kinds) == 12
+    assert [line.split()[0] for line in told if line.startswith("  ")][: len(kinds)] == kinds
+    options = ["--response-tokens", "1", "4", "--minutes", "0.01"]
+    assert stretto(["plan", "tiny", "--gpus", "2", "--hardware", "here.toml", *options]) == 0
+    assert f"tiny on 2 {found.gpu.name}: " in capsys.readouterr().out
+
+
+def test_the_command_calibrates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        calibrating,
+        "calibrate",
+        lambda config, file, *, command: asked.append((config.model.name, file, command)),
+    )
+    assert stretto(["plan", "tiny", "--calibrate", "my box.toml"]) == 0
+    assert asked == [("tiny", "my box.toml", "stretto plan tiny --calibrate 'my box.toml'")]
+    assert "stretto plan tiny --gpus N --hardware my box.toml" in capsys.readouterr().out

@@ -21,7 +21,7 @@ CRITIC = P - 40 + 4
 USED, CRITIC_USED = P - 40, CRITIC - 40
 """Parameters that tokens are multiplied with."""
 MODELS = Models.of_one_size(SMALL)
-ALL = Assumptions(1, 1, 1, 1, 1, step_s=0.5, reduce_s=0)
+ALL = Assumptions(1, 1, 1, 1, 1, 1, step_s=0.5, reduce_s=0)
 """Everything reaches its peak; a decode step takes half a second beside."""
 FAST = 1e30
 FOUR = Mesh(4)

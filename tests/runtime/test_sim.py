@@ -129,7 +129,15 @@ def test_padded_rows_read_as_much_as_the_longest() -> None:
 
 
 PERFECT = Efficiency(
-    memory=1, prefill=1, training=1, link=1, usable=1, step_s=0, call_s=0, reduce_s=1e-5
+    memory=1,
+    prefill=1,
+    training=1,
+    link=1,
+    usable=1,
+    optimizer=1,
+    step_s=0,
+    call_s=0,
+    reduce_s=1e-5,
 )
 QWEN = shape_of("qwen2.5-7b")
 

@@ -28,7 +28,9 @@ from stretto.runtime.sim.lengths import Uniform
 from stretto.runtime.sim.simulate import simulate
 
 QWEN = shape_of("qwen2.5-7b")
-PERFECT = Efficiency(memory=1, prefill=1, training=1, link=1, usable=1, step_s=0, call_s=0)
+PERFECT = Efficiency(
+    memory=1, prefill=1, training=1, link=1, usable=1, optimizer=1, step_s=0, call_s=0
+)
 WORK = Workload(
     batch=32,
     steps=4,

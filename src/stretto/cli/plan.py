@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from stretto.api import planning
+from stretto.api import calibrating, planning
 from stretto.api.planning import Plan, Question
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -19,6 +20,7 @@ from stretto.cli.settings import (
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.models.memory import format_size
+from stretto.planning import hardware_file
 from stretto.planning.hardware import GPUS
 from stretto.planning.layout import Mesh
 
@@ -43,12 +45,17 @@ _SHARING = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the best plans, and write the first that ``stretto train`` takes if asked to."""
+    """Print the best plans, and write the first that ``stretto train`` takes if asked to.
+
+    Or measure this machine for plans.
+    """
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
     config, own = parse_with_config("plan", _DESCRIPTION, arguments, start, _options(), _offered())
     check_recipe_is_first(arguments, own["recipe"])
+    if own["calibrate"]:
+        return _calibrate(config, own["calibrate"], arguments)
     question = _question(own)
     if own["write"]:
         planning.check_writable(own["write"])
@@ -56,6 +63,12 @@ def run(arguments: Sequence[str]) -> int:
     print("\n".join(_lines(found, question, recipes.name_of(recipe))))
     if own["write"]:
         _write(found, own["write"], recipe, start)
+    return 0
+
+
+def _calibrate(config: Config, file: str, arguments: Sequence[str]) -> int:
+    calibrating.calibrate(config, file, command=shlex.join(["stretto", "plan", *arguments]))
+    print(f"wrote {file}: stretto plan {leading_recipe(arguments)} --gpus N --hardware {file}")
     return 0
 
 
@@ -70,6 +83,7 @@ def _question(own: dict[str, Any]) -> Question:
     return Question(
         gpus=own["gpus"],
         gpu=own["gpu"],
+        hardware=hardware_file.read(own["hardware"]) if own["hardware"] else None,
         model=own["model_shape"],
         reward_model=own["reward_shape"],
         prompt_tokens=own["prompt_tokens"],
@@ -187,6 +201,10 @@ def _options() -> dict[str, Option]:
         "recipe": Option(tyro.conf.Positional[str], tyro.MISSING, RECIPE_HELP, "RECIPE"),
         "gpus": Option(int, 0, "Number of GPUs; a plan uses all of them.", "INT"),
         "gpu": Option(str, "h100", f"Kind of GPU: {', '.join(GPUS)}.", "NAME"),
+        "hardware": Option(str, "", "A file with the GPUs' figures, in place of --gpu.", "FILE"),
+        "calibrate": Option(
+            str, "", "Measure this machine's figures instead of planning, and write them.", "FILE"
+        ),
         "write": Option(
             str, "", "Write the best plan's settings, for 'stretto train --overrides'.", "FILE"
         ),
@@ -221,5 +239,5 @@ def _options() -> dict[str, Option]:
 
 def _offered() -> list[str]:
     """The settings that a plan depends on."""
-    sections = ("model", "reward", "rollout", "algorithm", "schedule", "training")
+    sections = ("threads", "model", "reward", "rollout", "algorithm", "schedule", "training")
     return [name for name in recipes.setting_names() if name.partition(".")[0] in sections]

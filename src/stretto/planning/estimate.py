@@ -244,7 +244,7 @@ class _Maker:
         """Updates of trained models, one an epoch."""
         gpu = self.hardware.gpu
         moved = sum(compute.optimizer_bytes(shape, self.layout.learner) for shape in shapes)
-        speed = gpu.memory_bytes_per_s * self.hardware.assumed.memory
+        speed = gpu.memory_bytes_per_s * self.hardware.assumed.optimizer
         return Work(memory_s=self.workload.epochs * moved / speed)
 
     def _passes(self) -> int:

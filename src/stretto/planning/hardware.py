@@ -98,7 +98,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What software reaches of the peaks. None of it was measured; vary it.
+    """What software reaches of the peaks. The defaults were not measured; vary them.
 
     Attributes:
         memory: share of the memory bandwidth that a decode step reaches.
@@ -107,6 +107,7 @@ class Assumptions:
         link: share of the bandwidth of links.
         usable: share of a GPU's memory that can be filled: the rest is for CUDA's and NCCL's own
             and for what is lost between allocations.
+        optimizer: share of the memory bandwidth that an update of the weights reaches.
         step_s: seconds of a decode step beside the device's own work, with CUDA graphs.
         reduce_s: seconds of an all-reduce among tensor-parallel devices, beside its bytes'.
         call_s: seconds of a call of a generator or scorer to prefill tokens, beside the device's
@@ -118,6 +119,7 @@ class Assumptions:
     training: float = 0.4
     link: float = 0.7
     usable: float = 0.9
+    optimizer: float = 0.7
     step_s: float = 0.002
     reduce_s: float = 0.00002
     call_s: float = 0.005

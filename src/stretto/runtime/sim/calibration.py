@@ -174,7 +174,7 @@ def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Arra
     x, y = features[first:], took_s[first:]
     for _ in range(_ROUNDS):
         root = np.sqrt(1 / np.maximum(x @ coefficients, least_s))
-        coefficients = _nonnegative(x * root[:, None], y * root)
+        coefficients = nonnegative(x * root[:, None], y * root)
     return coefficients
 
 
@@ -189,15 +189,23 @@ def _robust(features: Array, took_s: Array) -> Array:
     coefficients = np.zeros(features.shape[1])
     for _ in range(_ROUNDS):
         root = np.sqrt(weights)
-        coefficients = _nonnegative(x * root[:, None], y * root)
+        coefficients = nonnegative(x * root[:, None], y * root)
         error = np.abs(x @ coefficients - y)
         usual = max(float(np.median(error)) * 1.4826, 1e-9)
         weights = np.minimum(1.0, 3 * usual / np.maximum(error, 1e-12))
     return coefficients
 
 
-def _nonnegative(x: Array, y: Array) -> Array:
-    """Solve least squares, leaving out the columns that would get a negative coefficient."""
+def nonnegative(x: Array, y: Array) -> Array:
+    """Solve least squares, leaving out the columns that would get a negative coefficient.
+
+    Args:
+        x: [n, k].
+        y: [n].
+
+    Returns:
+        coefficients [k], 0 for what is left out.
+    """
     norms = np.linalg.norm(x, axis=0)
     used = np.flatnonzero(norms)
     while used.size:

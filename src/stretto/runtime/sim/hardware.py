@@ -44,6 +44,8 @@ class Efficiency(Section):
     """Share of the link's bandwidth."""
     usable: Share = 0.9
     """Share of a device's memory that can be filled."""
+    optimizer: Share = 0.7
+    """Share of the memory bandwidth that an update of the weights reaches."""
     step_s: NonNegative = 0.002
     """Seconds of a decode step beside the device's own work: scheduling, sampling, launches.
 
@@ -186,7 +188,7 @@ def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes
         each_s = _trained_token_s(shape, mesh, on, passes)
         bubble = mesh.stages - 1 if passes.bubble is None else passes.bubble
         moved_s = compute.optimizer_bytes(shape, mesh) / (
-            on.gpu.memory_bytes_per_s * on.assumed.memory
+            on.gpu.memory_bytes_per_s * on.assumed.optimizer
         )
         if passes.zero == 1:
             moved_s += exchange_s(shape, mesh, on)

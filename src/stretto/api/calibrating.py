@@ -1,0 +1,196 @@
+"""The figures of this machine, measured, for plans."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stretto.api.settings import Settings, config_of
+from stretto.machine import Machine, usable_cores
+from stretto.planning import hardware_file
+from stretto.planning.hardware import Hardware
+
+if TYPE_CHECKING:
+    from stretto.runtime.measuring.model import Subject
+    from stretto.runtime.measuring.passes import Sizes
+    from stretto.runtime.measuring.points import Place, Point
+
+NOT_MEASURED = "Not measured: links.between_bytes_per_s (between machines), assumed.usable"
+NOTE = f"""Figures of a machine, for 'stretto plan --hardware FILE'; they may be edited.
+{NOT_MEASURED}.
+[measured] is for people: nothing reads it."""
+
+
+def calibrate(
+    settings: Settings,
+    file: str | Path,
+    *,
+    sizes: Sizes | None = None,
+    command: str = "",
+    say: Callable[[str], None] = print,
+) -> Hardware:
+    """Measure this machine, and write what plans read; what ``stretto plan --calibrate`` does.
+
+    Device, type and threads are those that a run of the settings would take.
+
+    Args:
+        settings: see :mod:`stretto.api`.
+        file: that is written, see :mod:`stretto.planning.hardware_file`.
+        sizes: how much is measured; ``None`` for what suits the device.
+        command: by which it was asked for, to be written beside the figures.
+        say: told what was measured, a line at a time.
+
+    Returns:
+        the figures.
+
+    Raises:
+        ModelError: no model fits here to measure with.
+        RankError: the processes that exchange weights did not start, or failed.
+        StorageError: the file cannot be written.
+    """
+    import torch
+
+    from stretto.assembly.models import prepare_torch
+    from stretto.models.load import pick_device
+    from stretto.runtime.measuring.model import subject_of
+    from stretto.runtime.measuring.passes import Sizes
+    from stretto.runtime.measuring.points import fitted
+
+    config, began_s = config_of(settings), time.perf_counter()
+    threads = torch.get_num_threads()
+    prepare_torch(config)
+    try:
+        sizes = sizes or Sizes.of(pick_device(config.model.device))
+        subject = subject_of(config, max(sizes.training), say)
+        place = _place(subject)
+        for line in _head(subject, place):
+            say(line)
+        points = []
+        for point in _points(subject, sizes):
+            points.append(point)
+            say(f"  {point.kind:<9} {point.what:<28} {_seconds(point.seconds):>9}")
+    finally:
+        torch.set_num_threads(threads)
+    hardware = fitted(points, place)
+    for line in _summary(hardware, points):
+        say(line)
+    took_s = time.perf_counter() - began_s
+    hardware_file.write(file, hardware, _measured(subject, points, hardware, command, took_s), NOTE)
+    say(NOT_MEASURED)
+    return hardware
+
+
+def _points(subject: Subject, sizes: Sizes) -> Iterator[Point]:
+    import torch
+
+    from stretto.runtime.measuring import moves, passes
+
+    device, dtype = subject.device, subject.dtype
+    yield from moves.peaks(device, dtype, sizes)
+    yield from passes.prefills(subject, sizes)
+    yield from passes.decodes(subject, sizes)
+    yield from passes.trainings(subject, sizes)
+    yield from moves.swaps(device, sizes)
+    # Processes of a run share the cores: each has as many as this one now.
+    yield from moves.broadcasts(device, dtype, torch.get_num_threads(), sizes)
+
+
+def _place(subject: Subject) -> Place:
+    """The device, and what a process may fill of its memory."""
+    import psutil
+    import torch
+
+    from stretto.runtime.measuring.points import Place
+
+    if subject.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(subject.device)
+        return Place(gpu.name, float(gpu.total_memory), torch.cuda.device_count())
+    threads = torch.get_num_threads()
+    processes = max(1, usable_cores() // threads)
+    share = psutil.virtual_memory().total / processes
+    cores = f"{threads} core{'s' if threads > 1 else ''}"
+    return Place(f"{Machine.here().cpu} ({cores})", float(share), processes)
+
+
+def _head(subject: Subject, place: Place) -> Iterator[str]:
+    from stretto.planning.memory import HALF
+
+    dtype = str(subject.dtype).removeprefix("torch.")
+    yield (
+        f"{place.name} with random weights of the shape of '{subject.name}' "
+        f"({subject.shape.parameters / 1e6:,.4g} million) in {dtype}"
+    )
+    if subject.device.type == "cpu":
+        yield (
+            f"This machine counts as {place.per_node} of these, which share its memory evenly: "
+            f"{place.memory_bytes / 1e9:.1f} GB each"
+        )
+    if subject.dtype.itemsize != HALF:
+        yield (
+            f"Weights, keys and values are counted at {HALF} bytes, as plans do, and have "
+            f"{subject.dtype.itemsize}: rates are as much lower, and memory is underestimated"
+        )
+
+
+def _summary(hardware: Hardware, points: Sequence[Point]) -> Iterator[str]:
+    from stretto.runtime.measuring.points import predicted_s
+
+    gpu, a = hardware.gpu, hardware.assumed
+    yield (
+        f"peaks: {gpu.flops / 1e12:.4g} Tflop/s, {gpu.memory_bytes_per_s / 1e9:.4g} GB/s; links "
+        f"{gpu.link_bytes_per_s / 1e9:.4g} GB/s, to the host {gpu.host_bytes_per_s / 1e9:.4g} GB/s"
+    )
+    yield (
+        f"reached of these: prefill {a.prefill:.0%}, training {a.training:.0%}, decoding "
+        f"{a.memory:.1%}, updates {a.optimizer:.1%}; beside it {_seconds(a.call_s)} a prefill, "
+        f"{_seconds(a.step_s)} a decode step, {_seconds(a.reduce_s)} an all-reduce"
+    )
+    yield "By these figures, beside what was measured:"
+    for point in points:
+        if point.kind not in ("product", "copy", "reduce"):
+            found = predicted_s(point, hardware)
+            yield f"  {point.kind:<9} {point.what:<28} {_off(point, found):>9}"
+
+
+def _off(point: Point, found_s: float) -> str:
+    return f"{100 * (found_s / point.seconds - 1):+.0f} %"
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _measured(
+    subject: Subject, points: Sequence[Point], hardware: Hardware, command: str, took_s: float
+) -> dict[str, Any]:
+    """What the figures come from, as plain data."""
+    from stretto.runtime.measuring.points import predicted_s
+
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "seconds": round(took_s, 1),
+        "machine": str(Machine.here()),
+        "model": subject.name,
+        "dtype": str(subject.dtype).removeprefix("torch."),
+        "versions": {name: metadata.version(name) for name in ("stretto", "torch", "transformers")},
+        "points": [
+            {
+                "kind": point.kind,
+                "what": point.what,
+                "seconds": point.seconds,
+                "by_figures_s": predicted_s(point, hardware),
+                "flops": point.flops,
+                "bytes": point.size,
+            }
+            for point in points
+        ],
+    }
