@@ -1,7 +1,7 @@
 """Candidates: the layouts of a run on so many GPUs, each with the variants of the schedule.
 
 What ``stretto train`` can run comes first. *On paper* there is more: several copies of generators
-and scorers in the learner's processes, and learners with pipeline stages.
+and scorers in the learner's processes, all states offloaded, and learners with pipeline stages.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ class Candidate:
     def on_paper(self) -> str:
         """Why ``stretto train`` cannot run it; empty if it can."""
         place = self.layout
+        if place.offload:
+            return "shards of the learner and weights of a generator are not offloaded"
         if place.gpus == 1:
-            return "a single process does not offload" if place.offload else ""
+            return ""
         if place.learner.stages > 1:
             return "a learner's processes have no pipeline stages"
         if place.colocated and place.generator.data > 1:
