@@ -255,11 +255,11 @@ def test_a_plan_on_paper_hides_none_that_can_be_run() -> None:
     assert found.runnable.step_s <= min(steps) * (1 + WITHIN)
 
 
-def test_one_process_does_not_offload() -> None:
-    (place,) = {c.layout for c in candidates(SETTING, space(1, "sync")) if c.layout.offload}
-    assert (
-        Candidate(place, "sync", VARIANTS["sync"]).on_paper == "a single process does not offload"
-    )
+def test_more_is_offloaded_on_paper_than_in_runs() -> None:
+    for gpus in (1, 4):
+        found = [c for c in candidates(SETTING, space(gpus, "sync")) if c.layout.offload]
+        assert found
+        assert {"are not offloaded" in c.on_paper for c in found} == {True}
 
 
 def test_nothing_fits() -> None:

@@ -199,7 +199,7 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
     learner: dict[str, Any] = {"roles": ["learner"], "fsdp": place.learner.data}
     learner["tp"] = place.learner.tensor
     if place.colocated:
-        learner |= {"roles": ["learner", *names, *scorers], "offload": place.offload}
+        learner["roles"] = ["learner", *names, *scorers]
         names, scorers = [], []
     elif place.sharing == "learner":
         learner["roles"] = ["learner", *scorers]
