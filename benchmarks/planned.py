@@ -31,12 +31,18 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=ASKED, default=list(ASKED))
     parser.add_argument("--minutes", type=float, default=0.0, help="longest search; 0: as it comes")
     args = parse(parser, {"settings": ["oppo-7b"], "minutes": 0.001})
+    took: dict[str, float] = {}
     for name in args.settings:
         options = [*ASKED[name], *(["--minutes", str(args.minutes)] if args.minutes else [])]
         print(f"    $ stretto plan benchmarks/plans/{name}.toml {' '.join(options)}", flush=True)
         start_s = time.monotonic()
-        stretto(["plan", str(SETTINGS / f"{name}.toml"), *options])
-        print(f"({time.monotonic() - start_s:.0f} s)\n", flush=True)
+        if stretto(["plan", str(SETTINGS / f"{name}.toml"), *options]):
+            raise SystemExit(f"no plan for {name}")
+        took[name] = time.monotonic() - start_s
+        print(flush=True)
+    print("| setting | seconds of the command |\n|---|---|")
+    for name, seconds in took.items():
+        print(f"| {name} | {seconds:.0f} |")
 
 
 if __name__ == "__main__":
