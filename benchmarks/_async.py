@@ -187,6 +187,7 @@ def cluster(task: Task, assumed: Assumed, steps: int) -> Cluster:
         epochs=assumed.updates,
         updates=assumed.updates,
         functions={"rule": SampleCost(sample_s=RULE_S)} if task.rule else {},
+        paged=True,
     )
     slower = Efficiency(training=assumed.training, prefill=1.25 * assumed.training).on(task.gpu)
     others = Mesh(task.gpus - 1)

@@ -142,6 +142,7 @@ def test_where_not_all_fit_a_copy_has_slots() -> None:
     )
     assert 0 < slots < 128
     assert slots_of(SETTING, place, SYNC) == 0  # all of a short batch
+    assert slots_of(replace(setting, paged=True), place, SYNC) == 0
     inter = ScheduleConfig(overcommit=32)
     assert setting.sizes(inter).responses == 256 + 32
 

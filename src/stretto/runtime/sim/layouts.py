@@ -45,6 +45,8 @@ class Setting:
         functions: costs of reward functions, by name; they have CPUs of their own.
         at_once: all ranks of a learner broadcast their shards at the same time; else one after
             another, as Stretto's do.
+        paged: a generator's rows take memory as they grow, as vLLM's do; else each has room for a
+            response at full length, as Stretto's do.
     """
 
     models: Models
@@ -54,6 +56,7 @@ class Setting:
     updates: int = 1
     functions: dict[str, SampleCost] = field(default_factory=dict)
     at_once: bool = False
+    paged: bool = False
 
     def sizes(self, schedule: ScheduleConfig | None = None) -> Sizes:
         """Sizes of a step for memory: responses in flight, at their limit.
@@ -140,6 +143,8 @@ def slots_of(setting: Setting, layout: Layout, schedule: ScheduleConfig) -> int:
     Raises:
         ConfigError: there is no room for keys and values.
     """
+    if setting.paged:
+        return 0
     sizes = setting.sizes(schedule)
     fit = cost_of_generator(setting, layout).cache_tokens // sizes.length
     return 0 if fit * layout.generator.data >= sizes.responses else max(fit, 1)
