@@ -14,10 +14,23 @@ from stretto import runs
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
+from stretto.runtime.measuring.passes import Sizes
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
 """Metrics that runs over processes have besides."""
+SMALL_SIZES = Sizes(
+    length=16,
+    prefill=(32, 64),
+    decode=((2, 8), (4, 16)),
+    steps=2,
+    training=(32, 64),
+    product=64,
+    copies=(1,),
+    moves=(4,),
+    repeats=1,
+)
+"""Of a calibration that takes seconds."""
 
 
 def settings(folder: Path, **sections: Any) -> Config:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from run_helpers import SMALL_SIZES
 from stretto.api import calibrating
 from stretto.api.calibrating import calibrate
 from stretto.api.planning import (
@@ -28,7 +29,6 @@ from stretto.planning.hardware import GPUS
 from stretto.planning.shapes import shape_of
 from stretto.runtime.groups.fitting import Shapes, loads
 from stretto.runtime.groups.placement import PROCESS_BYTES, places
-from stretto.runtime.measuring.passes import Sizes
 from stretto.runtime.plans.candidates import Space, candidates, memory_by_phase
 
 PPO = recipes.build(
@@ -256,25 +256,13 @@ def test_every_variant_has_its_schedule() -> None:
 
 # -- measured figures ------------------------------------------------------------------------------
 
-SMALL = Sizes(
-    length=16,
-    prefill=(32, 64),
-    decode=((2, 8), (4, 16)),
-    steps=2,
-    training=(32, 64),
-    product=64,
-    copies=(1,),
-    moves=(4,),
-    repeats=1,
-)
-
 
 def test_a_calibration_is_what_plans_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     told: list[str] = []
-    found = calibrate("tiny", "here.toml", sizes=SMALL, command="a test", say=told.append)
+    found = calibrate("tiny", "here.toml", sizes=SMALL_SIZES, command="a test", say=told.append)
     assert hardware_file.read("here.toml") == found
     for figures in (found.gpu, found.links, found.assumed):
         numbers = [value for value in astuple(figures) if not isinstance(value, str)]

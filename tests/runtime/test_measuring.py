@@ -7,6 +7,7 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
+from run_helpers import SMALL_SIZES
 from stretto.config import recipes
 from stretto.errors import ModelError, StateError
 from stretto.planning import compute
@@ -33,17 +34,6 @@ TRUE = Hardware(
         reduce_s=1e-4,
         call_s=0.002,
     ),
-)
-SMALL = Sizes(
-    length=16,
-    prefill=(32, 64),
-    decode=((2, 8), (4, 16)),
-    steps=2,
-    training=(32, 64),
-    product=64,
-    copies=(1,),
-    moves=(4,),
-    repeats=1,
 )
 TINY = recipes.build({"model": {"name": "tiny", "dtype": "float32"}}, "a test")
 
@@ -176,15 +166,15 @@ def test_no_model_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_work_is_counted_as_the_formulas_do() -> None:
     subject = subject_of(TINY, 64, print)
     shape = subject.shape
-    prefills = list(passes.prefills(subject, SMALL))
+    prefills = list(passes.prefills(subject, SMALL_SIZES))
     assert [p.flops for p in prefills] == [
         compute.forward_flops(shape, tokens, 16, 1) for tokens in (32, 64)
     ]
-    small, large = passes.decodes(subject, SMALL)
+    small, large = passes.decodes(subject, SMALL_SIZES)
     assert small.flops == compute.decode_flops(shape, 2, 0, 1)
     assert compute.decode_read_bytes(shape, 2, 8, 1) < small.size
     assert large.size < compute.decode_read_bytes(shape, 4, 16 + 70, 1)
-    *trainings, update = passes.trainings(subject, SMALL)
+    *trainings, update = passes.trainings(subject, SMALL_SIZES)
     assert [p.flops for p in trainings] == [3 * p.flops for p in prefills]
     assert update.size == 32 * 115_200
     assert min(p.seconds for p in [*prefills, small, large, *trainings, update]) > 0
@@ -192,21 +182,21 @@ def test_work_is_counted_as_the_formulas_do() -> None:
 
 def test_the_model_is_left_without_gradients() -> None:
     subject = subject_of(TINY, 64, print)
-    list(passes.trainings(subject, SMALL))
+    list(passes.trainings(subject, SMALL_SIZES))
     assert all(p.grad is None for p in subject.model.parameters())
     assert all(p.isfinite().all() for p in subject.model.parameters())
 
 
 def test_products_copies_and_swaps() -> None:
     device = torch.device("cpu")
-    product, copy = moves.peaks(device, torch.float32, SMALL)
+    product, copy = moves.peaks(device, torch.float32, SMALL_SIZES)
     assert (product.flops, copy.size) == (2 * 64**3, 2e6)
-    (swap,) = moves.swaps(device, SMALL)
+    (swap,) = moves.swaps(device, SMALL_SIZES)
     assert (swap.size, swap.what) == (4e6, "4 MB within memory")
 
 
 def test_two_processes_hand_weights_over() -> None:
-    broadcast, reduce = moves.broadcasts(torch.device("cpu"), torch.float32, 1, SMALL)
+    broadcast, reduce = moves.broadcasts(torch.device("cpu"), torch.float32, 1, SMALL_SIZES)
     assert (broadcast.kind, broadcast.size) == ("broadcast", 2 * 2**20)  # at two bytes a weight
     assert reduce.kind == "reduce"
     assert broadcast.seconds > 0 < reduce.seconds

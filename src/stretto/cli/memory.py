@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from stretto.config import ModelConfig
-from stretto.errors import ConfigError, nearest
+from stretto.errors import ConfigError
 from stretto.models.memory import (
     format_plan,
     format_size,
@@ -19,7 +19,7 @@ from stretto.models.memory import (
     parse_parameters,
 )
 from stretto.planning.estimate import Estimate, estimate
-from stretto.planning.hardware import GPUS, Hardware, Links
+from stretto.planning.hardware import Hardware, Links, gpu_of
 from stretto.planning.layout import Layout, Mesh, Workload
 from stretto.planning.shapes import LLAMAS, Models, Shape
 
@@ -117,9 +117,7 @@ def _on_gpus(model: str, wanted: _Wanted) -> str:
     Raises:
         ConfigError: a phase takes more than there is.
     """
-    if wanted.gpu not in GPUS:
-        raise ConfigError(f"--gpu {wanted.gpu}: unknown. {nearest(wanted.gpu, GPUS)}")
-    gpu = GPUS[wanted.gpu]
+    gpu = gpu_of(wanted.gpu)
     hardware = Hardware(gpu, Links.of(gpu))
     models = Models.of_one_size(_shape(model))
     found = estimate(models, wanted.layout(), Workload(), hardware)

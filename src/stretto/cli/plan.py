@@ -137,8 +137,7 @@ def _lines(plan: Plan, question: Question, name: str) -> Iterator[str]:
 def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
     candidate = outcome.candidate
     place = candidate.layout
-    models = plan.setting.models
-    scored = bool(models.frozen or models.critic)
+    scored = plan.setting.models.scoring
     where = _SHARING[place.sharing]
     if not scored and not place.colocated:
         where = "learner and generators apart"
@@ -177,7 +176,7 @@ def _roles(candidate: Candidate, plan: Plan) -> str:
         learner += f" ({candidate.pipelining})"
     parts = [f"{learner}, {place.micro_tokens:,} tokens a micro-batch{again}{offload}"]
     parts.append(f"generators {_mesh(place.generator, 'copies')}")
-    if plan.setting.models.frozen or plan.setting.models.critic:
+    if plan.setting.models.scoring:
         parts.append(f"scorers {_mesh(place.scorer, 'copies')}")
     return "; ".join(parts)
 

@@ -153,11 +153,10 @@ class _Maker:
     def scoring(self) -> Phase:
         """A forward pass of reference, reward model and critic over all tokens."""
         models, layout = self.models, self.layout
-        critics = models.trained[1:]
-        shapes = models.frozen if layout.colocated else (*models.frozen, *critics)
+        shapes = models.frozen if layout.colocated else models.scoring
         pieces = [self._scored(s, layout.scorer, layout.prefill_tokens) for s in shapes]
         if layout.colocated:
-            pieces += [self._forward_in_shards(critic) for critic in critics]
+            pieces += [self._forward_in_shards(critic) for critic in models.trained[1:]]
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
             work.append(self._to_host(memory.frozen_bytes(models, layout)))

@@ -123,7 +123,7 @@ def frozen_bytes(models: Models, layout: Layout) -> float:
     Unless all roles are colocated, they have a copy of the critic beside them, which computes
     values.
     """
-    shapes = models.frozen if layout.colocated else (*models.frozen, *models.trained[1:])
+    shapes = models.frozen if layout.colocated else models.scoring
     return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
 
 

@@ -175,3 +175,8 @@ class Models:
     def frozen(self) -> tuple[Shape, ...]:
         """The models that are not: reference and reward model."""
         return tuple(shape for shape in (self.reference, self.reward) if shape is not None)
+
+    @property
+    def scoring(self) -> tuple[Shape, ...]:
+        """The models that score apart from the learner: frozen ones, and a copy of the critic."""
+        return (*self.frozen, *self.trained[1:])

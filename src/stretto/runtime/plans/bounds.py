@@ -64,9 +64,10 @@ class Bounds:
             ConfigError: generators have no room for keys and values.
         """
         layout, knobs = candidate.layout, candidate.schedule.knobs
-        if (layout, candidate.bubble) not in self._costs:
-            self._costs[layout, candidate.bubble] = self._costs_of(layout, candidate.bubble)
-        costs = self._costs[layout, candidate.bubble]
+        key = layout, candidate.bubble
+        if key not in self._costs:
+            self._costs[key] = self._costs_of(*key)
+        costs = self._costs[key]
         work = self._round(candidate.schedule)
         share = CARRIED if knobs.on("overcommit") else 1.0
         generating = share * self._generating(candidate, costs.generator, work)

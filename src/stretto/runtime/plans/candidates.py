@@ -161,7 +161,7 @@ class _Layouts:
     def __init__(self, setting: Setting, space: Space) -> None:
         self._setting, self._space = setting, space
         models = setting.models
-        self._scored = (*models.frozen, *models.trained[1:])
+        self._scored = models.scoring
         self._shapes = {
             "learner": models.trained,
             "generators": (models.actor,),

@@ -91,11 +91,12 @@ def search(
         while kinds:
             for kind, waiting in list(kinds.items()):
                 collect(room - 1)
-                late = time.monotonic() - start_s > limit_s and (board.runs or kind[2])
-                if late or not waiting or not board.may_take(kind, waiting[0][0]):
-                    if late and waiting and board.may_take(kind, waiting[0][0]):
-                        bound_s = min(bound_s, waiting[0][0])
+                if not waiting or not board.may_take(kind, waiting[0][0]):
                     del kinds[kind]  # all others of it have higher bounds
+                    continue
+                if time.monotonic() - start_s > limit_s and (board.runnable or kind[2]):
+                    bound_s = min(bound_s, waiting[0][0])
+                    del kinds[kind]
                     continue
                 _, candidate = waiting.popleft()
                 if fits(setting, candidate):
@@ -142,11 +143,6 @@ class _Board:
         return [outcome for outcome in self.outcomes.values() if not outcome.candidate.on_paper]
 
     @property
-    def runs(self) -> bool:
-        """Whether there are some."""
-        return bool(self.runnable)
-
-    @property
     def baselines(self) -> list[Outcome]:
         """Plans with all roles on all GPUs, one after another."""
         return [o for o in self.outcomes.values() if o.candidate.kind == BASELINE]
@@ -163,11 +159,8 @@ class _Board:
         if kind[:2] == BASELINE:
             return True
         others = sorted(o.step_s for k, o in self.outcomes.items() if k != kind)
-        return len(others) < self._keep or bound < others[self._keep - 1] or self._would_run(kind)
-
-    def _would_run(self, kind: Kind) -> bool:
-        """Return whether it may be the first that ``stretto train`` can run."""
-        return not kind[2] and not self.runs
+        would_run_first = not kind[2] and not self.runnable
+        return len(others) < self._keep or bound < others[self._keep - 1] or would_run_first
 
 
 def _kind(candidate: Candidate) -> Kind:

@@ -388,28 +388,3 @@ def _check_split(tensor_parallel: int, devices: Devices) -> None:
             f"tensor_parallel must divide the number of devices; got {tensor_parallel} for "
             f"{len(devices)} devices"
         )
-
-
-def oppo_cluster(model: str, gpu: str, workload: Workload, efficiency: Efficiency) -> Cluster:
-    """OPPO's setting: of eight devices seven generate and train, and one has the reward model.
-
-    Reference and critic share the devices of the generator. Four epochs of one update each are the
-    defaults of the trainer that the paper compares with.
-    """
-    work = tuple(range(7))
-    return Cluster(
-        gpu=gpu,
-        efficiency=efficiency,
-        generators=(GeneratorRole(devices=work, model=model),),
-        scorers=(
-            ScorerRole(name="reward", devices=(7,), model=model),
-            ScorerRole(name="reference", kind="logprobs", devices=work, model=model, host=0),
-            ScorerRole(
-                name="critic", kind="values", devices=work, model=model, host=0, follows="critic"
-            ),
-        ),
-        learner=LearnerRole(
-            devices=work, trains=("actor", "critic"), models=(model, model), epochs=4, updates=4
-        ),
-        workload=workload,
-    )

@@ -92,7 +92,7 @@ def cluster_of(
         ConfigError: there is no room for keys and values, or the schedule does not fit.
     """
     learner, generators, _ = devices_of(layout)
-    cost = cost_of_generator(setting, layout)
+    cost, slots = cost_of_generator(setting, layout), slots_of(setting, layout, schedule)
     each = len(generators) // engines
     return Cluster(
         call_s=MESSAGE_S,
@@ -101,7 +101,7 @@ def cluster_of(
                 devices=generators[i * each : (i + 1) * each],
                 tensor_parallel=layout.generator.tensor,
                 cost=cost,
-                slots=slots_of(setting, layout, schedule),
+                slots=slots,
             )
             for i in range(engines)
         ),
@@ -164,11 +164,10 @@ def memory_of(setting: Setting, layout: Layout, schedule: ScheduleConfig) -> dic
     models, sizes, on = setting.models, setting.sizes(schedule), setting.hardware
     scoring = dict(memory.scoring(models, layout, sizes, on))
     if schedule.knobs.streams:
-        shapes = [*models.frozen, *models.trained[1:]]
         tensor, copies = layout.scorer.tensor, layout.scorer.data
         tokens = sizes.responses * setting.workload.mean_tokens / copies
         scoring["responses that stream"] = tokens * sum(
-            memory.cache_bytes(shape, tensor) for shape in shapes
+            memory.cache_bytes(shape, tensor) for shape in models.scoring
         )
     return {
         "generation": memory.generation(models, layout, sizes, on),
@@ -273,15 +272,14 @@ def _critic_load_s(setting: Setting, layout: Layout) -> float:
         return 0.0
     if layout.sharing == "learner":
         return _reshard_s(critic, layout.learner, layout.scorer, on)
-    to = layout.generator if layout.sharing == "generators" else layout.scorer
-    return _broadcast_s(critic, layout.learner, to, setting)
+    return _broadcast_s(critic, layout.learner, layout.scorer, setting)
 
 
 def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
     """Seconds of making slices out of shards in place (``wire.reshard_bytes``)."""
-    among = Mesh(to.data, to.tensor)  # those who hold the same slice exchange their shards
     size = wire.reshard_bytes(shape, learner, to)
-    return max(size, 0.0) / (among.data_bytes_per_s(on.links) * on.assumed.link)
+    speed = to.data_bytes_per_s(on.links)  # those who hold the same slice exchange their shards
+    return max(size, 0.0) / (speed * on.assumed.link)
 
 
 def _broadcast_s(shape: Shape, learner: Mesh, to: Mesh, setting: Setting) -> float:
