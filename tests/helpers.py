@@ -32,6 +32,7 @@ def llama(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     tied: bool = True,
+    hidden: int = 16,
 ) -> Any:
     """A Llama of two layers with random weights, large enough to give clear preferences."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -39,8 +40,8 @@ def llama(
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=512,

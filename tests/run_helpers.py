@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -15,6 +18,7 @@ from stretto.config import Config, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 from stretto.runtime.measuring.passes import Sizes
+from stretto.workers.forkserver import NAME
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
@@ -105,6 +109,33 @@ class Kill(NoProgress):
     ) -> None:
         if step == self._at:
             raise KeyboardInterrupt
+
+
+class Killer(NoProgress):
+    """Sends a signal to the process of a role after the first step."""
+
+    def __init__(self, role: str, number: int = signal.SIGKILL) -> None:
+        super().__init__()
+        self.role, self.number, self.done = role, number, False
+        self.notes: list[str] = []
+
+    def step(self, *_: Any, **__: Any) -> None:
+        if not self.done:
+            self.done = True
+            os.kill(processes()[self.role], self.number)
+
+    def note(self, line: str) -> None:
+        self.notes.append(line)
+
+
+def processes() -> dict[str, int]:
+    """Ids of the run's processes, by the name of their log."""
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        log = Path(f"/proc/{child.pid}/fd/2").readlink()
+        if child.name() == NAME and log.suffix == ".log":
+            found[log.stem] = child.pid
+    return found
 
 
 def length(completions: Sequence[str], **_: Any) -> list[float]:

@@ -34,7 +34,7 @@ from stretto.algorithms.groups import (
     group_stats,
     leave_one_out,
 )
-from stretto.algorithms.policy import SQUARES, TOKENS, disagreement, drift, kl_penalty
+from stretto.algorithms.policy import SQUARES, SUM, TOKENS, disagreement, drift, kl_penalty
 from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Metrics
 from stretto.algorithms.registry import ALGORITHMS
@@ -862,6 +862,7 @@ def test_the_disagreement_is_of_fresh_responses_alone() -> None:
     now = behaviour + torch.tensor([[0.3, -0.4], [5.0, 0.0], [0.0, 0.0]])
     part = part_of(mask, behaviour_logprobs=behaviour, fresh=torch.tensor([True, False, True]))
     found = disagreement(now, part).floats()
-    assert found == pytest.approx({SQUARES: 0.25, TOKENS: 2, "sampling/logp_difference_max": 0.4})
+    largest = {"sampling/logp_difference_max": 0.4}
+    assert found == pytest.approx({SUM: -0.1, SQUARES: 0.25, TOKENS: 2, **largest})
     for fresh in (None, torch.tensor([False, False, True])):
         assert disagreement(now, replace(part, fresh=fresh)).floats() == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +22,8 @@ import stretto
 from helpers import llama
 from scorer_helpers import byte_rollout, reward_model, scores_of, stream
 from stretto.assembly.checks import check_engine
-from stretto.assembly.engines import ENGINES
 from stretto.assembly.models import NOTHING, Given
-from stretto.config import Config, RolloutConfig, recipes
+from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.positions import positions
@@ -314,8 +313,3 @@ def test_an_engine_that_cannot_do_what_the_schedule_asks_is_refused(
         return
     with pytest.raises(ConfigError, match=message):
         check_engine(config, can)
-
-
-def test_engines_are_those_that_the_settings_name() -> None:
-    assert get_args(RolloutConfig.model_fields["engine"].annotation) == tuple(ENGINES)
-    assert RolloutConfig().engine in ENGINES

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.registry import ALGORITHMS
@@ -394,6 +395,25 @@ def test_what_has_no_effect_is_remarked_on(settings: dict[str, Any], remarks: li
     for said, begin in zip(config.remarks, remarks, strict=True):
         assert said.startswith(begin)
         assert f"\nnote: {said}" in headline(config)
+
+
+def test_vllm_has_processes_of_its_own() -> None:
+    data: dict[str, Any] = {"rollout": {"engine": "vllm", "engine_args": {"block_size": 32}}}
+    with pytest.raises(ValidationError, match="set runtime = 'local'"):
+        Config.model_validate(data)
+    together = {"processes": [{"roles": ["learner", "generator"], "fsdp": 2}]}
+    for runtime in ("local", "ray"):
+        assert Config.model_validate({**data, "runtime": runtime}).rollout.engine == "vllm"
+        with pytest.raises(ValidationError, match="vLLM has weights of its own"):
+            Config.model_validate({**data, "runtime": runtime, "cluster": together})
+
+
+def test_the_own_engine_has_one_argument() -> None:
+    off = Config.model_validate({"rollout": {"engine_args": {"cuda_graphs": False}}})
+    assert Config().rollout.cuda_graphs
+    assert not off.rollout.cuda_graphs
+    with pytest.raises(ValidationError, match="names 'block_size', and Stretto's own engine knows"):
+        Config.model_validate({"rollout": {"engine_args": {"block_size": 32}}})
 
 
 def test_mini_batches_are_no_more_than_what_is_trained_on() -> None:

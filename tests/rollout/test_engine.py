@@ -935,7 +935,9 @@ def test_cuda_graphs_decode_as_eager(name: str) -> None:
     prompts = random_prompts([min(n, limit) for n in (3, 9, 40, 11, 300, 2)])
     results = []
     for graphs in (True, False):  # the longest comes late: slots grow after the first capture
-        e = engine(m, temperature=0, slots=3, prefill_tokens=64, cuda_graphs=graphs)
+        e = engine(
+            m, temperature=0, slots=3, prefill_tokens=64, engine_args={"cuda_graphs": graphs}
+        )
         results.append(run(e, prompts, chunk=4))
     for a, b in zip(*results, strict=True):
         assert a.tokens == b.tokens

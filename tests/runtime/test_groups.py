@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import resource
 import signal
@@ -22,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from run_helpers import Killer, processes
 from stretto import runs
 from stretto.assembly.models import Given
 from stretto.config import ClusterConfig, Config, recipes
@@ -361,33 +361,6 @@ class Stopper(NoProgress):
             raise KeyboardInterrupt
 
 
-class Killer(NoProgress):
-    """Sends a signal to the process of a role after the first step."""
-
-    def __init__(self, role: str, number: int = signal.SIGKILL) -> None:
-        super().__init__()
-        self.role, self.number, self.done = role, number, False
-        self.notes: list[str] = []
-
-    def step(self, *_: Any, **__: Any) -> None:
-        if not self.done:
-            self.done = True
-            os.kill(processes()[self.role], self.number)
-
-    def note(self, line: str) -> None:
-        self.notes.append(line)
-
-
-def processes() -> dict[str, int]:
-    """Ids of the run's processes, by the name of their log."""
-    found = {}
-    for child in psutil.Process().children(recursive=True):
-        log = Path(f"/proc/{child.pid}/fd/2").readlink()
-        if child.name() == NAME and log.suffix == ".log":
-            found[log.stem] = child.pid
-    return found
-
-
 def test_a_learner_that_dies_ends_the_run_with_the_cause(tiny_folder: Path, tmp_path: Path) -> None:
     config = settings(tiny_folder, runtime="local", steps=500)
     killer = Killer("learner")
@@ -542,6 +515,25 @@ def test_no_process_outlives_a_driver_that_is_killed(tiny_folder: Path, tmp_path
     driver.wait()
     _, alive = psutil.wait_procs(started, timeout=15)
     assert not alive
+
+
+def test_a_role_may_have_an_interpreter_of_its_own(tiny_folder: Path, tmp_path: Path) -> None:
+    """Here it is this one by another name, which takes down that it was asked."""
+    python, asked = tmp_path / "python", tmp_path / "asked"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {asked}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    processes = ({"roles": ("generator",), "python": str(python)},)
+    config = settings(tiny_folder, runtime="local", cluster={"processes": processes})
+    there = trained(config, tmp_path / "there")
+    assert "forkserver" in asked.read_text()
+    assert_same(trained(settings(tiny_folder), tmp_path / "inline"), there)
+    missing = settings(
+        tiny_folder,
+        runtime="local",
+        cluster={"processes": [{"roles": ["generator"], "python": str(tmp_path / "none")}]},
+    )
+    with pytest.raises(ConfigError, match="is no program that can be run here"):
+        trained(missing, tmp_path / "missing")
 
 
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def test_followers_load_what_the_learner_offers_and_it_is_measured(handover: Han
     assert handover.metrics["handover/actor_mb"] == pytest.approx(4016 / 1e6)
     assert handover.metrics["handover/retries"] == 0
     assert handover.metrics["handover/logprob_gap"] == pytest.approx(5e-4, rel=1e-3)
+    assert handover.metrics["handover/logprob_gap_mean"] == pytest.approx(-5e-4, rel=1e-3)
+    assert handover.metrics["handover/logprob_gap_max"] == pytest.approx(5e-4, rel=1e-3)
 
 
 def test_another_plan_is_refused_before_anything_travels(

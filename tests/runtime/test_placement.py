@@ -250,6 +250,8 @@ def test_a_learner_in_shards_has_a_rank_each() -> None:
     assert [line.split("  ")[1] for line in lines[1:3]] == ["learner, rank 0", "learner, rank 1"]
     there = config(cluster={"processes": [{**by_hand, "device": "cuda:2"}]})
     assert places(there, 8, 4)[0].devices == ("cuda:2", "cuda:3")
+    with pytest.raises(ValidationError, match="python = 'py' is for generators and scorers"):
+        config(cluster={"processes": [{"roles": ["learner"], "python": "py"}]})
     with pytest.raises(ValidationError, match="fsdp = 2 is for the learner, and these processes"):
         config(cluster={"processes": [{"roles": ["reference"], "fsdp": 2}]})
     with pytest.raises(ValidationError, match="ask for processes, and"):

@@ -56,6 +56,7 @@ METRICS = [
     "val/ratio_max",
     "val/ratio_min",
     "sampling/logp_difference_max",
+    "sampling/logp_difference_mean",
     "sampling/logp_difference_rms",
     "response/ended",
     "response/length_max",

@@ -7,14 +7,14 @@ import math
 import pytest
 import torch
 
-from stretto.algorithms.policy import SQUARES, TOKENS
+from stretto.algorithms.policy import SQUARES, SUM, TOKENS
 from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
-from stretto.training.agreement import Agreement, difference_rms
+from stretto.training.agreement import Agreement, difference_rms, differences
 
 
 def seen(rms: float, tokens: int) -> Metrics:
-    numbers = {SQUARES: rms**2 * tokens, TOKENS: float(tokens)}
+    numbers = {SUM: rms * tokens / 2, SQUARES: rms**2 * tokens, TOKENS: float(tokens)}
     return Metrics({name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items()})
 
 
@@ -58,6 +58,13 @@ def test_a_tolerance_set_by_hand_wins() -> None:
         agreement.check(seen(0.51, 10))
 
 
+def test_mean_and_root_mean_square_are_reported() -> None:
+    found = differences(seen(0.2, 500))
+    assert found == pytest.approx(
+        {"sampling/logp_difference_mean": 0.1, "sampling/logp_difference_rms": 0.2}
+    )
+
+
 def test_what_was_measured_comes_back_with_the_state() -> None:
     agreement, other = (Agreement(torch.float32, 0.0) for _ in range(2))
     agreement.check(seen(1e-5, 2000))
@@ -70,5 +77,6 @@ def test_not_a_number_is_refused_and_nothing_is_passed_over() -> None:
     agreement = Agreement(torch.float32, 0.0)
     agreement.check(Metrics())
     assert difference_rms(Metrics()) is None
+    assert differences(Metrics()) == {}
     with pytest.raises(LearnerError, match="differ by nan"):
         agreement.check(seen(float("nan"), 1000))

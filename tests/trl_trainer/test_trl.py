@@ -28,6 +28,7 @@ import stretto
 from stretto import PPOConfig, PPOTrainer
 from stretto.assembly.models import made_ready
 from stretto.config import Config, recipes
+from stretto.config.cluster import ProcessConfig
 from stretto.errors import (
     ConfigError,
     ModelError,
@@ -304,6 +305,54 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"save_strategy": "epoch"}, "observe.checkpoint_every", 1),  # 10 prompts in batches of 16
     ({}, "task.max_prompt_tokens", 9),  # none is left out
     ({"runtime": "local"}, "runtime", "local"),
+    ({"use_vllm": True}, "rollout.engine", "vllm"),
+    ({"use_vllm": True}, "runtime", "local"),  # vLLM has a process of its own
+    ({"use_vllm": True, "runtime": "ray"}, "runtime", "ray"),
+    (
+        {"use_vllm": True},
+        "rollout.engine_args",
+        {"model_impl": "vllm", "gpu_memory_utilization": 0.3},
+    ),
+    (
+        {"use_vllm": True, "vllm_gpu_memory_utilization": 0.5},
+        "rollout.engine_args",
+        {"model_impl": "vllm", "gpu_memory_utilization": 0.5},
+    ),
+    (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_model_impl": "transformers"},
+        "rollout.engine_args",
+        {"model_impl": "transformers"},
+    ),
+    (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_enable_sleep_mode": True},
+        "rollout.engine_args",
+        {"model_impl": "vllm", "enable_sleep_mode": True},
+    ),
+    ({"use_vllm": True}, "algorithm.old_policy", "proximal"),
+    ({"use_vllm": True}, "algorithm.correction", "mask"),
+    ({"use_vllm": True}, "algorithm.correction_level", "sequence"),
+    ({"use_vllm": True}, "algorithm.correction_cap", 3.0),
+    (
+        {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"},
+        "algorithm.correction",
+        "truncate",
+    ),
+    (
+        {"use_vllm": True, "vllm_importance_sampling_cap": 2.0},
+        "algorithm.correction_cap",
+        2.0,
+    ),
+    (
+        {"use_vllm": True, "vllm_importance_sampling_correction": False},
+        "algorithm.correction",
+        "off",
+    ),
+    (
+        {"use_vllm": True, "vllm_tensor_parallel_size": 2},
+        "cluster.processes",
+        (ProcessConfig(roles=("generator",), tp=2),),
+    ),
+    ({"vllm_gpu_memory_utilization": 0.5}, "rollout.engine", "torch"),
 ]
 
 HEEDED = {name for given, _, _ in ARGUMENTS for name in given} | {
@@ -370,6 +419,10 @@ def test_what_has_no_effect_is_said(folders: dict[str, Path], tmp_path: Path) ->
         "without effect: eval_steps, eval_strategy",
         "without effect: dataloader_num_workers",
     ]
+    alone = make_trainer(folders, tmp_path, {"vllm_importance_sampling_cap": 2.0})
+    assert alone._notes()[1:] == [
+        "without effect: vllm_importance_sampling_cap (use_vllm is False)"
+    ]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -404,6 +457,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"save_strategy": "best"}, "save_strategy = 'best': must be one of"),
     ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "not re-entrant"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha = 5.0"),
+    ({"vllm_mode": "cluster"}, "vllm_mode = 'cluster': must be one of colocate, server"),
+    ({"vllm_importance_sampling_mode": "tis"}, "must be one of token_truncate, token_mask"),
+    ({"vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size = 0: must be 1 or more"),
+    ({"vllm_server_port": 9000}, "vllm_server_port = 9000: vLLM is started with the run"),
     ({"ref_adapter_name": "ref"}, "ref_adapter_name = 'ref': with adapters the reference is"),
 ]
 

@@ -311,6 +311,20 @@ def test_the_preflight_names_ranks_that_differ() -> None:
     check(shared, {}, [frozenset({"a", "b"})])
 
 
+def test_a_rank_with_an_interpreter_of_its_own_may_have_other_versions() -> None:
+    """All but Stretto's, and Python's up to the minor version."""
+    here = {"stretto": "1", "python": "3.11.7", "torch": "2.13", "ray": ""}
+    there = here | {"python": "3.11.9", "torch": "2.14", "ray": "2.60"}
+    for apart in ({"a"}, {"b"}):
+        check({"a": facts(versions=here), "b": facts(versions=there)}, {}, (), apart)
+    with pytest.raises(RankError, match="one version of python"):
+        check({"a": facts(versions=here), "b": facts(versions=there)}, {})
+    for changed in ({"stretto": "2"}, {"python": "3.12.1"}):
+        other = facts(versions=there | changed)
+        with pytest.raises(RankError, match=f"one version of {next(iter(changed))}"):
+            check({"a": facts(versions=here), "b": other}, {}, (), {"b"})
+
+
 def test_tensors_go_by_value_on_the_side_and_what_cannot_travel_is_an_error(
     group: ServiceGroup,
 ) -> None:

@@ -17,7 +17,7 @@ from stretto.errors import LearnerError
 if TYPE_CHECKING:
     from torch import Tensor
 
-SQUARES, TOKENS = "sampling/squares", "sampling/tokens"
+SUM, SQUARES, TOKENS = "sampling/sum", "sampling/squares", "sampling/tokens"
 """Names of the sums of :func:`disagreement`."""
 
 LOG_RATIO_LIMIT = 20.0
@@ -111,9 +111,9 @@ def drift(logprobs: Tensor, part: Part) -> Metrics:
 def disagreement(logprobs: Tensor, part: Part) -> Metrics:
     """Measure how far the engine's log-probs are from the learner's under the same weights.
 
-    The figures are over the fresh responses of the part: the sum of squared differences and the
-    number of tokens, under :data:`SQUARES` and :data:`TOKENS`, and
-    ``sampling/logp_difference_max``.
+    The figures are over the fresh responses of the part: the sums of the differences (learner less
+    engine) and of their squares and the number of tokens, under :data:`SUM`, :data:`SQUARES` and
+    :data:`TOKENS`, and ``sampling/logp_difference_max``.
     """
     if part.fresh is None or part.behaviour_logprobs is None:
         return Metrics()
@@ -123,6 +123,7 @@ def disagreement(logprobs: Tensor, part: Part) -> Metrics:
         return Metrics()
     return Metrics(
         sums={
+            SUM: difference.sum(),
             SQUARES: difference.square().sum(),
             TOKENS: difference.new_tensor(difference.numel()),
         },

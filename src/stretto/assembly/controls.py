@@ -65,9 +65,11 @@ class Migrating:
 
 
 def migrating_of(
-    config: Config, *, prefill_tokens_per_s: float, transfer_tokens_per_s: float
+    config: Config, *, prefill_tokens_per_s: float, transfer_tokens_per_s: float | None
 ) -> Migrating:
     """Return the facts for moving stragglers, from measured rates of an engine.
+
+    Where keys and values do not move, the second rate is ``None``: tokens are prefilled again.
 
     Engines are taken to slow down with rows no more than their memory makes them: all that is in
     flight may be gathered on one.
@@ -82,7 +84,8 @@ def migrating_of(
             cache_tokens=rows * longest,
             longest_tokens=longest,
             prefill_tokens_per_s=prefill_tokens_per_s,
-            transfer_tokens_per_s=transfer_tokens_per_s,
+            # As fast as prefilling is no reason to move them.
+            transfer_tokens_per_s=transfer_tokens_per_s or prefill_tokens_per_s,
         ),
         score_tokens_per_s=prefill_tokens_per_s / 2 if hosts else 0.0,  # reference and critic
         prompt_tokens=config.task.max_prompt_tokens // 2,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import psutil
 import torch
@@ -26,10 +26,6 @@ MEMORY_SHARE = 0.15
 """Share of the free memory that the keys and values of one scorer may take."""
 
 
-ENGINES: Mapping[str, type[TorchEngine]] = {"torch": TorchEngine}
-"""Engines by the name of ``rollout.engine``; each says by ``capabilities`` what it can do."""
-
-
 def make_engine(
     config: Config,
     actor: nn.Module,
@@ -38,7 +34,7 @@ def make_engine(
     end_tokens: frozenset[int] | None = None,
     channel: WeightChannel | None = None,
 ) -> TorchEngine:
-    """Make a generation engine over the actor's own weights.
+    """Make Stretto's own generation engine, over the actor's own weights.
 
     Args:
         config: of the run.
@@ -48,11 +44,10 @@ def make_engine(
         end_tokens: that end a response; without them the model's and the tokenizer's do.
         channel: where new weights come from, if any do.
     """
-    engine = ENGINES[config.rollout.engine]
-    check_engine(config, engine.capabilities)
+    check_engine(config, TorchEngine.capabilities)
     ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
     stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
-    return engine(
+    return TorchEngine(
         actor,
         config.rollout,
         end_tokens=ends,

@@ -40,7 +40,6 @@ SETTINGS = (
     "rollout.stop",
     "rollout.slots",
     "rollout.prefill_tokens",
-    "rollout.cuda_graphs",
 )
 """Settings that an evaluation depends on, besides the model."""
 

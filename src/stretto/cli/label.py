@@ -54,7 +54,6 @@ RECIPE_SETTINGS = (
     "rollout.stop",
     "rollout.slots",
     "rollout.prefill_tokens",
-    "rollout.cuda_graphs",
 )
 """Settings that sampled and labelled responses depend on, besides policy and source."""
 

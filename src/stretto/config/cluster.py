@@ -29,7 +29,8 @@ class ProcessConfig(Section):
     """Ranks of the learner that share the rows of every weight (FSDP2), of its gradient and of its optimizer state; each makes its share of the passes."""
     tp: PositiveInt = 1
     """Slices that linear layers are cut into (tensor parallelism), each held by a rank of its own, or of a learner by fsdp ranks. Beside a learner, other roles are cut into fsdp x tp slices. Each a divisor of the model's numbers of heads."""
-
+    python: str = ""
+    """Python interpreter of these processes, such as .venv-vllm/bin/python, where their libraries ask for other versions than this one's. Stretto must be installed there too, in this very version."""
     offload: bool = False
     """Roles that are not at work keep frozen weights and optimizer states in the host's memory, pinned for GPUs. For roles that take turns: they are brought back before their turn, as far as possible behind the work of the role before."""
 
@@ -51,6 +52,12 @@ class ProcessConfig(Section):
             raise ValueError(
                 f"cluster.processes: offload moves roles that take turns, and the {self.roles[0]} "
                 "has these processes for itself; leave it out, or add roles"
+            )
+        if self.python and LEARNER in self.roles:
+            raise ValueError(
+                f"cluster.processes: python = '{self.python}' is for generators and scorers, and "
+                "these processes have the learner, which writes what this interpreter reads; start "
+                "the run with that interpreter, or leave it out"
             )
         if not _DEVICE.fullmatch(self.device):
             raise ValueError(

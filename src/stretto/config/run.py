@@ -9,7 +9,7 @@ from pydantic import model_validator
 from stretto.algorithms.registry import own_settings
 from stretto.config.algorithm import AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
-from stretto.config.cluster import ClusterConfig
+from stretto.config.cluster import LEARNER, ClusterConfig
 from stretto.config.pipeline import PipelineConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
@@ -136,10 +136,27 @@ class Config(Section):
                 f"cluster.processes: fsdp = {several[0].fsdp} and tp = {several[0].tp} ask for "
                 "processes, and runtime = 'inline' has none; set runtime = 'local' or 'ray'"
             )
+        if r.engine == "vllm":
+            self._check_vllm()
         self._check_algorithm()
         if self.pipeline.ranks:
             self._check_pipeline()
         return self
+
+    def _check_vllm(self) -> None:
+        if self.runtime == "inline":
+            raise ValueError(
+                "rollout.engine = 'vllm' needs processes of its own, as vLLM decides about the "
+                "threads of the one it is in, and runtime = 'inline' has none; set runtime = "
+                "'local' (--runtime local)"
+            )
+        beside = [p for p in self.cluster.processes if LEARNER in p.roles and len(p.roles) > 1]
+        if any(role.startswith("generator") for p in beside for role in p.roles):
+            raise ValueError(
+                "cluster.processes: generators in the learner's processes read its weights where "
+                "they are, and vLLM has weights of its own; give it processes of its own, on the "
+                "same devices where they are to share them"
+            )
 
     def _check_algorithm(self) -> None:
         a, r = self.algorithm, self.rollout

@@ -19,7 +19,7 @@ class ModelConfig(Section):
     """The actor, and with it the reference."""
 
     name: str = "smollm2-135m"
-    """A known name ('smollm2-135m', 'tiny'), a local folder in Hugging Face format, or a hub name."""
+    """A known name ('smollm2-135m', 'tiny', 'tiny-2-heads'), a local folder in Hugging Face format, or a hub name."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute type. auto: bfloat16 where the hardware has it, else float32. Master weights are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -137,8 +137,10 @@ class RewardConfig(Section):
 class RolloutConfig(Section):
     """Generation by the actor."""
 
-    engine: Literal["torch"] = "torch"
-    """What generates; torch: Stretto's own engine."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """What generates. torch: Stretto's own engine. vllm: vLLM, in processes of its own (runtime = 'local' or 'ray')."""
+    engine_args: dict[str, JsonValue] = {}
+    """Arguments of the engine. torch: cuda_graphs (false runs decode steps without them on CUDA). vllm: vLLM's engine arguments by its own names, such as gpu_memory_utilization."""
     batch: PositiveInt = 32
     """Responses per step."""
     samples_per_prompt: PositiveInt = 1
@@ -159,8 +161,11 @@ class RolloutConfig(Section):
     """Generation engines; rollouts are spread over them."""
     prefill_tokens: PositiveInt = 4096
     """Most prompt tokens processed between two decode steps."""
-    cuda_graphs: bool = True
-    """Replay decode steps as CUDA graphs, on CUDA."""
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether decode steps are replayed as CUDA graphs, on CUDA."""
+        return bool(self.engine_args.get("cuda_graphs", True))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -168,6 +173,11 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"rollout.batch counts responses and must be a multiple of samples_per_prompt; "
                 f"got {self.batch} and {self.samples_per_prompt}"
+            )
+        if self.engine == "torch" and (unknown := set(self.engine_args) - {"cuda_graphs"}):
+            raise ValueError(
+                f"rollout.engine_args names '{min(unknown)}', and Stretto's own engine knows "
+                "cuda_graphs alone; leave it out, or set rollout.engine = 'vllm'"
             )
         if "" in self.stop:
             raise ValueError(

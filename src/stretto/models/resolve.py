@@ -51,8 +51,8 @@ def resolve(name: str, say: Say = print) -> Path | str:
     is returned as it is, for transformers to fetch.
 
     Args:
-        name: a known name (``smollm2-135m``, ``tiny``), a folder in Hugging Face format, a run's
-            folder, which stands for the model that it trained, or a hub name.
+        name: a known name (``smollm2-135m``, ``tiny``, ``tiny-2-heads``), a folder in Hugging Face
+            format, a run's folder, which stands for the model that it trained, or a hub name.
         say: told in one line what takes time, when something does.
 
     Raises:
@@ -115,6 +115,13 @@ def _tiny(say: Say) -> Path:
     return _cached(f"tiny-v{TINY_FORMAT}", lambda scratch: make_tiny(scratch / "model"))
 
 
+def _tiny_2_heads(say: Say) -> Path:
+    from stretto.models.tiny import TINY_FORMAT, make_tiny
+
+    name = f"tiny-2-heads-v{TINY_FORMAT}"
+    return _cached(name, lambda scratch: make_tiny(scratch / "model", heads=2))
+
+
 def _smollm2(say: Say) -> Path:
     def make(scratch: Path) -> None:
         wheel = _find_wheel(scratch, say)
@@ -128,7 +135,11 @@ def _smollm2(say: Say) -> Path:
     return _cached("smollm2-135m", make)
 
 
-_KNOWN: dict[str, Callable[[Say], Path]] = {"smollm2-135m": _smollm2, "tiny": _tiny}
+_KNOWN: dict[str, Callable[[Say], Path]] = {
+    "smollm2-135m": _smollm2,
+    "tiny": _tiny,
+    "tiny-2-heads": _tiny_2_heads,
+}
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:

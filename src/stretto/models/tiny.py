@@ -20,10 +20,16 @@ TINY_FORMAT = 1
 _PAD, _BOS, _EOS = 256, 257, 258
 
 
-def make_tiny(folder: Path, seed: int = 0) -> None:
+def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
     """Write a Llama of 115,200 parameters and its tokenizer to ``folder``, in Hugging Face format.
 
     The weights depend on the seed alone; the global random state is left as it was.
+
+    Args:
+        folder: to write to.
+        seed: of the weights.
+        heads: that share 64 dimensions, two of them each keys and values. Kernels may ask for wide
+            ones: vLLM's on CPUs for 32 dimensions.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -32,8 +38,8 @@ def make_tiny(folder: Path, seed: int = 0) -> None:
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         pad_token_id=_PAD,

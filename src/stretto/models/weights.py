@@ -68,20 +68,41 @@ def require_trainable(model: nn.Module, what: str) -> None:
             )
 
 
-@torch.no_grad()
+class Spread:
+    """The fingerprint of tensors that come one by one, whatever their order.
+
+    Args:
+        names: of all tensors, in the order in which the fingerprint has them; others come after.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._taken: dict[str, tuple[str, Tensor] | None] = dict.fromkeys(names)
+
+    @torch.no_grad()
+    def take(self, name: str, tensor: Tensor) -> None:
+        """Look at a tensor; one of a name that has come before takes its place."""
+        flat = final(tensor).reshape(-1)
+        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
+        head = f"{name}{tuple(tensor.shape)}{final_dtype(tensor)}"
+        self._taken[name] = head, sample.to(torch.float32, copy=True)  # a view keeps all of it
+
+    def mark(self) -> str:
+        """Return the fingerprint of the newest tensors of all names that have come."""
+        taken = [found for found in self._taken.values() if found]
+        device = taken[-1][1].device if taken else None
+        return _hash([head for head, _ in taken], [sample.to(device) for _, sample in taken])
+
+
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """A short hash of names, shapes, types and a spread of elements of each tensor, bit for bit.
 
     Whoever holds the same weights finds the same; it is a proof that a hand-over happened, not a
     defence against a forger.
     """
-    heads, spread = list[str](), list[Tensor]()
+    spread = Spread()
     for name, tensor in tensors:
-        heads.append(f"{name}{tuple(tensor.shape)}{final_dtype(tensor)}")
-        flat = final(tensor).reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLES)][:SAMPLES]
-        spread.append(sample.to(torch.float32, copy=True))  # a view would keep all of it
-    return _hash(heads, spread)
+        spread.take(name, tensor)
+    return spread.mark()
 
 
 @torch.no_grad()
@@ -167,7 +188,20 @@ def load_weights(
             f"have; learner and {who} must hold the same model"
         )
     copy_into(module, tensors)
-    found = fingerprint_of(module)
+    require_fingerprint(ref, fingerprint_of(module), who)
+
+
+def require_fingerprint(ref: WeightsRef, found: str, who: str) -> None:
+    """Refuse to go on with other weights than were handed over.
+
+    Args:
+        ref: their ticket, from the learner.
+        found: the fingerprint of what the receiver holds.
+        who: the receiver, as the subject of a message.
+
+    Raises:
+        EngineError: it is not the ticket's.
+    """
     if found != ref.fingerprint:
         raise EngineError(
             f"version {ref.version} was handed over with fingerprint {ref.fingerprint}, "

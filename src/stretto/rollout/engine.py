@@ -21,6 +21,7 @@ from stretto.errors import EngineError
 from stretto.models.forward import backbone, unwrapped
 from stretto.models.positions import positions
 from stretto.models.weights import load_weights
+from stretto.rollout.admission import check_admission, check_transfer
 from stretto.rollout.packed import PackedLinears
 from stretto.rollout.probe import Probe
 from stretto.rollout.rows import Row, RowCache, RowSlots, pick_prefill
@@ -199,13 +200,7 @@ class TorchEngine:
             EngineError: a transfer is not its rollout's, or one cannot be admitted.
         """
         for r, transfer in zip(responses, transfers, strict=True):
-            if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
-                raise EngineError(
-                    f"rollout {r.id} with {r.total_tokens} tokens came with the "
-                    f"transfer of rollout {transfer.rollout_id}, whose cache covers "
-                    f"{transfer.cached_tokens}; give each rollout its own transfer, and append "
-                    "every chunk before it moves"
-                )
+            check_transfer(r, transfer)
             self._admit(r, transfer)
 
     def load(self, weights: WeightsRef) -> None:
@@ -250,7 +245,7 @@ class TorchEngine:
         self.version = state["version"]
 
     def _admit(self, r: Response, transfer: KVTransfer | None = None) -> None:
-        self._check(r)
+        check_admission(r, self._ids, self._config.max_new_tokens, self._longest)
         tokens = [*r.prompt.tokens, *r.tokens.tolist()]
         row = Row(
             r.id, r.prompt.tokens, tokens, stream_seed(self._seed, r.id), len(r), self.version
@@ -280,23 +275,6 @@ class TorchEngine:
         if slot is not None:
             cache = self._cache.take(slot, row.cached, row.cache_version)
         return KVTransfer(row.id, cache, row.cached)
-
-    def _check(self, r: Response) -> None:
-        if r.id in self._ids:
-            raise EngineError(f"rollout {r.id} is in the engine already; release it first")
-        if not r.prompt.tokens:
-            raise EngineError(f"prompt {r.prompt.id} has no tokens; put a start token before it")
-        if r.finish or len(r) >= self._config.max_new_tokens:
-            raise EngineError(
-                f"rollout {r.id} has ended, at {len(r)} tokens; admit only those that go on"
-            )
-        longest = len(r.prompt.tokens) + self._config.max_new_tokens
-        if self._longest is not None and longest > self._longest:
-            raise EngineError(
-                f"prompt {r.prompt.id} has {len(r.prompt.tokens)} tokens and may get "
-                f"{self._config.max_new_tokens} more, but the model has positions for "
-                f"{self._longest}; lower rollout.max_new_tokens or task.max_prompt_tokens"
-            )
 
     def _fill_slots(self) -> None:
         coming = min(len(self._waiting), self._slots - len(self._rows))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stretto.algorithms.policy import SQUARES, TOKENS
+from stretto.algorithms.policy import SQUARES, SUM, TOKENS
 from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
 
@@ -39,6 +39,18 @@ def difference_rms(metrics: Metrics) -> float | None:
     if TOKENS not in metrics.sums:
         return None
     return math.sqrt(metrics.sums[SQUARES].item() / metrics.sums[TOKENS].item())
+
+
+def differences(metrics: Metrics) -> dict[str, float]:
+    """Return mean (learner less engine) and root mean square of the differences, if there are any.
+
+    They are those that :func:`~stretto.algorithms.policy.disagreement` summed.
+    """
+    rms = difference_rms(metrics)
+    if rms is None:
+        return {}
+    mean = metrics.sums[SUM].item() / metrics.sums[TOKENS].item()
+    return {"sampling/logp_difference_mean": mean, "sampling/logp_difference_rms": rms}
 
 
 class Agreement:

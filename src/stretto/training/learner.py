@@ -15,12 +15,12 @@ from torch import Tensor
 
 from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
-from stretto.algorithms.policy import SQUARES, TOKENS
+from stretto.algorithms.policy import SQUARES, SUM, TOKENS
 from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Metrics, response_weights, token_weights
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
-from stretto.training.agreement import Agreement, difference_rms, is_coarse
+from stretto.training.agreement import Agreement, differences, is_coarse
 from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import MicroBatch
 from stretto.training.passes import Passes, Trained
@@ -324,7 +324,6 @@ def _averages(metrics: Metrics, parts: int) -> dict[str, float]:
     Sums are means within a mini-batch, so they are averaged over mini-batches. Those of the
     disagreement are not: only one mini-batch has them.
     """
-    means = {k: v / max(parts, 1) for k, v in metrics.sums.items() if k not in (SQUARES, TOKENS)}
-    rms = difference_rms(metrics)
-    own = {} if rms is None else {"sampling/logp_difference_rms": rms}
-    return {**Metrics(means, metrics.minima, metrics.maxima).floats(), **own}
+    once = (SUM, SQUARES, TOKENS)
+    means = {k: v / max(parts, 1) for k, v in metrics.sums.items() if k not in once}
+    return {**Metrics(means, metrics.minima, metrics.maxima).floats(), **differences(metrics)}

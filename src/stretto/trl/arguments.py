@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from stretto.config import PRESETS
 from stretto.errors import ConfigError, nearest
+from stretto.trl import vllm
 from stretto.trl.config import PPOConfig
 from stretto.trl.tables import ADAMW, ONE_PROCESS, REFUSALS, REMARKS
 
@@ -128,6 +129,9 @@ def remarks(args: PPOConfig) -> list[str]:
     for name, why in REMARKS.items():
         if _is_set(args, name):
             by_reason.setdefault(why, []).append(name)
+    if not args.use_vllm:
+        idle = [name for name in _DEFAULTS if name.startswith("vllm_") and _is_set(args, name)]
+        by_reason |= {"use_vllm is False": idle} if idle else {}
     return [f"without effect: {', '.join(names)} ({why})" for why, names in by_reason.items()]
 
 
@@ -164,6 +168,7 @@ def check(args: PPOConfig) -> None:
             f"stop_token = '{args.stop_token}' and stop_token_id = {args.stop_token_id} both say "
             "what ends a response; leave one of them out"
         )
+    vllm.check(args)
     penalty = args.missing_eos_penalty
     _require(
         penalty is None or penalty > 0,
@@ -197,7 +202,7 @@ def settings(
     """
     stops = bool(args.stop_token) or args.stop_token_id is not None
     penalty = args.missing_eos_penalty
-    return {
+    found: dict[str, Any] = {
         "seed": args.seed,
         "steps": run.steps,
         "out": str(args.output_dir),
@@ -224,7 +229,8 @@ def settings(
             "slots": args.local_rollout_forward_batch_size,
         },
         "schedule": _schedule(args),
-        "runtime": args.runtime,
+        # vLLM needs a process of its own.
+        "runtime": "local" if args.use_vllm and args.runtime == "inline" else args.runtime,
         "algorithm": {
             "name": "ppo",
             "gamma": args.gamma,
@@ -245,6 +251,7 @@ def settings(
             "checkpoint_every": _checkpoint_every(args, run, rows),
         },
     }
+    return found | {name: found.get(name, {}) | part for name, part in vllm.settings(args).items()}
 
 
 def _training(args: PPOConfig, run: BatchSizes, longest: int) -> dict[str, Any]:

@@ -36,6 +36,7 @@ _REMARKS = {
     "torch_compile_backend torch_compile_mode torch_empty_cache_steps torchdynamo use_cache "
     "use_liger_kernel",
     "the seed alone decides what is drawn": "full_determinism",
+    "the longest prompt and response_length are what vLLM needs": "vllm_max_model_length",
 }
 REMARKS = {name: why for why, names in _REMARKS.items() for name in names.split()}
 """Arguments that have nothing to act on here, and why. Said at the start where one is set."""
@@ -44,6 +45,7 @@ _ONE_DEVICE = (
     "training runs on one device here; leave it out, and where memory is short use peft_config, "
     "gradient_checkpointing and a small per_device_train_batch_size"
 )
+_OWN_SERVER = "vLLM is started with the run, in a process of its own; leave it out"
 ADAMW = "the learner has its own AdamW on float32 masters; leave it out"
 REFUSALS = {
     "lr_scheduler_kwargs": "the learning-rate schedules here take no further arguments; leave it "
@@ -71,6 +73,13 @@ REFUSALS = {
     "to another model give it as ref_model",
     "push_to_hub": "nothing is uploaded from here; leave it out, and afterwards upload the folder "
     "of trainer.save_model with 'hf upload'",
+    "vllm_structured_outputs_regex": "log-probabilities would be of another distribution than the "
+    "learner's; leave it out",
+    "vllm_server_base_url": _OWN_SERVER,
+    "vllm_server_host": _OWN_SERVER,
+    "vllm_server_port": _OWN_SERVER,
+    "vllm_server_timeout": _OWN_SERVER,
+    "vllm_group_port": _OWN_SERVER,
     "load_best_model_at_end": "no evaluation says which model is best; leave it out",
 }
 """Arguments that are refused where they are set, and the reason with the remedy."""

@@ -53,13 +53,13 @@ class Request:
 
     Attributes:
         environment: of the process.
-        path: for its imports.
+        path: for its imports; ``None`` for that of its own interpreter.
         folder: that it works in.
         listening: whether a listening socket is among its file descriptors.
     """
 
     environment: Mapping[str, str]
-    path: Sequence[str]
+    path: Sequence[str] | None
     folder: str
     listening: bool
 
@@ -97,9 +97,14 @@ class Forked:
 
 
 class ForkServer:
-    """The server, as seen from the process that started it; started when it is first needed."""
+    """The server, as seen from the process that started it; started when it is first needed.
 
-    def __init__(self) -> None:
+    Args:
+        python: interpreter of its processes; without one this process's.
+    """
+
+    def __init__(self, python: str = "") -> None:
+        self._python = python
         self._lock = Lock()
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -120,7 +125,8 @@ class ForkServer:
         Raises:
             RankError: the server cannot be started, or has ended.
         """
-        request = Request(dict(os.environ), list(sys.path), str(Path.cwd()), listening)
+        path = None if self._python else list(sys.path)
+        request = Request(dict(os.environ), path, str(Path.cwd()), listening)
         with self._lock:
             server = self._connected()
             try:
@@ -129,9 +135,14 @@ class ForkServer:
                 pid: int = _receive(server)[0]
             except (OSError, EOFError) as error:
                 self._socket = None
+                see = (
+                    f"this very version of Stretto is installed for {self._python}"
+                    if self._python
+                    else "memory was short"
+                )
                 raise RankError(
-                    "the server that starts processes has ended; see whether memory was short, and "
-                    "start again"
+                    f"the server that starts processes has ended; see whether {see}, and start "
+                    "again"
                 ) from error
         return Forked(pid, self)
 
@@ -152,13 +163,11 @@ class ForkServer:
         if self._socket is not None and mine and self._process and self._process.poll() is None:
             return self._socket
         ours, theirs = socket.socketpair()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from stretto.workers.forkserver import serve; serve({theirs.fileno()})"
-        )
+        path = "" if self._python else f"import sys; sys.path[:] = {sys.path!r}; "
+        code = f"{path}from stretto.workers.forkserver import serve; serve({theirs.fileno()})"
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", code],
+                [self._python or sys.executable, "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
@@ -170,6 +179,13 @@ class ForkServer:
 
 SERVER = ForkServer()
 """The server of this process."""
+
+_OTHERS: dict[str, ForkServer] = {}
+
+
+def server_of(python: str = "") -> ForkServer:
+    """Return this process's server for an interpreter; by default for its own."""
+    return _OTHERS.setdefault(python, ForkServer(python)) if python else SERVER
 
 
 def serve(descriptor: int) -> NoReturn:
@@ -208,7 +224,8 @@ def _become(request: Request, descriptors: Sequence[int]) -> NoReturn:
     os.setsid()
     os.environ.clear()
     os.environ.update(request.environment)
-    sys.path[:] = request.path
+    if request.path is not None:
+        sys.path[:] = request.path
     with suppress(OSError):
         os.chdir(request.folder)
     with suppress(OSError):

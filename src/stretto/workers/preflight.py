@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -67,6 +67,13 @@ def facts(device: str, environment: Mapping[str, str]) -> Facts:
     )
 
 
+def _as_far_as_needed(package: str, version: str) -> str:
+    """Return the part of a version that ranks of different interpreters need alike."""
+    if package == "python":
+        return version.rpartition(".")[0]
+    return version if package == "stretto" else ""
+
+
 def _version(package: str) -> str:
     try:
         return version(package)
@@ -75,7 +82,10 @@ def _version(package: str) -> str:
 
 
 def check(
-    ranks: Mapping[str, Facts], threads: Mapping[str, int], shared: Sequence[frozenset[str]] = ()
+    ranks: Mapping[str, Facts],
+    threads: Mapping[str, int],
+    shared: Sequence[frozenset[str]] = (),
+    apart: Collection[str] = (),
 ) -> None:
     """Compare all ranks with each other, and with the plan.
 
@@ -83,6 +93,8 @@ def check(
         ranks: what each found, by its name.
         threads: of torch, that each was given.
         shared: groups of ranks that are meant to share a GPU.
+        apart: ranks with an interpreter of their own, for the sake of other versions. They speak
+            pickles of Stretto's data, so that this and Python's minor version are all they share.
 
     Raises:
         RankError: versions differ, two ranks are on one GPU that were not to be, or a rank has
@@ -92,6 +104,8 @@ def check(
     for name in names[1:]:
         for package, here in ranks[names[0]].versions.items():
             there = ranks[name].versions.get(package, "")
+            if name in apart or names[0] in apart:
+                here, there = _as_far_as_needed(package, here), _as_far_as_needed(package, there)
             if here != there:
                 raise RankError(
                     f"all ranks need one version of {package}: '{names[0]}' on "

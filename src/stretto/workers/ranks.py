@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Any
 
 from stretto.workers.base import NO_WORDS, START, BaseRanks, pickled
-from stretto.workers.forkserver import SERVER, Forked
+from stretto.workers.forkserver import Forked, server_of
 from stretto.workers.preflight import Facts
 from stretto.workers.rank import Done, Failed, Opening
 from stretto.workers.side import SideClient
@@ -52,6 +52,8 @@ class Ranks(BaseRanks):
         check: called with what the ranks found at their places, before ``make``.
         begun: called with this object once there are processes, which may take long from here on;
             to be able to :meth:`close` it meanwhile.
+        python: interpreter of the ranks, with the same version of Stretto; without one this
+            process's.
 
     Raises:
         PicklingError: ``make`` or an argument cannot be sent.
@@ -76,9 +78,10 @@ class Ranks(BaseRanks):
         say: Callable[[str], None] = lambda _: None,
         check: Callable[[Sequence[Facts]], None] = lambda _: None,
         begun: Callable[[BaseRanks], None] = lambda _: None,
+        python: str = "",
     ) -> None:
         super().__init__(size, patience_s, role, words, logs)
-        self._say = say
+        self._say, self._server = say, server_of(python)
         self._connections: list[Connection[Any, Any]] = []
         self._lives: list[Connection[Any, Any]] = []
         self._processes: list[Forked] = []
@@ -119,7 +122,7 @@ class Ranks(BaseRanks):
         descriptors = [theirs.fileno(), their_side.fileno(), held.fileno()]
         descriptors += [opening.listener] if opening.listener else []
         with theirs, their_side, held:
-            process = SERVER.fork(descriptors, listening=opening.listener is not None)
+            process = self._server.fork(descriptors, listening=opening.listener is not None)
         self._processes.append(process)
         self._connections.append(ours)
         self._lives.append(life)

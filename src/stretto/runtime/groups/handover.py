@@ -228,6 +228,8 @@ class Handover:
         if offer.probe is not None and loaded.probe is not None:
             gap = difference(offer.probe, loaded.probe)
             self.metrics["handover/logprob_gap"] = gap
+            self.metrics["handover/logprob_gap_mean"] = float((offer.probe - loaded.probe).mean())
+            self.metrics["handover/logprob_gap_max"] = float(abs(offer.probe - loaded.probe).max())
             if not gap <= self._tolerance:
                 return EngineError(
                     f"after the hand-over of version {ref.version}, {name} and the learner differ "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 
 from stretto.assembly.models import Say
 from stretto.config import Config
+from stretto.errors import ConfigError
 from stretto.models.load import pick_device
 from stretto.runtime.groups.placement import Place
 from stretto.workers.base import BaseRanks
-from stretto.workers.forkserver import SERVER
+from stretto.workers.forkserver import server_of
 from stretto.workers.group import Group, Host, Makes
 from stretto.workers.preflight import Facts
 from stretto.workers.ranks import Ranks
@@ -76,8 +78,18 @@ class LocalLauncher:
         self.gpus = _gpus_here(config)
 
     def prepare(self, places: Sequence[Place], stack: ExitStack) -> None:
-        """Have libraries imported while this process goes on."""
-        SERVER.start()
+        """Have libraries imported while this process goes on.
+
+        Raises:
+            ConfigError: an interpreter is not there.
+        """
+        for python in {place.python for place in places}:
+            if python and shutil.which(python) is None:
+                raise ConfigError(
+                    f"cluster.processes: python = '{python}' is no program that can be run here; "
+                    "name the interpreter of an environment, such as .venv-vllm/bin/python"
+                )
+            server_of(python).start()
 
     def devices(self, place: Place) -> Sequence[str]:
         """Return the devices of a place's ranks: all see all."""
@@ -105,6 +117,7 @@ class LocalLauncher:
             "say": lambda line: self._say(f"{place.name}: {line}"),
             "check": check,
             "begun": begun,
+            "python": place.python,
         }
 
 

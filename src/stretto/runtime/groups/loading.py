@@ -1,4 +1,4 @@
-"""How the processes of a run load models that several ranks divide among them."""
+"""How the processes of a run load models that they do not keep as they are loaded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def loading(setting: Setting) -> Setting:
     in its files until they take their parts. A warm-up changes all of it before that: then each
     rank loads the whole.
     """
-    if dist.get_world_size() == 1:
-        return setting
+    return setting if dist.get_world_size() == 1 else on_host(setting)
+
+
+def on_host(setting: Setting) -> Setting:
+    """Return the setting by which models are loaded on the CPU, and left in their files."""
     m, run = setting.config.model, setting.of_run
     dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
     return replace(

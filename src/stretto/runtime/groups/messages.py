@@ -124,7 +124,7 @@ class Rates:
 
     Attributes:
         prefill_tokens_per_s: how fast it prefills.
-        kv_bytes: of keys and values of one token.
+        kv_bytes: of keys and values of one token; 0 where they do not move.
     """
 
     prefill_tokens_per_s: float

@@ -43,6 +43,7 @@ class Place:
         threads: of torch, in each rank; 0 leaves its choice.
         devices: of each rank, as torch names it.
         offload: whether roles leave tensors in the host's memory while others of them work.
+        python: interpreter of the ranks; empty for this one.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Place:
     threads: int
     devices: tuple[str, ...]
     offload: bool = False
+    python: str = ""
 
     @property
     def device(self) -> str:
@@ -130,6 +132,7 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
                 max(threads // ranks, 1) if threads else config.threads,
                 tuple(_device(process.device, rank, first + rank, gpus) for rank in range(ranks)),
                 process.offload,
+                process.python,
             )
         )
     _check_devices(found, gpus)

@@ -21,7 +21,7 @@ from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.load import pick_device, pick_dtype
-from stretto.runtime.groups import fitting, learner, services
+from stretto.runtime.groups import fitting, learner, services, vllm
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
 from stretto.runtime.groups.placement import Place, Seat, lends, places, remarks
@@ -184,7 +184,9 @@ class Processes:
         if seat.role == LEARNER:
             return learner.learner, (setting, self._probe)
         if not seat.scorer:
-            return services.generator, (setting, seat.role, self._probe)
+            own = setting.of_run.rollout.engine == "torch"
+            make = services.generator if own else vllm.generator
+            return make, (setting, seat.role, self._probe)
         if seat.scorer == "reference":
             return services.reference, (setting,)
         if seat.scorer == "critic":
@@ -208,7 +210,8 @@ class Processes:
         for name, _, device in ranks:
             alone = self._launcher.gpus >= len(ranks)
             on.setdefault(device if alone else "", set()).add(name)
-        check(self._facts, threads, [frozenset(names) for names in on.values()])
+        apart = {name for p in self.places if p.python for name in _rank_names(p)}
+        check(self._facts, threads, [frozenset(names) for names in on.values()], apart)
 
 
 def _rank_names(place: Place) -> list[str]:

@@ -242,11 +242,11 @@ def _tolerance(config: Config) -> float:
 
 def _migrating(config: Config, rates: Rates, couriers: Couriers, names: Sequence[str]) -> Migrating:
     """Return the facts for moving stragglers, with the measured speed of the way between two."""
-    bytes_per_s = couriers.bytes_per_s(names[0], names[1])
+    moving = couriers.bytes_per_s(names[0], names[1]) / rates.kv_bytes if rates.kv_bytes else None
     return migrating_of(
         config,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,
-        transfer_tokens_per_s=bytes_per_s / rates.kv_bytes,
+        transfer_tokens_per_s=moving,
     )
 
 

@@ -6,10 +6,12 @@ fingerprint, of all its parameters, proves that both hold the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -35,6 +37,7 @@ from stretto.models.shelf import Shelf
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.rollout.engine import TorchEngine
+from stretto.rollout.vllm.engine import VllmEngine
 from stretto.runtime.groups.loading import loading
 from stretto.runtime.groups.messages import OUTBOX, Loaded, Rates, Ready, Setting, frozen_mark
 from stretto.runtime.groups.migration import Parcels
@@ -91,6 +94,25 @@ class Follower:
         return Loaded(self.inbox.mark, probe, moved)
 
 
+def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
+    """Return where the trained weights of a model come from, for who takes them whole.
+
+    Args:
+        model: as training starts; only shapes and types of its parameters are looked at.
+        setting: of the process.
+    """
+    config = setting.config
+    theirs, trained = learner_layout(config), trained_names(model)
+    dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
+    wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
+    return Inbox(
+        {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
+        pick_device(config.model.device),
+        config.cluster.bucket_mb << 20,
+        [theirs.own(wholes, rank) for rank in range(theirs.ranks)],
+    )
+
+
 def follow(model: nn.Module, setting: Setting) -> Inbox | Resharding:
     """Cut a model into slices, if there are several ranks; return where trained weights come from.
 
@@ -137,13 +159,27 @@ def cut(model: nn.Module, setting: Setting) -> nn.Module:
 
 
 class GroupGenerator(Follower, GeneratorService):
-    """An engine over weights of its own, which come from the learner."""
+    """An engine over weights of its own, which come from the learner.
+
+    Args:
+        engine: which.
+        inbox: where they come from.
+        parcels: keys and values on their way.
+        probe: token ids [n, t] that are read after each hand-over.
+        prefill_tokens_per_s: measures how fast the engine prefills.
+    """
 
     def __init__(
-        self, engine: TorchEngine, inbox: Inbox | Resharding, parcels: Parcels, probe: IntArray
+        self,
+        engine: TorchEngine | VllmEngine,
+        inbox: Inbox | Resharding,
+        parcels: Parcels,
+        probe: IntArray,
+        prefill_tokens_per_s: Callable[[], float],
     ) -> None:
         super().__init__(engine)
         self.inbox, self._engine, self._parcels, self._probe = inbox, engine, parcels, probe
+        self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def load(self, weights: WeightsRef) -> Reply[Loaded]:  # type: ignore[override]
         """Load weights, and read the probe with them."""
@@ -183,7 +219,8 @@ class GroupGenerator(Follower, GeneratorService):
     def rates(self) -> Rates:
         """Measure what the rule for migration asks for."""
         self._engine.logprobs(self._probe)
-        return Rates(prefill_tokens_per_s(self._engine.model), self._engine.kv_bytes_per_token)
+        moves = self._engine.capabilities.moves_cache
+        return Rates(self._prefill_tokens_per_s(), self._engine.kv_bytes_per_token if moves else 0)
 
 
 class GroupScorer(Follower, ScorerService):
@@ -231,13 +268,14 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
     """Make a generator's service, in its process; parcels bear its name."""
     setting.prepare()
     config = setting.config
-    model, prompts = _actor(setting)
+    model, prompts = loaded_actor(setting)
     inbox = follow(model, setting)
     rows = most_in_flight(config)
     ends = setting.given.end_tokens
     engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
     device = next(model.parameters()).device
-    return GroupGenerator(engine, inbox, Parcels(name, device, dist.get_rank()), probe)
+    parcels = Parcels(name, device, dist.get_rank())
+    return GroupGenerator(engine, inbox, parcels, probe, partial(prefill_tokens_per_s, model))
 
 
 def reference(setting: Setting) -> GroupScorer:
@@ -248,7 +286,7 @@ def reference(setting: Setting) -> GroupScorer:
     if model is not None:
         model = made_ready(model, config, "the reference").requires_grad_(False)
     else:
-        model, _ = _actor(setting)
+        model, _ = loaded_actor(setting)
     marks = _marks_of(model)
     (scorer,) = model_scorers(config, cut(model, setting), None, None, said.append)
     shelf = setting.shelf("reference", scorer.model.parameters)
@@ -290,7 +328,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Gr
     return GroupScorer(scorer, said, shelf=setting.shelf(source, scorer.model.parameters))
 
 
-def _actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
+def loaded_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, in its adapters where it has any.
 
     In the learner's order, as some of it draws random numbers.

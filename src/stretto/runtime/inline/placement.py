@@ -95,11 +95,10 @@ class ThreadPlacement:
         if not self._knobs.migrates(len(self.engines)):
             return None
         prefill = prefill_tokens_per_s(self._generating)
-        moves_cache = all(engine.capabilities.moves_cache for engine in self.engines)
         return migrating_of(
             config,
             prefill_tokens_per_s=prefill,
-            transfer_tokens_per_s=COPY_GAIN * prefill if moves_cache else 0.0,
+            transfer_tokens_per_s=COPY_GAIN * prefill,
         )
 
     @property

@@ -108,7 +108,7 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
             batch=rows,
             max_new_tokens=budget,
             temperature=rollout.temperature,
-            cuda_graphs=rollout.cuda_graphs,
+            engine_args=rollout.engine_args if rollout.engine == "torch" else {},
         )
         engine = TorchEngine(subject.model, config, end_tokens=frozenset(), seed=0, slots=rows)
         prompts = [Prompt(i, tuple(_ids(subject, context, i).tolist()), "") for i in range(rows)]

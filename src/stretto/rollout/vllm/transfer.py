@@ -1,0 +1,121 @@
+"""A backend of vLLM's weight transfer: tensors that come through Stretto's own channels.
+
+vLLM's worker asks it to begin, to receive and to end, as it asks its own backends. Layers are
+loaded one by one, as on a CPU and with quantized weights they are packed anew: a tensor that was
+written into a packed layer would be read by nobody. (:mod:`vllm.distributed.weight_transfer`.)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from stretto.errors import EngineError
+
+BACKEND = "stretto"
+"""Name of the backend in ``WeightTransferConfig``."""
+
+
+@dataclass
+class NothingToSay(WeightTransferInitInfo):  # type: ignore[misc]
+    """What the backend is told when it begins: nothing, as the channel is there already."""
+
+
+@dataclass
+class Coming(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What the backend is told of one update.
+
+    Attributes:
+        tensors: all of the model, by their names in its files, as they arrive.
+    """
+
+    tensors: Iterable[tuple[str, Tensor]]
+
+
+class ChannelTransfer(WeightTransferEngine[NothingToSay, Coming]):  # type: ignore[misc]
+    """A weight transfer engine of vLLM's, in the process of its worker."""
+
+    init_info_cls = NothingToSay
+    update_info_cls = Coming
+
+    def init_transfer_engine(self, init_info: NothingToSay) -> None:
+        """Do nothing."""
+
+    def start_weight_update(self) -> None:
+        """Have each layer wait for its tensors."""
+        # Before that, as layers with one weight (tied) then wait for it each by itself.
+        self._wanted = {name for name, _ in self.model.named_parameters()}
+        self._tied = list(_tied(self.model))
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load what comes.
+
+        Raises:
+            EngineError: some of the model's weights have not come.
+        """
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Coming) -> None:
+        """Load what comes, layer by layer."""
+        try:
+            loaded = self.model.load_weights(iter(update_info.tensors))
+        except BaseException:
+            # So that the next update finds every layer at its beginning.
+            self.finish_weight_update()
+            raise
+        known = loaded is not None and not self.model_config.quantization
+        if known and (missing := self._wanted - loaded):
+            self.finish_weight_update()
+            raise EngineError(
+                f"vLLM's {type(self.model).__name__} has weights that the learner's model does not "
+                f"bring ('{min(missing)}' is one of {len(missing)}): the two do not name them "
+                "alike; set rollout.engine = 'torch'"
+            )
+
+    def finish_weight_update(self) -> None:
+        """Put each layer back in order.
+
+        A layer whose weight is another's (a tied head) gets none of its own. It has the new one in
+        its place, but on a CPU it computes with a packed copy, which vLLM leaves as it was.
+        """
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self._tied:
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        """Do nothing: the channel is closed by who opened it."""
+
+
+def _tied(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield layers whose weight is that of a layer before them."""
+    seen = set()
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if id(weight) in seen and isinstance(
+            getattr(layer, "quant_method", None), QuantizeMethodBase
+        ):
+            yield layer
+        seen |= {id(weight)} if weight is not None else set()
+
+
+def register() -> None:
+    """Make the backend known to vLLM, in this process."""
+    # It warns of layers without weights of their own, at each update; what is missing we look for.
+    logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
