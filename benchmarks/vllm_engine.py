@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from stretto.machine import Machine
 from stretto.models.load import load_causal_lm
 from stretto.models.weights import fingerprint_of
 from stretto.rollout.engine import TorchEngine
+from stretto.rollout.vllm.llm import installed
 from stretto.runtime.groups.vllm import kv_bytes_per_token
 from stretto.types import IntArray, Prompt, Response, WeightsRef
 from stretto.weights.channel import SharedChannel
@@ -187,7 +187,7 @@ def main() -> None:
         return
     if args.smoke:
         args.recipe, args.presets, args.dtype, args.no_compiled = "tiny", "sync", "float32", True
-    has = args.python != sys.executable or find_spec("vllm") is not None
+    has = args.python != sys.executable or installed() is not None
     engines = [("Stretto's own", "torch", False)]
     if has:
         engines.append(("vLLM", "vllm", False))

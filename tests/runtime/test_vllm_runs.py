@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ from stretto.errors import ConfigError, EngineError
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.rollout.vllm.llm import installed
 
-PYTHON = os.environ.get("STRETTO_VLLM_PYTHON") or (sys.executable if find_spec("vllm") else "")
+PYTHON = os.environ.get("STRETTO_VLLM_PYTHON") or (sys.executable if installed() else "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM is not installed")
 
 FLOAT32 = 1e-3

@@ -8,12 +8,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from stretto.config import RolloutConfig
-from stretto.errors import EngineError
+from stretto.errors import EngineError, StrettoError
 from stretto.models.weights import fingerprint
 from stretto.rollout.stop import StopStrings
+from stretto.rollout.vllm import llm
 from stretto.rollout.vllm.engine import Output, VllmEngine
 from stretto.rollout.vllm.source import WholeWeights
 from stretto.types import Chunk, FinishReason, FloatArray, KVTransfer, Prompt, Response, WeightsRef
@@ -380,3 +382,26 @@ def test_what_steps_have_looked_back_on_is_counted() -> None:
     other = engine()
     other.load_state_dict({**state, "version": 9})
     assert other.version == 9
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (None, "needs the library 'vllm'"),
+        ("0.31.2", "vLLM 0.31.2 is installed, and rollout.engine = 'vllm' needs 0.32 or newer"),
+    ],
+)
+def test_versions_that_cannot_work_are_refused_by_name(
+    version: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "installed", lambda: version and Version(version))
+    with pytest.raises(StrettoError, match=message):
+        llm.check_version()
+
+
+def test_versions_that_are_not_tested_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm, "installed", lambda: Version("0.33.1"))
+    with pytest.warns(UserWarning, match=r"vLLM 0.33.1 is not tested"):
+        llm.check_version()
+    monkeypatch.setattr(llm, "installed", lambda: Version("0.32.4"))
+    llm.check_version()

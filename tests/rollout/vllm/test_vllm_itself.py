@@ -9,14 +9,14 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-PYTHON = os.environ.get("STRETTO_VLLM_PYTHON") or (sys.executable if find_spec("vllm") else "")
+from stretto.rollout.vllm.llm import installed
+
+PYTHON = os.environ.get("STRETTO_VLLM_PYTHON") or (sys.executable if installed() else "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="vLLM is not installed")
 
 CHECKS = Path(__file__).with_name("vllm_checks.py")
@@ -95,6 +95,5 @@ def test_numbers_are_not_drawn_twice(checked: dict[str, Any]) -> None:
     assert checked["same_seed"][0] == checked["same_seed"][1]
 
 
-def test_versions_and_arguments_are_looked_at(checked: dict[str, Any]) -> None:
+def test_arguments_are_looked_at(checked: dict[str, Any]) -> None:
     assert "which follows from other settings" in checked["refused"]
-    assert torch.__version__.split(".")[0] == "2"

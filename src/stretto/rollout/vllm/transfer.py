@@ -55,6 +55,8 @@ class ChannelTransfer(WeightTransferEngine[NothingToSay, Coming]):  # type: igno
 
     def start_weight_update(self) -> None:
         """Have each layer wait for its tensors."""
+        # It warns of layers without weights of their own; what is missing is looked for below.
+        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         # Before that, as layers with one weight (tied) then wait for it each by itself.
         self._wanted = {name for name, _ in self.model.named_parameters()}
         self._tied = list(_tied(self.model))
@@ -115,7 +117,5 @@ def _tied(model: torch.nn.Module) -> Iterator[Any]:
 
 def register() -> None:
     """Make the backend known to vLLM, in this process."""
-    # It warns of layers without weights of their own, at each update; what is missing we look for.
-    logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
