@@ -135,10 +135,11 @@ def train_s(args: argparse.Namespace, engine: str, preset: str) -> float:
             options += ["--rollout.batch=4", "--rollout.max-new-tokens=4", "--warmup-examples=0"]
         settings = Path(out) / "engine.toml"
         settings.write_text(
-            f'[rollout]\nengine = "{engine}"\n[[cluster.processes]]\nroles = ["generator"]\n'
+            f'runtime = "local"\n[rollout]\nengine = "{engine}"\n'
+            '[[cluster.processes]]\nroles = ["generator"]\n'
             + (f'python = "{args.python}"\n' if engine == "vllm" else "")
         )
-        command = [sys.executable, "-m", "stretto", "train", args.recipe, "--runtime=local"]
+        command = [sys.executable, "-m", "stretto", "train", args.recipe]
         command += [f"--overrides={settings}", f"--threads={args.threads}", *options]
         subprocess.run(command, check=True, stdout=sys.stderr)
         (metrics,) = Path(out).glob("*/metrics.jsonl")
