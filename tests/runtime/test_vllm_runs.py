@@ -126,3 +126,15 @@ def test_what_is_refused_says_why(tiny_folder: Path, tmp_path: Path) -> None:
             vllm_settings(tiny_folder, rollout={"engine_args": {"kv_cache_dtype": "none"}}),
             tmp_path,
         )
+
+
+def test_it_takes_the_parts_of_a_learners_ranks_in_slices_of_its_own(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    """Two ranks of the learner have rows each; two of vLLM's cut what they make whole."""
+    processes = [
+        {"roles": ["generator"], "python": PYTHON, "tp": 2},
+        {"roles": ["learner"], "fsdp": 2},
+    ]
+    config = vllm_settings(tiny_folder, steps=2, cluster={"processes": processes})
+    check(run(config, tmp_path)[0], steps=2)

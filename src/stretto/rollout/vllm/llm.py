@@ -122,13 +122,23 @@ def open_requests(settings: LlmSettings) -> LlmRequests:
     _prepare_environment(settings)
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+    from stretto.rollout.vllm.executor import RankExecutor, forget_shared_memory
     from stretto.rollout.vllm.transfer import register
 
     register()
+    of_group = arguments["distributed_executor_backend"] == "external_launcher"
     try:
-        opened = LlmRequests(LLMEngine.from_engine_args(EngineArgs(**arguments)), settings)
+        engine = LLMEngine(
+            vllm_config=EngineArgs(**arguments).create_engine_config(),
+            executor_class=RankExecutor if of_group else UniProcExecutor,
+            log_stats=False,
+        )
+        opened = LlmRequests(engine, settings)
         opened.logprobs([[1]], [1])  # kernels may refuse a model's sizes when they are first used
+        if of_group:
+            forget_shared_memory()
     except Exception as error:
         raise EngineError(
             f"vLLM does not start with this model and these settings: {first_line(error)}. Look at "
