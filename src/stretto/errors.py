@@ -41,10 +41,15 @@ class MissingExtraError(StrettoError):
     """An optional library is needed and not installed."""
 
     def __init__(self, library: str, extra: str, purpose: str) -> None:
+        self._parts = library, extra, purpose
         super().__init__(
             f"{purpose} needs the library '{library}', which is not installed. "
             f"Install it with: pip install 'stretto[{extra}]'"
         )
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        """Be made of the same parts where it comes out of a pickle."""
+        return type(self), self._parts
 
 
 class ModelError(StrettoError):

@@ -26,11 +26,12 @@ from stretto import runs
 from stretto.assembly.models import Given
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster import ProcessConfig
-from stretto.errors import ConfigError, EngineError, RankError, RewardError
+from stretto.errors import ConfigError, EngineError, MissingExtraError, RankError, RewardError
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.rollout.vllm import llm
 from stretto.runtime.groups.migration import Couriers
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
@@ -534,6 +535,18 @@ def test_a_role_may_have_an_interpreter_of_its_own(tiny_folder: Path, tmp_path: 
     )
     with pytest.raises(ConfigError, match="is no program that can be run here"):
         trained(missing, tmp_path / "missing")
+
+
+def test_a_missing_engine_is_named_before_anything_starts(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "installed", lambda: None)
+    rollout = {"engine": "vllm", "batch": 4, "max_new_tokens": 6}
+    config = settings(tiny_folder, runtime="local", rollout=rollout)
+    with pytest.raises(MissingExtraError, match=r"pip install 'stretto\[vllm\]'") as caught:
+        trained(config, tmp_path)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert not processes()
 
 
 def test_an_error_of_a_role_is_raised_as_it_is(tiny_folder: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ is vLLM's from here on: it decides about torch's threads and default group.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -162,6 +163,9 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def _prepare_environment(settings: LlmSettings) -> None:
     """Set what vLLM reads from the environment when it is imported; the user's values win."""
+    # Of its own imports, and nothing that its user could do about.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
+    logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -21,6 +21,7 @@ from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.load import pick_device, pick_dtype
+from stretto.rollout.vllm.llm import check_version
 from stretto.runtime.groups import fitting, learner, services, vllm
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
@@ -73,6 +74,8 @@ class Processes:
         found = [] if brought else fitting.planned(config, self.places, width)
         for line in fitting.check(found, fitting.capacity):
             say(line)
+        if config.runtime == "local":
+            _require_engine(config, self.places)
         self._launcher.prepare(self.places, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
@@ -212,6 +215,17 @@ class Processes:
             on.setdefault(device if alone else "", set()).add(name)
         apart = {name for p in self.places if p.python for name in _rank_names(p)}
         check(self._facts, threads, [frozenset(names) for names in on.values()], apart)
+
+
+def _require_engine(config: Config, found: Sequence[Place]) -> None:
+    """See that vLLM is installed, where generators have this interpreter.
+
+    Raises:
+        MissingExtraError, ConfigError: it is not, or is too old.
+    """
+    seats = [seat for place in found if not place.python for seat in place.seats]
+    if config.rollout.engine == "vllm" and any(seat.role.startswith("generator") for seat in seats):
+        check_version()
 
 
 def _rank_names(place: Place) -> list[str]:
