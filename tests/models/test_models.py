@@ -88,7 +88,7 @@ def test_names_that_are_nothing(tmp_path: Path) -> None:
     file.write_bytes(b"")
     for name, message in (
         ("smollm-135m", "unknown model 'smollm-135m'. Did you mean 'smollm2-135m'?"),
-        ("gpt2", "Known: smollm2-135m, tiny, tiny-2-heads. Besides these, give a local folder, or a hub name"),
+        ("gpt2", "Known: smollm2-135m, tiny, tiny-2-heads. Besides these, give a local folder"),
         (str(tmp_path), "a model folder holds config.json"),
         (str(file), "is a file"),
         ("./nowhere", "there is no folder './nowhere'"),
