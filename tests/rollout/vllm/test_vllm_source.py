@@ -64,6 +64,20 @@ def test_whole_tensors_come_out_of_the_parts_of_several_ranks(ranks: int, frozen
     assert source.fingerprint() == fingerprint_of(learner)
 
 
+def test_a_tensor_is_handed_on_before_the_next_one_arrives() -> None:
+    """No second copy of the model is made on the way."""
+    model, came = llama(), list[str]()
+
+    class Arriving(dict[str, Any]):
+        def items(self) -> Any:
+            for name, p in model.named_parameters():
+                came.append(name)
+                yield name, p.detach()
+
+    for count, (name, _) in enumerate(source_of(llama()).tensors(Arriving()), 1):
+        assert (len(came), came[-1]) == (count, name)
+
+
 def test_adapters_are_merged_under_the_names_of_the_plain_model() -> None:
     settings = ModelConfig(lora_rank=2, lora_targets=("q_proj", "embed_tokens"))
     learner = add_lora(llama(tied=False), settings, "CAUSAL_LM")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +57,7 @@ class WholeWeights:
 
     def tensors(self, arriving: Mapping[str, Tensor | Part]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that do not change, then those that arrive."""
-        for name, tensor in (*self._still.items(), *self._whole(arriving)):
+        for name, tensor in chain(self._still.items(), self._whole(arriving)):
             self._spread.take(name, tensor)
             yield name, tensor
 
