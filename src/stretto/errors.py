@@ -6,6 +6,7 @@
     ├── ConfigError            a setting is unknown, out of range, or contradicts another
     ├── MissingExtraError      an optional library is needed; names the extra to install
     ├── ModelError             a model cannot be found, fetched, loaded or driven
+    ├── OutOfMemoryError       the memory of the machine or of a GPU is used up
     ├── TaskError              a dataset cannot be read, or lacks a column
     ├── RewardError            a reward source failed on a sample (carries the samples)
     ├── EngineError            the generation engine was asked for what it cannot do
@@ -25,6 +26,7 @@ with status 2; anything else that escapes is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -54,6 +56,10 @@ class MissingExtraError(StrettoError):
 
 class ModelError(StrettoError):
     """A model cannot be found, fetched, loaded or driven."""
+
+
+class OutOfMemoryError(StrettoError):
+    """The memory of the machine or of a GPU is used up."""
 
 
 class TaskError(StrettoError):
@@ -143,6 +149,16 @@ class StalledError(StrettoError):
 
 class LifecycleError(StrettoError):
     """A rollout or a role was moved along an edge that its life does not have."""
+
+
+_MEMORY_IS_SHORT = re.compile(r"DefaultCPUAllocator|[Cc]an('t|not) allocate memory|out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, of torch's or Python's, says that memory is used up."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(_MEMORY_IS_SHORT.search(str(error)))
 
 
 def first_line(error: BaseException) -> str:

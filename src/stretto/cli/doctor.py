@@ -159,7 +159,7 @@ def _models() -> Iterator[Finding]:
         yield Finding("note", "cache", text)
     else:
         yield Finding("ok", "cache", str(cache))
-    if resolve.is_cached(DEFAULT_MODEL):
+    if resolve.cached(DEFAULT_MODEL):
         yield Finding("ok", "model", f"{DEFAULT_MODEL} is cached")
     else:
         text = f"{DEFAULT_MODEL} is not cached; the first use downloads it, and fails offline"

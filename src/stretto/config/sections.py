@@ -98,6 +98,12 @@ class TaskConfig(Section):
         return self.held_out if isinstance(self.held_out, str) else ""
 
 
+MISSING_EOS = "missing_eos"
+"""A reward source that takes a penalty off responses without an end token, in place of the rule."""
+MODEL = "model:"
+"""What the name of a reward source that is a model begins with."""
+
+
 class RewardConfig(Section):
     """The score of a response: its sources and their weights."""
 

@@ -18,6 +18,14 @@ from stretto.errors import MissingExtraError, StorageError
 from stretto.observe.run_directory import RunDirectory
 
 
+def port_taken(port: int, error: OSError) -> StorageError:
+    """Return the error of a port that cannot be listened on."""
+    return StorageError(
+        f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; another run "
+        "may be there, choose another port"
+    )
+
+
 class Tracker(Protocol):
     """A receiver of a run's metrics besides its folder."""
 
@@ -119,10 +127,7 @@ class Prometheus:
                 port, addr="127.0.0.1", registry=self._registry
             )
         except OSError as error:
-            raise StorageError(
-                f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; "
-                "another run may be there, choose another port"
-            ) from error
+            raise port_taken(port, error) from error
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         """Show the metrics in the place of the last step's."""

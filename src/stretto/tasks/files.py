@@ -26,8 +26,7 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     """
     section = "task" if isinstance(config, TaskConfig) else "data"
     path = Path(config.name).expanduser()
-    local = path.suffix in SUFFIXES or config.name.startswith(("/", "./", "../", "~"))
-    if local or path.exists():
+    if is_local(config.name):
         if config.split != "train":
             raise TaskError(
                 f"{section}.split = '{config.split}' has no effect on the local file '{path}'; "
@@ -44,6 +43,13 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
             f"set {section}.size to that or less, or to 0 for all"
         )
     return _Head(rows, config.size) if config.size else rows
+
+
+def is_local(name: str) -> bool:
+    """Return whether a dataset's name means a file, there or not, rather than a hub dataset."""
+    path = Path(name).expanduser()
+    meant = path.suffix in SUFFIXES or name.startswith(("/", "./", "../", "~"))
+    return meant or path.exists()
 
 
 class _Head(Sequence[Row]):

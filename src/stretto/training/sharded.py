@@ -27,13 +27,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stretto.config import OptimizerConfig
+from stretto.config.training import token_budget
 from stretto.models.forward import (
     backbone,
     by_token_budget,
     output_head,
     response_hidden,
     response_tokens,
-    token_budget,
     unwrapped,
 )
 from stretto.models.load import save_model

@@ -253,7 +253,7 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
                 logging_level=logging.ERROR,
             )
         return True
-    _require_answer(address)
+    require_answer(address)
     try:
         with signals.kept():
             ray.init(address=address, logging_level=logging.ERROR)
@@ -262,8 +262,8 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
     return True
 
 
-def _require_answer(address: str) -> None:
-    """Knock at an address: where nobody answers, Ray would go on trying for many minutes.
+def require_answer(address: str) -> None:
+    """Knock at a cluster's address: where nobody answers, Ray would go on trying for many minutes.
 
     Raises:
         ConfigError: it cannot be an address, or nobody answers.
