@@ -15,8 +15,8 @@ from stretto.errors import ConfigError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.tasks.procedural import DEFAULT_SIZE
 from stretto.tasks.prompts import render
-from stretto.tasks.reasoning import DEFAULT_SIZE
 from stretto.training.epochs import updates
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"

@@ -144,7 +144,7 @@ def settled(config: R, say: Callable[[str], object]) -> R:
 
 def of_dataset(task: TaskConfig, name: str) -> dict[str, Any]:
     """Changes of a task's settings, for rows that come from elsewhere."""
-    kind = "dataset" if task.kind == "reasoning-gym" else task.kind
+    kind = "dataset" if task.is_procedural else task.kind
     own = {"name": name, "settings": {}, "size": 0, "split": "train", "held_out": 0.0}
     data = task.model_dump() | {"kind": kind} | own
     return {"task": TaskConfig.model_validate(data).model_dump()}

@@ -33,6 +33,7 @@ from stretto.assembly.models import (
 from stretto.assembly.scorers import MODEL, open_functions, reward_models, reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.config import Config
+from stretto.errors import require
 from stretto.models.forward import unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora
@@ -84,6 +85,8 @@ def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Part
     Raises:
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
+    if config.pipeline.ranks:
+        require("numba", "pipelines", f"pipeline.ranks = {config.pipeline.ranks}")
     prepare_torch(config)
     tokenizer, task, prompts = open_task(config, given, say)
     functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.errors import MissingExtraError
+from stretto.errors import require
 from stretto.pipelines.bounds import heads, tails
 from stretto.pipelines.graph import FORWARD, Ints
 from stretto.pipelines.kernels import earliest_starts
@@ -56,14 +55,13 @@ def improve(record: Record, seed: int, threads: int) -> None:
         record.memory_bound = max(record.memory_bound, lowest)
 
 
-def require() -> None:
+def require_solver() -> None:
     """Say what to install where OR-tools is missing.
 
     Raises:
         MissingExtraError: it is.
     """
-    if find_spec("ortools") is None:
-        raise MissingExtraError("ortools", "cpsat", "a proof by CP-SAT")
+    require("ortools", "cpsat", "a proof by CP-SAT")
 
 
 def _starts(record: Record) -> Ints:
@@ -76,7 +74,7 @@ def _model(
     record: Record,
 ) -> tuple[CpModel, list[IntVar], list[list[tuple[IntervalVar, int]]]]:
     """Starts of all tasks [T] that end by the record's latency, and what each device holds when."""
-    require()
+    require_solver()
     from ortools.sat.python.cp_model import CpModel
 
     problem, graph, latency = record.problem, record.graph, record.latency
