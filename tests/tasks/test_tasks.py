@@ -136,7 +136,7 @@ def test_words_are_asked_for_backward() -> None:
     words = [str(task.row(i).prompt).rpartition(" ")[2] for i in range(200)]
     assert [task.row(i).reference for i in range(200)] == [word[::-1] for word in words]
     assert set(words) <= set(WORDS)
-    assert len(set(words)) == 200
+    assert len(set(words)) > 140  # of 392, drawn with replacement: 157 on average
     answer = words[0][::-1]
     responses = [answer, answer.upper(), answer + "s", "??" + answer[2], answer[:2], ""]
     assert [task.verify(0, r) for r in responses] == pytest.approx([1, 1, 0.8, 1 / 3, 2 / 3, 0])

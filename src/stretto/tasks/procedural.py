@@ -86,9 +86,8 @@ class SpellBackward:
     """Words of three letters to be spelled backward."""
 
     def make(self, seed: int, index: int) -> tuple[str, str]:
-        """Draw a question and its answer; all words come before one comes again."""
-        round_, place = divmod(index, len(WORDS))
-        word = Random(seed + round_).sample(WORDS, len(WORDS))[place]
+        """Draw a question and its answer."""
+        word = Random(seed + index).choice(WORDS)
         return f"Spell this word backward (example: sun -> nus): {word}", word[::-1]
 
     def score(self, answer: str, right: str) -> float:
