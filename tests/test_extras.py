@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from stretto import extras, tasks
 from stretto.config import TaskConfig
@@ -131,3 +133,17 @@ def test_the_core_needs_no_optional_library(tmp_path: Path) -> None:
     assert refused
     parts = tuple(f"stretto.{name}" for name in NOT_CORE)
     assert [name for name in refused if not name.startswith(parts)] == []
+
+
+def test_the_constraints_have_a_fitting_version_of_every_library() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    core = list(map(Requirement, PROJECT["dependencies"]))
+    dev = [Requirement(text) for text in PROJECT["optional-dependencies"]["dev"]]
+    elsewhere = {"stretto", "vllm", "lm-eval"}
+    for requirement in chain(core, dev, *EXTRAS.values()):
+        name = canonicalize_name(requirement.name)
+        if name not in elsewhere:
+            versions = [str(p.specifier)[2:] for p in pinned if canonicalize_name(p.name) == name]
+            assert len(versions) >= 1, name
+            assert all(requirement.specifier.contains(version) for version in versions), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -131,7 +132,16 @@ def _solve(
     solver.parameters.max_time_in_seconds = max(seconds, 0.1)
     solver.parameters.num_workers = threads
     solver.parameters.random_seed = seed
-    status = solver.solve(model)
+    # Its own handler of Ctrl-C would swallow it, and leave none behind: the next one would end the
+    # process. On a thread the search can be told to stop.
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1) as thread:
+        solving = thread.submit(solver.solve, model)
+        try:
+            status = solving.result()
+        except BaseException:
+            solver.stop_search()
+            raise
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         starts = np.array([solver.value(variable) for variable in at])
         device = record.graph.device[record.graph.queue_of]
