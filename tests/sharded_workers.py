@@ -45,7 +45,7 @@ def models(kind: str) -> tuple[Any, Any]:
     return actor, critic
 
 
-def qwen(dtype: torch.dtype) -> Any:
+def qwen(dtype: torch.dtype = torch.float32) -> Any:
     """A model that normalises the queries and keys of each head, and shares keys among heads."""
     torch.manual_seed(0)
     config = Qwen3Config(
