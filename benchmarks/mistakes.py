@@ -164,6 +164,7 @@ MISTAKES = (
         ("stages",),
     ),
     # Data
+    Mistake("procedural task", "train tiny --task.name chain_summ", ("'chain_sum'",)),
     Mistake("no data", "train tiny --task.kind dataset", ("task.name is empty",)),
     Mistake(
         "no data file",

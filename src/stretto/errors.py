@@ -27,8 +27,12 @@ with status 2; anything else that escapes is a bug and keeps its traceback.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
+
+from stretto.extras import remedy
 
 
 class StrettoError(Exception):
@@ -46,7 +50,7 @@ class MissingExtraError(StrettoError):
         self._parts = library, extra, purpose
         super().__init__(
             f"{purpose} needs the library '{library}', which is not installed. "
-            f"Install it with: pip install 'stretto[{extra}]'"
+            f"Install it with: {remedy(extra)}"
         )
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
@@ -159,6 +163,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError | OSError) and bool(_MEMORY_IS_SHORT.search(str(error)))
+
+
+def require(library: str, extra: str, purpose: str) -> None:
+    """Make sure that an optional library is installed.
+
+    Args:
+        library: by the name under which it is imported.
+        extra: asks for it.
+        purpose: of the library, as the subject of a message.
+
+    Raises:
+        MissingExtraError: it is not.
+    """
+    if sys.modules.get(library) is None and find_spec(library) is None:
+        raise MissingExtraError(library, extra, purpose)
 
 
 def first_line(error: BaseException) -> str:

@@ -505,7 +505,7 @@ def test_generate_depends_on_the_seed_alone(tiny_folder: Path) -> None:
 def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    words = {"name": "spell_backward", "settings": {"min_word_len": 3, "max_word_len": 3}}
+    words = {"name": "spell_backward", "settings": {}}
     warm = settings(tiny_folder, steps=1, warmup_examples=1600, warmup_lr=3e-3, task=words)
     run_dir, _ = run(warm, tmp_path)
     config = settings(tiny_folder, task=words)

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.api.settings import Settings, changed, model_of, named, trained_with
-from stretto.checks import check_measured, check_model, require
+from stretto.checks import check_measured, check_model
 from stretto.config import ModelConfig, RewardModelConfig, RolloutConfig, recipes
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, require
 
 if TYPE_CHECKING:
     from torch import nn

@@ -26,9 +26,6 @@ RESUMABLE = (
 )
 """Settings and sections that a resumed run may change; any other would make it a different run."""
 
-TABLES = ("dataset", "gsm8k")
-"""Kinds of tasks that are rows of a file or of the hub."""
-
 
 def load_recipe(name: str | Path, **changes: Any) -> Config:
     """A recipe's settings, changed.
@@ -117,7 +114,7 @@ def settled(config: R, say: Callable[[str], object]) -> R:
 
 def of_dataset(task: TaskConfig, name: str) -> dict[str, Any]:
     """Changes of a task's settings, for rows that come from elsewhere."""
-    kind = task.kind if task.kind in TABLES else "dataset"
+    kind = "dataset" if task.is_procedural else task.kind
     return {"task": {"name": name, "kind": kind}}
 
 

@@ -48,7 +48,8 @@ def check(config: Config, folder: Path) -> None:
     written = Written.by(config)
     if written is None:
         return
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    folder = folder.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if written.checkpoint + written.model > free:
         raise StorageError(

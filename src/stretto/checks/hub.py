@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from stretto.errors import ModelError, TaskError
+from stretto.errors import ModelError, TaskError, require
 
 PATIENCE_S = 4.0
 """Seconds in which the hub must answer; its library would try again for half a minute."""
@@ -28,14 +28,20 @@ def check_model(name: str) -> None:
         )
 
 
-def check_dataset(name: str) -> None:
-    """Refuse a dataset that is not on this machine, where the hub does not answer.
+def check_dataset(name: str, *, ask: bool = True) -> None:
+    """Refuse a dataset of the hub that is not on this machine, where the hub does not answer.
+
+    Args:
+        name: of the dataset.
+        ask: whether to look if the hub answers.
 
     Raises:
-        TaskError: so it is.
+        MissingExtraError: the library that reads the hub is not installed.
+        TaskError: the hub does not answer.
     """
+    require("datasets", "hub", f"'{name}', a dataset of the hub,")
     owner_and_name = name.partition(":")[0]
-    if not _dataset_is_cached(owner_and_name) and (reason := unreachable()):
+    if ask and not _dataset_is_cached(owner_and_name) and (reason := unreachable()):
         raise TaskError(
             f"the dataset '{name}' is not on this machine, and the hub cannot be asked for it: "
             f"{reason}. Give a local file (.jsonl, .json or .parquet), or download it where there "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from collections.abc import Collection
@@ -12,7 +11,7 @@ from stretto import tasks
 from stretto.checks import functions, hub, memory
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.sections import MODEL
-from stretto.errors import ConfigError, MissingExtraError, ModelError, TaskError
+from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
 from stretto.models.resolve import cache_dir, cached, is_known
@@ -85,8 +84,8 @@ def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = T
             read_demonstrations(config.data)
         else:
             read_pairs(config.data)
-    elif ask_hub:
-        hub.check_dataset(config.data.name)
+    else:
+        hub.check_dataset(config.data.name, ask=ask_hub)
     check_model(config.model.name, config.model, ask_hub=ask_hub)
 
 
@@ -125,6 +124,8 @@ def check_libraries(config: Config) -> None:
     elsewhere = any(process.python for process in config.cluster.processes)
     if config.rollout.engine == "vllm" and not elsewhere:
         require("vllm", "vllm", "rollout.engine = 'vllm'")
+    if ranks := config.pipeline.ranks:
+        require("numba", "pipelines", f"pipeline.ranks = {ranks}")
 
 
 def check_observation(observe: ObserveConfig) -> None:
@@ -143,16 +144,6 @@ def check_observation(observe: ObserveConfig) -> None:
                 probe.bind(("127.0.0.1", port))
             except OSError as error:
                 raise port_taken(port, error) from error
-
-
-def require(library: str, extra: str, purpose: str) -> None:
-    """Refuse what needs a library that is not installed.
-
-    Raises:
-        MissingExtraError: it is not.
-    """
-    if importlib.util.find_spec(library) is None:
-        raise MissingExtraError(library.replace("_", "-"), extra, purpose)
 
 
 def check_device(model: ModelConfig) -> None:
@@ -175,7 +166,7 @@ def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
         TaskError, MissingExtraError: it cannot.
     """
     task = config.task
-    if task.held_out_rows and is_local(task.held_out_rows) and task.kind != "reasoning-gym":
+    if task.held_out_rows and is_local(task.held_out_rows) and not task.is_procedural:
         held_out = Path(task.held_out_rows).expanduser()
         if not held_out.exists():
             raise TaskError(
@@ -183,9 +174,8 @@ def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
             )
     if task.kind == "reasoning-gym":
         require("reasoning_gym", "tasks", "task.kind = 'reasoning-gym'")
-    elif task.kind in ("dataset", "gsm8k") and not is_local(task.name):
-        if ask_hub:
-            hub.check_dataset(task.name)
+    elif not task.is_procedural and not is_local(task.name):
+        hub.check_dataset(task.name, ask=ask_hub)
         return None
     return tasks.load(task, config.seed)
 

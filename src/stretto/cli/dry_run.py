@@ -45,7 +45,7 @@ def describe_run(config: Config) -> str:
         *_pipelines(config),
         *map(_source, config.reward.sources),
     ]
-    if config.task.kind != "reasoning-gym":
+    if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
     lines.append(f"evaluation: {_held_out(config.task)}")
     plan = plan_for(config)
@@ -116,7 +116,7 @@ def _held_out(task: TaskConfig) -> str:
         return task.held_out_rows
     if share := task.held_out_share:
         return f"{share:.0%} of all different prompts, which training leaves out"
-    if task.kind == "reasoning-gym":
+    if task.is_procedural:
         return "rows of another seed, which may ask what training asks (task.held_out is 0)"
     return "on the rows of training (task.held_out is 0)"
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from stretto.api.settings import trained_with
-from stretto.checks import check_measured, require
+from stretto.checks import check_measured
 from stretto.cli.settings import (
     RECIPE_HELP,
     Option,
@@ -22,7 +22,7 @@ from stretto.cli.settings import (
     parse_with_config,
 )
 from stretto.config import Config, recipes
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
 from stretto.observe.report import evaluations
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto import signals
-from stretto.errors import ConfigError, MissingExtraError, first_line
+from stretto.errors import ConfigError, first_line, require
 from stretto.workers.environment import described, forwarded
 
 OBJECT_STORE_BYTES = 200 * 2**20
@@ -235,10 +235,9 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
         MissingExtraError: Ray is not installed.
         ConfigError: no cluster answers.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("ray", "ray", "a cluster") from error
+    require("ray", "ray", "a cluster")
+    import ray
+
     if ray.is_initialized():
         return False
     if not address:
