@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -37,6 +38,7 @@ from stretto.errors import (
     StrettoError,
     TaskError,
 )
+from stretto.machine import usable_cores
 from stretto.trl import arguments, tables
 from stretto.trl.prompts import TokenTask
 
@@ -207,6 +209,8 @@ def test_the_same_script_trains_in_processes_of_its_own(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     few = {"total_episodes": 2 * BATCH}
+    # As many threads as new processes take: a test before this one may have left another number.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", usable_cores())))
     here = make_trainer(folders, tmp_path, few)
     there = make_trainer(folders, tmp_path, {**few, "runtime": "local"})
     for trainer in (here, there):
