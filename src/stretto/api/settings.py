@@ -36,7 +36,7 @@ def load_recipe(name: str | Path, **changes: Any) -> Config:
 
     Args:
         name: of a packaged recipe, a ``.toml`` file or a run's folder.
-        changes: as in :mod:`stretto.api`.
+        changes: as in :func:`train`.
 
     Raises:
         ConfigError: no such recipe, an unknown setting, or a value out of range.
@@ -45,7 +45,7 @@ def load_recipe(name: str | Path, **changes: Any) -> Config:
 
 
 def changed(config: S, changes: Mapping[str, Any]) -> S:
-    """Settings with some of them changed; see :mod:`stretto.api`.
+    """Settings with some of them changed; as in :func:`train`.
 
     Rows that are named in place of others take ``task.held_out`` with them, see :data:`ROWS`.
 
