@@ -8,6 +8,7 @@ stands twice. The reference of the settings is made of their classes.
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -56,7 +57,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point links to where the pages are."""
+    """Point links to where the pages are, and show the examples."""
+    if page.file.src_uri == "examples.md":
+        markdown = _with_sources(markdown)
     up = "../" * page.file.src_uri.count("/")
     for pattern, folder in LINKS:
         markdown = pattern.sub(f"]({up}{folder}", markdown)
@@ -66,6 +69,26 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 def on_page_content(html: str, **_: Any) -> str:
     """Make links of the cross-references of docstrings; of those that lead nowhere, code."""
     return MENTION.sub(lambda found: _link(found[1]), html)
+
+
+def _with_sources(markdown: str) -> str:
+    """The examples' README with the text of each file that it links to below."""
+    names = list(dict.fromkeys(re.findall(r"\]\(([\w.]+)\)", markdown)))
+    shown = [f"## {name} {{#{name}}}\n\n{_source(ROOT / 'examples' / name)}" for name in names]
+    linked = re.sub(r"\]\(([\w.]+)\)", r"](#\1)", markdown)
+    return "\n\n".join([linked, *shown])
+
+
+def _source(file: Path) -> str:
+    """A file as a block of code; of a notebook its cells."""
+    text, kind = file.read_text(encoding="utf-8").rstrip("\n"), file.suffix[1:]
+    if kind != "ipynb":
+        return f"```{kind.replace('jsonl', 'json')}\n{text}\n```"
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(
+        f"```python\n{text}\n```" if kind == "code" else re.sub("^#+ (.*)", r"**\1**", text)
+        for kind, text in cells
+    )
 
 
 def _link(name: str) -> str:
