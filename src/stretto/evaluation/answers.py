@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import nn
 
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import load_actor, prepare_torch
+from stretto.assembly.models import NOTHING, Given, make_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
 from stretto.errors import RewardError
-from stretto.models.load import load_tokenizer
+from stretto.models.load import fastest_dtype, load_tokenizer, pick_device
 from stretto.models.resolve import resolve
 from stretto.rollout.engine import TorchEngine
 from stretto.schedules.rollout import Rollout
@@ -80,29 +80,41 @@ def answer(
 
 
 def generate(
-    model: str,
+    config: ModelConfig,
     prompts: Sequence[str],
     options: RolloutConfig,
     *,
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
+    given: Given = NOTHING,
 ) -> Iterator[tuple[int, str]]:
     """Answer prompts: (index of the prompt, text), each as soon as it has ended.
+
+    Args:
+        config: names the model, and its type.
+        prompts: what to answer.
+        options: of sampling.
+        seed: of sampling.
+        chat: whether to apply the tokenizer's chat template.
+        given: model and tokenizer, where the caller has them as objects.
 
     Raises:
         ConfigError: the seed is out of range.
     """
     require_seed(seed)
     settings = Config.model_construct(
-        seed=seed, model=ModelConfig(name=model), rollout=options, task=TaskConfig(chat=chat)
+        seed=seed, model=config, rollout=options, task=TaskConfig(chat=chat)
     )
     prepare_torch(settings)
-    tokenizer = load_tokenizer(resolve(model, say))
+    tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, say))
     rollouts = [
         Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i), i)
         for i, text in enumerate(prompts)
     ]
-    engine = make_engine(settings, load_actor(settings, say), tokenizer, options.batch)
+    if given.actor is None and config.dtype == "auto":
+        dtype, because = fastest_dtype(pick_device(config.device))
+        say(f"computing in {str(dtype).removeprefix('torch.')}: {because}; --dtype takes another")
+    engine = make_engine(settings, make_actor(settings, given, say), tokenizer, options.batch)
     for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
 
