@@ -177,7 +177,7 @@ def test_a_plan_on_paper_is_not_written(tmp_path: Path) -> None:
 def test_settings_of_a_file_take_the_place_of_a_recipes(tmp_path: Path) -> None:
     file = tmp_path / "other.toml"
     file.write_text('steps = 7\n[rollout]\nbatch = 8\n[[cluster.processes]]\nroles = ["learner"]\n')
-    changed = recipes.overlay(PPO, file)
+    changed = recipes.build(recipes.overlay(PPO, file), "a test")
     assert (changed.steps, changed.rollout.batch) == (7, 8)
     assert changed.rollout.max_new_tokens == 256
     assert changed.cluster.processes[0].roles == ("learner",)
@@ -221,6 +221,14 @@ def test_the_command_prints_plans_and_writes_one(
         (["tiny", "--gpus", "2", "--gpu", "h1000"], "unknown GPU 'h1000'"),
         (["tiny", "--gpus", "2", "--model-shape", "qwen"], "unknown model 'qwen'"),
         (["tiny", "--gpus", "2", "--minutes", "-1"], "must be 0 or more"),
+        (
+            ["tiny", "--gpus", "2", "--response-tokens", "0", "0"],
+            "error: --response-tokens 0 0: median = 0.0: must be greater than 0\n",
+        ),
+        (
+            ["tiny", "--gpus", "2", "--response-tokens", "9", "3"],
+            "error: --response-tokens 9 3: a lognormal is fitted to its median and either p95",
+        ),
         (["nothing", "--gpus", "2"], "there is no recipe 'nothing'"),
     ],
 )
@@ -239,7 +247,7 @@ def test_options_of_the_command_are_written(
     (tmp_path / "my.toml").write_text(recipes.dump(PPO))
     options = ["--gpus", "2", "--gpu", "h200", "--rollout.batch", "16", "--write", "c.toml"]
     assert stretto(["plan", "my.toml", *options]) == 0
-    trained = recipes.overlay(recipes.load("my.toml"), "c.toml")
+    trained = recipes.build(recipes.overlay(recipes.load("my.toml"), "c.toml"), "a test")
     assert trained.rollout.batch == 16
     capsys.readouterr()
     assert stretto(["plan", "my.toml", "--gpus", "2", "--write", "absent/c.toml"]) == 2

@@ -43,6 +43,8 @@ def parse_with_config(
     config: S,
     options: Mapping[str, Option],
     only: Sequence[str] = (),
+    start: Mapping[str, Any] | None = None,
+    where: str = "command line",
 ) -> tuple[S, dict[str, Any]]:
     """Parse options that override settings, and the command's own.
 
@@ -56,12 +58,14 @@ def parse_with_config(
         config: where settings take their defaults from; the result is of its class.
         options: the command's own options, by name.
         only: dotted settings or sections to offer; empty offers all.
+        start: settings in the place of ``config``'s, which are yet to be checked with the others.
+        where: all of them come from, for messages.
 
     Raises:
         ConfigError: the resulting settings are not valid.
         SystemExit: help was asked for (0), or the command line does not parse (2).
     """
-    defaults = config.model_dump()
+    defaults = config.model_dump() if start is None else start
     settings = _mirror(type(config), tuple(only), "")
     own = _own(options)
     # Both without a prefix of their own: --steps, not --settings.steps.
@@ -80,7 +84,7 @@ def parse_with_config(
     merged = _merge(defaults, parsed.settings)
     if isinstance(config, Config) and other_rows(_named(arguments, (*ROWS, HELD_OUT))):
         merged["task"]["held_out"] = 0.0
-    return recipes.build(merged, "command line", type(config)), dataclasses.asdict(parsed.own)
+    return recipes.build(merged, where, type(config)), dataclasses.asdict(parsed.own)
 
 
 def _named(arguments: Sequence[str], settings: Sequence[str]) -> set[str]:

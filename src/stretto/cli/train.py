@@ -67,11 +67,17 @@ def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:
             f"--resume takes the settings of the run it resumes; leave out the recipe '{given}'"
         )
     recipe = given or DEFAULT_RECIPE
-    before = start = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
+    before = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
     overrides = _value_of("--overrides", arguments)
-    if overrides:
-        start = recipes.overlay(start, overrides)
-    config, own = parse_with_config("train", _DESCRIPTION, arguments, start, _options())
+    config, own = parse_with_config(
+        "train",
+        _DESCRIPTION,
+        arguments,
+        before,
+        _options(),
+        start=recipes.overlay(before, overrides) if overrides else None,
+        where=f"'{overrides}' and the command line" if overrides else "command line",
+    )
     if own["resume"] != resumed:
         raise ConfigError("--resume was given twice; name one run directory")
     if own["overrides"] != overrides:

@@ -141,11 +141,13 @@ def overlaid(config: Config, data: Mapping[str, Any], where: str) -> Config:
     return build(merged(config.model_dump(), data), where)
 
 
-def overlay(config: Config, file: str | Path) -> Config:
+def overlay(config: Config, file: str | Path) -> dict[str, Any]:
     """Settings with those of a file in their place, such as one that ``stretto plan`` wrote.
 
+    They may contradict each other, as others may come on top: :func:`build` checks them all.
+
     Raises:
-        ConfigError: the file cannot be read, or a setting in it is wrong.
+        ConfigError: the file cannot be read, or a setting in it is wrong whatever the others are.
     """
     try:
         data = tomllib.loads(Path(file).read_text(encoding="utf-8"))
@@ -153,7 +155,14 @@ def overlay(config: Config, file: str | Path) -> Config:
         raise ConfigError(f"cannot read the settings '{file}': {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"'{file}' is not valid TOML: {error}") from error
-    return overlaid(config, data, f"'{file}'")
+    data = merged(config.model_dump(), data)
+    try:
+        return Config.model_validate(data).model_dump()
+    except ValidationError as error:
+        wrong = [e for e in error.errors(include_url=False) if e["type"] != "value_error"]
+        if wrong:
+            raise _wrong(wrong, f"'{file}'", Config) from error
+    return data
 
 
 def difference(base: Config, config: Config) -> dict[str, Any]:
@@ -200,8 +209,11 @@ def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(e, kind) for e in error.errors(include_url=False)]
-        raise ConfigError(f"{where}: " + "; ".join(problems)) from error
+        raise _wrong(error.errors(include_url=False), where, kind) from error
+
+
+def _wrong(errors: Sequence[ErrorDetails], where: str, kind: type[Section]) -> ConfigError:
+    return ConfigError(f"{where}: " + "; ".join(_explain(e, kind) for e in errors))
 
 
 def _folder(kind: type[Section]) -> Traversable:
