@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from stretto.config import Config, RewardModelConfig, SftConfig
+from stretto.config import Config, RewardModelConfig, ScheduleConfig, SftConfig
 from stretto.runtime.sim.cluster import Cluster
 
 INTRO = """# Settings: every option with its default and range
@@ -56,7 +56,8 @@ def page() -> str:
 
 def clusters() -> str:
     """Write the page on files of virtual clusters."""
-    return "\n".join([CLUSTERS, *_section(Cluster, "", "", {})])
+    seen: dict[type[BaseModel], str] = {ScheduleConfig: "settings.md#schedule"}
+    return "\n".join([CLUSTERS, *_section(Cluster, "", "", seen)])
 
 
 def _section(
@@ -88,9 +89,9 @@ def _section(
             if len(sections) > 1:
                 name, place = f"{name}: {_label(section)}", f"{anchor}{section.__name__}."
             if section in seen:
-                yield f"### {name}\n\nAs [above](#{seen[section]}).\n"
+                yield f"### {name}\n\nThe same settings as [here]({seen[section]}).\n"
                 continue
-            seen[section] = f"{place}{dotted}"
+            seen[section] = f"#{place}{dotted}"
             only = " (in a file only)" if _table(dotted, field).startswith("[[") else ""
             yield f"### {name}{only} {{#{place}{dotted}}}\n\n{inspect.getdoc(section)}\n"
             yield from _section(section, f"{dotted}.", place, seen)

@@ -1,0 +1,171 @@
+"""Every command that the pages print, as far as the first thing that takes long.
+
+Options, files, columns and settings are looked at by the same checks as ever. What loads or trains
+a real model is stopped there, or told ``--dry-run``; measuring, generating and reporting is done,
+on runs of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run_helpers
+import stretto
+from docs_helpers import PAGES, ROOT, arguments, blocks, commands, prose, shell_lines
+from stretto import api, runs
+from stretto.cli.main import main
+from stretto.config import Config
+from stretto.models.tiny import make_tiny
+from stretto.observe import RunDirectory
+from stretto.observe.progress import NoProgress
+from stretto.planning import hardware_file
+from stretto.runtime.sim.cluster import Cluster
+
+COMMANDS = [(page.stem, command) for page in PAGES for command in commands(page)]
+DRY = ("train", "sft", "reward", "align")
+LONG = {
+    "stretto.cli.train.execute": "a run resumed",
+    "stretto.cli.compare.settled": "a comparison",
+    "stretto.cli.plan.planning.plan": "a search for plans",
+    "stretto.cli.plan.calibrating.calibrate": "measurements",
+    "stretto.cli.pipeline._solve": "a search for a schedule",
+    "stretto.cli.tour._show": "the tour",
+}
+"""What commands call once all is checked, and begins what takes long."""
+
+
+class BeginsError(Exception):
+    """All was in order."""
+
+
+def rows(file: Path, *of: dict[str, Any]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in of), encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files and runs that the pages name."""
+    folder = tmp_path_factory.mktemp("documented")
+    for name in ("benchmarks", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    asked = {"prompt": "What is 3 + 4?", "question": "What is 3 + 4?"}
+    told = {"answer": "7", "label": "7", "summary": "seven"}
+    rows(folder / "sums.jsonl", *[asked | told] * 4)
+    rows(folder / "mine.jsonl", asked | told)
+    some = [{"prompt": f"{n}?"} for n in range(20)]
+    rows(folder / "chats.jsonl", *[row | {"completion": "yes"} for row in some])
+    rows(folder / "pairs.jsonl", *[row | {"chosen": "yes", "rejected": "no"} for row in some])
+    (folder / "rewards.py").write_text(blocks("rewards", "python")[0])
+    (folder / "problem.json").write_text(blocks("pipelines", "json")[0])
+    (folder / "here.toml").write_text(blocks("planning", "toml")[0])
+    (folder / "cluster.toml").write_text("[rollout]\nengines = 2\n")
+    shared = '[task]\nkind = "dataset"\nname = "sums.jsonl"\nanswer_column = "answer"\n'
+    (folder / "my.toml").write_text(f'runtime = "local"\n[model]\nname = "tiny"\n{shared}')
+    (folder / "processes.toml").write_text('runtime = "local"\n')
+    _runs(folder)
+    return folder
+
+
+def _runs(folder: Path) -> None:
+    """Runs of 20 small steps, and models under the names of stages that trained them."""
+    out, quiet = folder / "runs", {"progress": "off"}
+    make_tiny(folder / "tiny")
+    sums = run_helpers.settings(folder / "tiny", steps=20, observe=quiet)
+    given = {"kind": "dataset", "name": str(folder / "sums.jsonl"), "answer_column": "answer"}
+    for name, config in (("tiny", sums), ("my", api.changed(sums, {"task": given}))):
+        run = RunDirectory.create(out, name, config)
+        runs.train(config, run_dir=run, progress=NoProgress())
+    for copied in ("arithmetic-001", "tiny-tail-001", "tiny-tail-002", "off-policy/n1-001"):
+        shutil.copytree(out / "tiny-001", out / copied)
+    for train, settings, file in (
+        (stretto.sft, stretto.SftConfig(), "chats.jsonl"),
+        (stretto.train_reward_model, stretto.RewardModelConfig(), "pairs.jsonl"),
+    ):
+        named = {"model": {"name": str(folder / "tiny")}, "data": {"name": str(folder / file)}}
+        train(settings, **named, out=str(out), observe=quiet)  # type: ignore[operator]
+    shutil.copytree(out / "reward-001", out / "gold-001")
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{p}: {c}" for p, c in COMMANDS])
+def test_a_command_is_one(
+    page: str, command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del page  # which says where to look
+
+    def begins(*_: Any, **__: Any) -> None:
+        raise BeginsError
+
+    monkeypatch.chdir(place)
+    for name in LONG:
+        monkeypatch.setattr(name, begins)
+    words = arguments(command)
+    if words[0] in DRY and not {"--resume", "--help", "--dry-run"} & set(words):
+        words.append("--dry-run")
+    if words[0] == "eval":
+        words += ["--samples", "2"]
+    try:
+        status: Any = main(words)
+    except BeginsError:
+        return
+    except SystemExit as end:  # of --help
+        status = end.code
+    assert status == 0
+
+
+def test_commands_are_found() -> None:
+    pages = {page for page, _ in COMMANDS}
+    assert {"first-run", "data", "rewards", "alignment", "evaluation", "checkpoints"} <= pages
+    assert ("data", "stretto train arithmetic --task.settings min_terms=2 max_terms=3") in COMMANDS
+    assert not any("#" in command for _, command in COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_what_else_is_typed_is_there(page: Path) -> None:
+    """Targets of make, extras, and files; installing and containers need a network."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    makefile = (ROOT / "Makefile").read_text()
+    for line in shell_lines(page):
+        if found := re.match(r"make (\w+)", line):
+            assert f"\n{found[1]}:" in makefile
+        if found := re.match(r"(?:uv )?pip install .*\[([\w,-]+)\]", line):
+            assert set(found[1].split(",")) <= set(extras)
+        if found := re.match(r"python ([\w/]+\.py)", line):
+            assert (ROOT / found[1]).is_file()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_tables_of_toml_are_settings(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(blocks(page.stem, "toml")):
+        table = tomllib.loads(block)
+        if page.stem == "simulator":
+            roles = {"generators": [{"cost": {}}], "learner": {"cost": {}}}
+            assert Cluster.model_validate(roles | table).restarts == table["restarts"]
+        elif page.stem == "planning":
+            (tmp_path / "here.toml").write_text(block)
+            assert hardware_file.read(tmp_path / "here.toml").gpu.name == table["gpu"]["name"]
+        else:
+            assert Config.model_validate(table) != Config(), f"block {number}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_settings_that_are_named_are_settings(page: Path) -> None:
+    """Of pages for those who come from elsewhere, the last column has ours."""
+    lines = prose(page).splitlines()
+    if page.stem.startswith("coming-from-"):
+        lines = [line.rstrip(" |").rpartition(" | ")[2] for line in lines if line.startswith("|")]
+    names = re.findall(r"`(?:--)?([a-z]+)\.([a-z_-]+)(?:[ =][^`]*)?`", "\n".join(lines))
+    sections = {name: field.annotation for name, field in Config.model_fields.items()}
+    unknown = []
+    for section, name in names:
+        known = getattr(sections.get(section), "model_fields", None)
+        if known and name not in ("py", "toml") and name.replace("-", "_") not in known:
+            unknown.append(f"{section}.{name}")
+    assert unknown == []
