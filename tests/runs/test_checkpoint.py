@@ -42,7 +42,7 @@ def load(folder: Path) -> tuple[int, list[str]]:
     """The step of the one that is taken, and what is said of others."""
     notes: list[str] = []
     step, parts = checkpoint.load_latest(folder, notes.append)
-    assert parts.keys() == {"driver.pt", "learner"}
+    assert parts.keys() == {"driver.pt", "learner", "inputs.json"}
     assert parts["driver.pt"] == {"step": step, "numbers": [step, 2.5, None]}
     assert parts["learner"] == folder / f"step-{step:06d}" / "learner"
     for name in RANKS:
@@ -132,7 +132,9 @@ def test_the_former_format_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
     step, found = checkpoint.load_latest(tmp_path, print)
     assert step == 1
-    assert found == {"driver.pt": {"step": 1}, "learner": file.parent / "learner.pt"}
+    assert found["driver.pt"] == {"step": 1}
+    assert found["learner"] == file.parent / "learner.pt"
+    assert found["inputs.json"] == {}
 
 
 def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
 from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
+from stretto.tasks.prompts import PromptSource
 
 Say = Callable[[str], None]
 
@@ -51,6 +52,7 @@ class Given:
         end_tokens: that end a response; without them the tokenizer's and those of the generation
             config.
         warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
+        looks_at: called with the run's prompts, before any model is loaded.
         in_files: whether models that are loaded stay in their files, as ranks that divide them
             keep but their parts; see :mod:`stretto.models.mapped`.
     """
@@ -66,6 +68,7 @@ class Given:
     )
     end_tokens: frozenset[int] | None = None
     warmup: Path | None = None
+    looks_at: Callable[[PromptSource], None] | None = None
     in_files: bool = False
 
 

@@ -103,7 +103,10 @@ def open_task(
     trust = config.model.trust_remote_code
     tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust)
     task = given.task or tasks.load(config.task, config.seed)
-    return tokenizer, task, PromptSource(task, config.task, tokenizer, config.seed)
+    prompts = PromptSource(task, config.task, tokenizer, config.seed)
+    if given.looks_at:
+        given.looks_at(prompts)
+    return tokenizer, task, prompts
 
 
 def trained_models(

@@ -4,6 +4,7 @@
 
     checkpoints/step-000020/
     ├── driver.pt        prompts, schedule, weights that generation works with (runtime/state.py)
+    ├── inputs.json      fingerprints of rows and models as the run began (runs/inputs.py)
     ├── learner/         the models under training and their optimizers, a file of each process that
     │                    holds a part of them (training/shard_files.py)
     └── manifest.json    the length and the SHA-256 of each other file
@@ -33,6 +34,9 @@ from stretto.runtime.state import DRIVER, LEARNER, Writer
 
 KEPT = 2
 """Checkpoints of a run that stay; older ones go."""
+
+INPUTS = "inputs.json"
+"""The file with fingerprints, which earlier versions did not write."""
 
 _FORMAT, _FORMER = 4, 3
 _NAME = re.compile(r"step-(\d+)")
@@ -81,7 +85,8 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
         note: called with a line for each checkpoint that is damaged and passed over.
 
     Returns:
-        Its step; and by their names what is in ``driver.pt``, and the path of the learner's state.
+        Its step; and by their names what is in ``driver.pt``, the path of the learner's state, and
+        what is in ``inputs.json``.
 
     Raises:
         StateError: there is none, or none that is whole.
@@ -89,9 +94,9 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     found = _found(folder)
     if not found:
         raise StateError(
-            f"'{folder}' holds no checkpoint to resume from; a run writes one every "
-            "observe.checkpoint_minutes (10, unless set otherwise) and at its end, or every "
-            "observe.checkpoint_every steps. Start the run anew"
+            f"'{folder}' holds no checkpoint to resume from; a run writes one after its first "
+            "minute, every observe.checkpoint_minutes (10, unless set otherwise) and at its end, "
+            "or every observe.checkpoint_every steps. Start the run anew"
         )
     damages = []
     for step in sorted(found, reverse=True):
@@ -109,6 +114,11 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
 def newest(folder: Path) -> int:
     """Return the step of the newest checkpoint, whole or damaged; 0 where there is none."""
     return max(_found(folder), default=0)
+
+
+def size_of(checkpoint: Path) -> int:
+    """Return the bytes of all files of a checkpoint."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
 class _DamagedError(Exception):
@@ -131,7 +141,9 @@ def _found(folder: Path) -> dict[int, Path]:
 def _load(checkpoint: Path) -> dict[str, Any]:
     former = _verified(checkpoint) == _FORMER
     learner = checkpoint / (f"{LEARNER}.pt" if former else LEARNER)
-    return {DRIVER: _load_file(checkpoint / DRIVER), LEARNER: learner}
+    file = checkpoint / INPUTS
+    inputs = json.loads(file.read_bytes()) if file.is_file() else {}
+    return {DRIVER: _load_file(checkpoint / DRIVER), LEARNER: learner, INPUTS: inputs}
 
 
 def _load_file(file: Path) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from stretto.protocols import DRIVER, RECORDS
 from stretto.runs import checkpoint
 from stretto.runs.checkpointer import Checkpointer
 from stretto.runs.ending import saved_at_the_end
+from stretto.runs.inputs import Identities, Inputs
 from stretto.runtime.base import Running
 from stretto.runtime.start import start
 from stretto.schedules.rollout import Rollout
@@ -69,13 +71,20 @@ def train(
         first, state = 0, None
         if resume:
             first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
+            if not state[checkpoint.INPUTS]:
+                progress.note(
+                    "the checkpoint has no fingerprints of rows and models: they are not compared"
+                )
+        inputs = Inputs(state[checkpoint.INPUTS] if state else {})
+        inputs.take_models(config, given, progress.note)
+        given = replace(given, looks_at=partial(inputs.take_rows, config))
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
         running = start(config, stack, progress.note, given, run_dir.path)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
         running.spans.reset()
-        run = _Run(config, running, recorder, run_dir, state, done=first)
+        run = _Run(config, running, recorder, run_dir, inputs.found, state, done=first)
         del state  # as large as the models; the run lets it go once it has taken it up
         with saved_at_the_end(
             run_dir.model,
@@ -99,6 +108,7 @@ class _Run:
     """The steps of a run, recorded.
 
     Attributes:
+        inputs: what it was started with.
         state: to go on from.
         done: steps taken, over all resumptions.
         stats: of the last one.
@@ -108,6 +118,7 @@ class _Run:
     running: Running
     recorder: Recorder
     run_dir: RunDirectory
+    inputs: Identities
     state: dict[str, Any] | None
     done: int
     stats: Stats = field(default_factory=dict)
@@ -120,6 +131,7 @@ class _Run:
         checkpoints = Checkpointer(
             self.running,
             self.run_dir.checkpoints,
+            self.inputs,
             self.config.observe,
             self.config.steps,
             self.recorder.note,

@@ -62,7 +62,10 @@ class Processes:
             stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
         ).absolute()
         self._given = replace(
-            given, functions={}, warmup=given.warmup or scratch / "warmup.safetensors"
+            given,
+            functions={},
+            looks_at=None,
+            warmup=given.warmup or scratch / "warmup.safetensors",
         )
         self._launcher = launcher_of(config, say)
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
