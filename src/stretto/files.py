@@ -104,6 +104,17 @@ def whole_lines(content: bytes) -> list[bytes]:
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
 
 
+def last_line(file: Path) -> bytes:
+    """Read the last whole line, with its end; empty where there is none."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        end = _end_of_lines(descriptor, os.fstat(descriptor).st_size)
+        start = _end_of_lines(descriptor, end - 1) if end else 0
+        return os.pread(descriptor, end - start, start)
+    finally:
+        os.close(descriptor)
+
+
 def _end_of_lines(descriptor: int, size: int) -> int:
     """Return the place where the last whole line ends, in bytes."""
     end = size

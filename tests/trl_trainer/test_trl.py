@@ -37,6 +37,7 @@ from stretto.errors import (
     StrettoError,
     TaskError,
 )
+from stretto.machine import usable_cores
 from stretto.trl import arguments, tables
 from stretto.trl.prompts import TokenTask
 
@@ -206,6 +207,7 @@ def test_a_schedule_overlaps_the_same_script(folders: dict[str, Path], tmp_path:
 def test_the_same_script_trains_in_processes_of_its_own(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
+    torch.set_num_threads(usable_cores())  # as processes do; other tests may have set fewer
     few = {"total_episodes": 2 * BATCH}
     here = make_trainer(folders, tmp_path, few)
     there = make_trainer(folders, tmp_path, {**few, "runtime": "local"})

@@ -14,6 +14,7 @@ from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import StateError
 from stretto.machine import Machine
 from stretto.observe import Progress, RunDirectory, make_progress
+from stretto.saying import LOADING, Saying
 from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ def execute(
 def execute(
     run: Begun[Any], *, given: Given | None = None, progress: Progress | None = None
 ) -> Any:
-    """Execute a run that was begun: plan, display, training, and where the results are.
+    """Execute a run that was begun: display, training, and where the results are.
+
+    One that is resumed and has ended already is not: what came of it is returned at once.
 
     Args:
         run: its folder is removed again if it is new and ends before its first step. The settings
@@ -93,18 +96,26 @@ def execute(
     """
     config, run_dir = run.config, run.run_dir
     display = progress or make_progress(config.observe.progress)
+    if run.resuming and given is None and (ended := run_dir.ended(config.steps)) is not None:
+        display.note(
+            f"the run in {run_dir.path} has ended: all of its {ended.steps} steps are taken, and "
+            f"the trained model is in {ended.model}. More steps go on from there (--steps)"
+        )
+        return ended
 
     def work() -> Any:
         if run.resuming:
             run_dir.save_config(config)
-        from stretto import runs
+        with display.working(LOADING):
+            from stretto import runs
+            from stretto.api.opening import opening
 
-        # A model that the caller brings has a type of its own.
-        named = given is None or given.actor is None
-        final, decided = _settled(config, run_dir) if named else (config, [])
-        run_dir.save_machine(Machine.here())
-        display.start(final, _plan(final) if named else "")
-        display.note(f"{'resuming' if run.resuming else 'run directory'}: {run_dir.path}")
+            # A model that the caller brings has a type of its own.
+            actor = given.actor if given else None
+            final, decided = (config, []) if actor else _settled(config, run_dir)
+            run_dir.save_machine(Machine.here())
+            text = opening(final, run_dir, actor, Saying(display), resuming=run.resuming)
+        display.start(final, text)
         for line in decided:
             display.note(line)
         if isinstance(final, Config):
@@ -116,15 +127,6 @@ def execute(
         return supervised(final, run_dir=run_dir, progress=display)
 
     return _to_the_end(work, run_dir, display, keep=run.resuming)
-
-
-def _plan(config: Config | SftConfig | RewardModelConfig) -> str:
-    """Describe the memory that a run takes; empty but for reinforcement learning."""
-    if not isinstance(config, Config):
-        return ""
-    from stretto.models.memory import format_plan, plan_for
-
-    return format_plan(plan_for(config))
 
 
 def _settled(config: R, run_dir: RunDirectory) -> tuple[R, list[str]]:

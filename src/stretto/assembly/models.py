@@ -30,11 +30,10 @@ from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.memory import format_size
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
+from stretto.saying import Say, working
 from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,10 @@ def _loaded(
     """
     m = config.model
     device = pick_device(m.device)
-    model = load(path, pick_dtype(m.dtype, device), device, m.trust_remote_code, in_files=in_files)
+    with working(say, f"loading {path}"):
+        model = load(
+            path, pick_dtype(m.dtype, device), device, m.trust_remote_code, in_files=in_files
+        )
     if in_files:
         if m.lora_rank:  # adapters are made in the types of the weights beside them
             mapped.convert(model)

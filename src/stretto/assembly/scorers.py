@@ -11,10 +11,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.engines import scorer_slots
-from stretto.assembly.models import NOTHING, Given, Say, load_reward_model, made_ready
+from stretto.assembly.models import NOTHING, Given, load_reward_model, made_ready
 from stretto.config import Config
 from stretto.models.forward import token_budget
 from stretto.models.load import pick_device
+from stretto.saying import Say
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer

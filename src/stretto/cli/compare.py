@@ -92,7 +92,7 @@ def _run_all(
     target: float | None,
 ) -> int:
     trainings = Trainings(config, jobs, folder)
-    collected = collect(jobs, trainings.run)
+    collected = collect(jobs, trainings.run, config.steps)
     publish(collected, target, folder, arguments, str(Machine.here()))
     first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed][:MAX_RUNS]
     if first:

@@ -23,7 +23,9 @@ from stretto.cli.settings import (
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.models.resolve import trained_model
+from stretto.observe.progress import on_stderr
 from stretto.observe.report import evaluations
+from stretto.saying import LOADING, working
 
 if TYPE_CHECKING:
     from stretto.evaluation import EvalResult, Measured
@@ -103,7 +105,8 @@ def run(arguments: Sequence[str]) -> int:
 def _pass_at_1(
     config: Config, own: Mapping[str, Any], model: str, trained: Config
 ) -> dict[str, Any]:
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     result = evaluation.evaluate(
         config, model=model, samples=own["samples"] or SAMPLES, trained=trained
@@ -118,7 +121,8 @@ def _pass_at_1(
 
 
 def _sampled(config: Config, own: Mapping[str, Any], model: str, trained: Config) -> dict[str, Any]:
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     judge = None
     if own["judge"]:
@@ -148,7 +152,8 @@ def _sampled(config: Config, own: Mapping[str, Any], model: str, trained: Config
 def _benchmarks(
     config: Config, own: Mapping[str, Any], model: str, names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     figures = evaluation.benchmark(config, model=model, tasks=names, limit=own["lm_eval_limit"])
     for f in figures:

@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from stretto.config import RolloutConfig
 from stretto.errors import ConfigError
+from stretto.observe.progress import on_stderr
+from stretto.saying import LOADING, working
 
 _MOST_AT_ONCE = 32
 
@@ -67,7 +69,8 @@ def _generate(
         rule = first["msg"].replace("Input should be", "must be")
         raise ConfigError(f"{name} {first['input']!r}: {rule}") from error
 
-    from stretto.evaluation.answers import generate
+    with working(on_stderr, LOADING):
+        from stretto.evaluation.answers import generate
 
     answers = generate(model, asked, rollout, seed=seed, chat=chat)
     for index, text in _in_order(answers):

@@ -22,6 +22,8 @@ from stretto.cli.settings import (
 )
 from stretto.config import RewardModelConfig, recipes
 from stretto.errors import ConfigError
+from stretto.observe.progress import on_stderr
+from stretto.saying import LOADING, working
 
 if TYPE_CHECKING:
     from stretto.evaluation import LabelResult
@@ -98,7 +100,8 @@ def _label_file(arguments: Sequence[str]) -> LabelResult:
     if not own["timeout"] > 0:
         raise ConfigError(f"--timeout {own['timeout']}: must be above 0")
 
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     return evaluation.label_pairs(
         config, by=own["by"], out=Path(own["out"]), timeout_s=own["timeout"]
@@ -134,7 +137,8 @@ def _label_responses(arguments: Sequence[str]) -> LabelResult:
     if own["prompts"] < 1:
         raise ConfigError(f"--prompts {own['prompts']}: must be 1 or more")
 
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     return evaluation.label_responses(
         config,

@@ -12,9 +12,9 @@ from typing import Any
 
 from stretto.config import Config
 from stretto.errors import ConfigError, MissingExtraError
-from stretto.evaluation.answers import say
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.resolve import resolve
+from stretto.observe.progress import on_stderr
 
 FEWSHOT: Mapping[str, int] = {
     "arc_challenge": 0,
@@ -79,7 +79,7 @@ def benchmark(
     options = {
         "model": "hf",
         "model_args": {
-            "pretrained": str(resolve(model, say)),
+            "pretrained": str(resolve(model, on_stderr)),
             "dtype": str(pick_dtype(config.model.dtype, device)).removeprefix("torch."),
             "trust_remote_code": config.model.trust_remote_code,
         },

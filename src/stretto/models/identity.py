@@ -10,13 +10,15 @@ from pathlib import Path
 
 from stretto.errors import ModelError
 from stretto.models.load import load_config
-from stretto.models.resolve import Say, resolve
+from stretto.models.resolve import resolve
+from stretto.saying import Say
 
 WHOLE = 64 << 20
 """Bytes of a file that is read whole."""
 
 HEAD, BLOCKS, BLOCK = 1 << 20, 64, 16 << 10
-"""Of a longer one: bytes at its beginning, and number and size of blocks spread over the rest."""
+"""Bytes that are read at the beginning of a longer file; number and size of blocks that are read
+of the rest, spread evenly."""
 
 _CONFIG, _WEIGHTS = "config.json", "*.safetensors"
 

@@ -16,6 +16,7 @@ from stretto.config import Config, ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
 from stretto.models.architectures import known
 from stretto.planning.shapes import Shape
+from stretto.saying import Say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -126,10 +127,10 @@ def memory_plan(
     )
 
 
-def measure(config: ModelConfig) -> tuple[int, int | None]:
+def measure(config: ModelConfig, say: Say = print) -> tuple[int, int | None]:
     """Count a model's parameters without loading it: in all, and of its LoRA adapters.
 
-    The second is ``None`` when there are no adapters.
+    The second is ``None`` when there are no adapters. ``say`` is told what takes time.
 
     Raises:
         ModelError: the model's architecture cannot be read, or is none of a causal language model.
@@ -141,7 +142,7 @@ def measure(config: ModelConfig) -> tuple[int, int | None]:
     from stretto.models.lora import add_lora
 
     auto_class: Any = AutoModelForCausalLM
-    architecture = read_architecture(config)
+    architecture = read_architecture(config, say)
     with torch.device("meta"):
         try:
             model = auto_class.from_config(architecture, trust_remote_code=config.trust_remote_code)
@@ -194,8 +195,8 @@ def measure_shape(config: ModelConfig) -> Shape:
     return shape
 
 
-def read_architecture(config: ModelConfig) -> PreTrainedConfig:
-    """A model's configuration, without its weights.
+def read_architecture(config: ModelConfig, say: Say = print) -> PreTrainedConfig:
+    """A model's configuration, without its weights; ``say`` is told what takes time.
 
     Raises:
         ModelError: it cannot be read.
@@ -205,7 +206,7 @@ def read_architecture(config: ModelConfig) -> PreTrainedConfig:
 
     if (shape := known(config.name)) is not None:
         return shape
-    return load_config(resolve(config.name), config.trust_remote_code)
+    return load_config(resolve(config.name, say), config.trust_remote_code)
 
 
 def plan_for(config: Config) -> MemoryPlan:
@@ -277,14 +278,14 @@ def parse_parameters(text: str) -> int | None:
 
 def format_plan(plan: MemoryPlan) -> str:
     """The plan as a table, both countings side by side, with what each of them means."""
-    trained = (
-        "all trained" if plan.trained == plan.parameters else f"{_count(plan.trained)} trained"
-    )
+    parameters, trained = format_count(plan.parameters), f"{format_count(plan.trained)} trained"
+    if plan.trained == plan.parameters:
+        trained = "all trained"
     learned = " and ".join(r.role for r in plan.mixed.roles if r.role in TRAINED_ROLES)
     where = "" if learned == "model" else f" in {learned}"
     lines = [
-        f"Memory for weights, gradients and Adam states; {_count(plan.parameters)} parameters a "
-        f"model ({trained}{where})",
+        f"Memory for weights, gradients and Adam states; {parameters} parameters a model "
+        f"({trained}{where})",
         f"  {'model':<10} {'16-bit':>10}   {'mixed precision':>15}",
     ]
     pairs = zip(plan.sixteen_bit.roles, plan.mixed.roles, strict=True)
@@ -305,7 +306,8 @@ def format_plan(plan: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
-def _count(number: int) -> str:
+def format_count(number: int) -> str:
+    """Return a number of parameters for people, to four digits."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:
             return f"{number / size:.4g}{unit}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from stretto.assembly.models import Given, Say
+from stretto.assembly.models import Given
 from stretto.assembly.scorers import MODEL
 from stretto.config import Config
 from stretto.errors import StateError
 from stretto.models.identity import identity
+from stretto.saying import Say
 from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource
 

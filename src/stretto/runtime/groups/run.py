@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.checks import look_at_prompts
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
-from stretto.assembly.models import NOTHING, Given, Say, prepare_torch
-from stretto.assembly.parts import open_task
+from stretto.assembly.models import NOTHING, Given, prepare_torch
+from stretto.assembly.parts import STARTING_FUNCTIONS, open_task
 from stretto.assembly.scorers import open_functions
 from stretto.clock import RealClock
 from stretto.config import Config
@@ -33,6 +33,7 @@ from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.groups.processes import Processes
 from stretto.runtime.state import DRIVER, Staged, copied, leave_room, write
 from stretto.runtime.state import LEARNER as LEARNER_FOLDER
+from stretto.saying import Say, working
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
@@ -162,10 +163,12 @@ def start(
     _check(config, given)
     prepare_torch(config)
     tokenizer, task, prompts = open_task(config, given, say)
-    functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
+    with working(say, STARTING_FUNCTIONS):
+        functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
     first = look_at_prompts(prompts, say)
     placing = Processes(config, given, stack, say, folder, probe_of(first), first)
-    groups, executors = placing.opened()
+    with working(say, placing.opening):
+        groups, executors = placing.opened()
     spans = Spans(RealClock(), placing.devices)
     meeting = _meeting(config, placing.meeting, stack)
     handover = Handover(executors[LEARNER], meeting, _tolerance(config), spans)
@@ -190,7 +193,8 @@ def start(
         role = short_name(seat.role)
         client = ScorerClient(info, handover.follow(seat.role, executor), spans, role)
         replicas.append(ScorerReplica(client, seat.host, role))
-    hand_over(handover, followers, placing.ready.refs)
+    with working(say, "handing over the first weights"):
+        hand_over(handover, followers, placing.ready.refs)
     memory = MemoryWatch(groups, RealClock())
     stack.callback(memory.close)
     migrating = None
