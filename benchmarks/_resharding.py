@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from stretto.models.architectures import known
+from stretto.models.load import architecture
 from stretto.models.pieces import Layout, Whole, index, shape, wholes_of
 from stretto.models.tensor_parallel import plan_cuts
 from stretto.types import WeightsRef
@@ -24,7 +24,7 @@ def wholes_named(name: str, tp: int) -> dict[str, Whole]:
     """All parameters of a known model in bfloat16, as they are cut into so many slices."""
     with torch.device("meta"):
         auto: Any = AutoModelForCausalLM
-        model = auto.from_config(known(name), dtype=torch.bfloat16)
+        model = auto.from_config(architecture(name), dtype=torch.bfloat16)
     return wholes_of(model, plan_cuts(model, tp).dims)
 
 

@@ -21,8 +21,9 @@ import numpy as np
 from _driver import IdleGenerator, IdleScorer
 from _shared import parse
 from stretto.clock import RealClock
+from stretto.config.cluster import generator_names
 from stretto.observe.spans import Spans
-from stretto.runtime.clients import GeneratorClient, ScorerClient, generator_names
+from stretto.runtime.clients import GeneratorClient, ScorerClient
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.schedule import Schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,12 @@ import pytest
 from stretto.models.tiny import make_tiny
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
+
+
+def pytest_configure() -> None:
+    """Ctrl-C can be tested where it is ignored, as in what a script starts in the background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

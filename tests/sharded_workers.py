@@ -29,8 +29,8 @@ UPDATES = 10
 
 def models(kind: str) -> tuple[Any, Any]:
     """An actor and a critic, the same on every rank."""
-    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float32
-    actor = qwen() if kind == "norms of heads" else llama(dtype=dtype, tied=kind != "untied")
+    dtype = torch.bfloat16 if kind.startswith("bfloat16") else torch.float64
+    actor = qwen(dtype) if kind == "norms of heads" else llama(dtype=dtype, tied=kind != "untied")
     critic = critic_of(actor)
     if kind.endswith("lora"):
         lora = ModelConfig(lora_rank=2)
@@ -45,7 +45,7 @@ def models(kind: str) -> tuple[Any, Any]:
     return actor, critic
 
 
-def qwen() -> Any:
+def qwen(dtype: torch.dtype = torch.float32) -> Any:
     """A model that normalises the queries and keys of each head, and shares keys among heads."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -64,7 +64,7 @@ def qwen() -> Any:
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
-    return model
+    return model.to(dtype)
 
 
 def first_gradients(learner: PolicyLearner, before: str, batch: TrainBatch) -> dict[str, Any]:

@@ -12,50 +12,15 @@ import yaml
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stretto"
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-LINE = re.compile(r"(?P<indent>(?:│   |    )*)[├└]── (?P<names>\S+(?:, \S+)*)(?:  +\S.*)?")
-"""A line of the tree: what is drawn, names, and two spaces before what is said of them."""
 
 
-def tree_of(text: str) -> list[str]:
-    """Every file or pattern of the drawn tree, relative to its root, in its order."""
-    folders: list[str] = []
-    files: list[str] = []
-    for line in text.splitlines()[1:]:
-        match = LINE.fullmatch(line)
-        assert match, line
-        del folders[len(match["indent"]) // 4 :]
-        for name in match["names"].split(", "):
-            if name.endswith("/"):
-                folders.append(name)
-            else:
-                files.append("".join([*folders, name]))
-    return files
-
-
-def test_a_drawn_tree_is_read() -> None:
-    drawn = """src/
-├── a.py, b.py   two files
-├── c/           a folder
-│   ├── d/  one in it
-│   │   └── e.py  deep
-│   └── *.toml
-└── f.py"""
-    assert tree_of(drawn) == ["a.py", "b.py", "c/d/e.py", "c/*.toml", "f.py"]
-
-
-def test_the_tree_has_every_file_once_and_none_that_is_not_there() -> None:
-    drawn = tree_of(CONTRIBUTING.partition("```\n")[2].partition("```")[0].strip())
-    found = {name: [str(f.relative_to(SOURCE)) for f in SOURCE.glob(name)] for name in drawn}
-    assert [name for name in drawn if not found[name]] == []
-    shown = [file for name in drawn for file in found[name]]
-    there = [
-        str(file.relative_to(SOURCE))
-        for file in SOURCE.rglob("*")
-        if file.is_file()
-        and "__pycache__" not in file.parts
-        and file.name not in ("__init__.py", "py.typed")
-    ]
-    assert sorted(shown) == sorted(there)
+def test_every_room_is_described_and_none_that_is_not_there() -> None:
+    table = CONTRIBUTING.partition("| in `src/stretto/` | |\n|---|---|\n")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()]
+    described = {name.rstrip("/") for cell in cells for name in re.findall(r"`([\w./]+)`", cell)}
+    packages = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert packages <= described
+    assert all((SOURCE / name).exists() for name in described)
 
 
 def additions() -> list[str]:

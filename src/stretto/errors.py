@@ -6,6 +6,7 @@
     ├── ConfigError            a setting is unknown, out of range, or contradicts another
     ├── MissingExtraError      an optional library is needed; names the extra to install
     ├── ModelError             a model cannot be found, fetched, loaded or driven
+    ├── OutOfMemoryError       the memory of the machine or of a GPU is used up
     ├── TaskError              a dataset cannot be read, or lacks a column
     ├── RewardError            a reward source failed on a sample (carries the samples)
     ├── EngineError            the generation engine was asked for what it cannot do
@@ -25,8 +26,13 @@ with status 2; anything else that escapes is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib.util import find_spec
+
+from stretto.extras import remedy
 
 
 class StrettoError(Exception):
@@ -44,7 +50,7 @@ class MissingExtraError(StrettoError):
         self._parts = library, extra, purpose
         super().__init__(
             f"{purpose} needs the library '{library}', which is not installed. "
-            f"Install it with: pip install 'stretto[{extra}]'"
+            f"Install it with: {remedy(extra)}"
         )
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
@@ -54,6 +60,10 @@ class MissingExtraError(StrettoError):
 
 class ModelError(StrettoError):
     """A model cannot be found, fetched, loaded or driven."""
+
+
+class OutOfMemoryError(StrettoError):
+    """The memory of the machine or of a GPU is used up."""
 
 
 class TaskError(StrettoError):
@@ -143,6 +153,31 @@ class StalledError(StrettoError):
 
 class LifecycleError(StrettoError):
     """A rollout or a role was moved along an edge that its life does not have."""
+
+
+_MEMORY_IS_SHORT = re.compile(r"DefaultCPUAllocator|[Cc]an('t|not) allocate memory|out of memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error, of torch's or Python's, says that memory is used up."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError | OSError) and bool(_MEMORY_IS_SHORT.search(str(error)))
+
+
+def require(library: str, extra: str, purpose: str) -> None:
+    """Make sure that an optional library is installed.
+
+    Args:
+        library: by the name under which it is imported.
+        extra: asks for it.
+        purpose: of the library, as the subject of a message.
+
+    Raises:
+        MissingExtraError: it is not.
+    """
+    if sys.modules.get(library) is None and find_spec(library) is None:
+        raise MissingExtraError(library, extra, purpose)
 
 
 def first_line(error: BaseException) -> str:

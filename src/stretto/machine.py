@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -50,6 +52,35 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def usable_gpus() -> int:
+    """Count the GPUs that torch would see, without importing it: by its build, the devices that the
+    system lists, and the environment.
+    """
+    found = importlib.util.find_spec("torch")
+    version = Path(found.origin).with_name("version.py") if found and found.origin else None
+    build = version.read_text() if version and version.is_file() else ""
+    if re.search(r"^cuda: .*= None$", build, re.M) and re.search(r"^hip: .*= None$", build, re.M):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
+    nvidia = len([p for p in Path("/dev").glob("nvidia*") if p.name[6:].isdigit()])
+    others = any(Path(device).exists() for device in ("/dev/dxg", "/dev/kfd"))  # WSL, AMD
+    return nvidia or int(others)
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process may still take: the machine's, or its container's."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    try:
+        return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no control groups, or no limit: "max"
+        return free
 
 
 def _cpu() -> str:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from loss_helpers import GARBAGE, mask_of, naive_gae, part_of, randn, rows_of, soiled
+from rounding import rounding
 from stretto.algorithms.advantages import gae, whiten
 from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
@@ -126,7 +127,7 @@ def test_kl_estimators_by_hand() -> None:
         ("k2", [ln2**2 / 2, ln2**2 / 2]),
         ("k3", [0.5 - 1 + ln2, 2 - 1 - ln2]),  # pi_ref / pi - 1 - log(pi_ref / pi)
     ):
-        np.testing.assert_allclose(kl_estimate(logp, ref, kind)[0], expected, rtol=1e-6)  # type: ignore[arg-type]
+        np.testing.assert_allclose(kl_estimate(logp, ref, kind)[0], expected, rtol=rounding(4))  # type: ignore[arg-type]
 
 
 def test_k1_and_k3_are_unbiased() -> None:
@@ -307,7 +308,9 @@ def test_losses_and_gradients_do_not_depend_on_the_split(mode: str) -> None:
             assert torch.equal(got, want)
         merged = sum((part.metrics for part in parts), Metrics()).floats()
         # The loss itself is a sum in float32; figures are added up in float64.
-        assert merged.pop("loss/policy_avg") == pytest.approx(stats["loss/policy_avg"], rel=1e-6)
+        assert merged.pop("loss/policy_avg") == pytest.approx(
+            stats["loss/policy_avg"], rel=rounding(32)
+        )
         assert merged == pytest.approx(
             {k: v for k, v in stats.items() if k != "loss/policy_avg"}, rel=1e-12
         )

@@ -22,7 +22,7 @@ from stretto.api.planning import (
     write,
 )
 from stretto.cli.main import main as stretto
-from stretto.config import Config, recipes
+from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
 from stretto.planning import hardware_file
 from stretto.planning.hardware import GPUS
@@ -61,12 +61,12 @@ def test_models_work_and_lengths_come_from_the_settings() -> None:
 
 
 def test_what_the_algorithm_leaves_out_is_not_planned_for() -> None:
-    changes = {
+    grpo = {
         "algorithm": {"name": "grpo", "kl_coef": 0.0},
         "rollout": {"batch": 32, "samples_per_prompt": 8},
         "reward": {"sources": ["task"]},
     }
-    setting, _ = setting_of(recipes.overlaid(PPO, changes, "a test"), asked(8))
+    setting, _ = setting_of(changes.changed(PPO, grpo, "a test"), asked(8))
     assert setting.models.trained == (shape_of("qwen2.5-3b"),)
     assert setting.models.frozen == ()
     assert list(setting.functions) == ["task"]
@@ -78,10 +78,10 @@ def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
     assert setting.models.actor == shape_of("llama-3.1-8b")
     assert setting.models.reward == shape_of("qwen2.5-0.5b").valued()
     assert setting.models.critic == shape_of("llama-3.1-8b").valued()
-    like = recipes.overlaid(PPO, {"critic": {"init": "reward"}}, "a test")
+    like = changes.changed(PPO, {"critic": {"init": "reward"}}, "a test")
     setting, _ = setting_of(like, asked(8, reward_model="qwen2.5-0.5b"))
     assert setting.models.critic == shape_of("qwen2.5-0.5b").valued()
-    own = recipes.overlaid(PPO, {"model": {"name": str(tmp_path)}}, "a test")
+    own = changes.changed(PPO, {"model": {"name": str(tmp_path)}}, "a test")
     with pytest.raises(ConfigError, match="name a model of its shape with --model-shape"):
         setting_of(own, asked(8))
 
@@ -106,7 +106,7 @@ def test_train_takes_every_plan_that_is_not_on_paper(gpus: int) -> None:
     for candidate in candidates(setting, Space(gpus, variants_of(PPO))):
         if candidate.on_paper:
             continue
-        config = recipes.overlaid(PPO, settings_of(PPO, candidate, setting), "the plan")
+        config = changes.changed(PPO, settings_of(PPO, candidate, setting), "the plan")
         found = places(config, 8, gpus)
         assert sum(len(place.devices) for place in found) == gpus
         assert len({device for place in found for device in place.devices}) == gpus
@@ -131,23 +131,23 @@ def test_what_a_recipe_says_of_processes_is_replaced() -> None:
         "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]},
         "rollout": {"batch": 32, "engines": 2},
     }
-    config = recipes.overlaid(PPO, own, "a test")
+    config = changes.changed(PPO, own, "a test")
     setting, _ = setting_of(config, asked(1, model="qwen2.5-0.5b"))
     (first, *_) = candidates(setting, Space(1, variants_of(config)))
-    found = recipes.overlaid(config, settings_of(config, first, setting), "the plan")
+    found = changes.changed(config, settings_of(config, first, setting), "the plan")
     assert (found.runtime, found.rollout.engines, found.cluster.processes) == ("inline", 1, ())
-    piped = recipes.overlaid(PPO, {"pipeline": {"ranks": 2}}, "a test")
+    piped = changes.changed(PPO, {"pipeline": {"ranks": 2}}, "a test")
     data = settings_of(piped, first, setting)
-    assert recipes.overlaid(piped, data, "the plan").pipeline.ranks == 0
+    assert changes.changed(piped, data, "the plan").pipeline.ranks == 0
 
 
 def test_knobs_of_a_recipe_do_not_survive_in_a_plan() -> None:
     own = {"schedule": {"score_on": "chunk", "overcommit": 8, "lag": 1}}
-    config = recipes.overlaid(PPO, own, "a test")
+    config = changes.changed(PPO, own, "a test")
     setting, _ = setting_of(config, asked(4))
     for candidate in candidates(setting, Space(4, variants_of(config))):
         if not candidate.on_paper:
-            trained = recipes.overlaid(config, settings_of(config, candidate, setting), "the plan")
+            trained = changes.changed(config, settings_of(config, candidate, setting), "the plan")
             assert trained.schedule.knobs == candidate.schedule.knobs
 
 
@@ -158,7 +158,7 @@ def test_memory_is_no_less_than_what_train_counts() -> None:
         place = candidate.layout
         if candidate.on_paper or place.sharing != "none" or place.learner.devices < 2:
             continue
-        config = recipes.overlaid(PPO, settings_of(PPO, candidate, setting), "the plan")
+        config = changes.changed(PPO, settings_of(PPO, candidate, setting), "the plan")
         shapes = Shapes(setting.models.actor, setting.models.critic, {})
         first = loads(config, places(config, 8, 6), shapes, 2)[0]
         counted = sum(first.held.values()) - PROCESS_BYTES
@@ -174,22 +174,26 @@ def test_a_plan_on_paper_is_not_written(tmp_path: Path) -> None:
         write(tmp_path / "plan.toml", PPO, next(only), setting)
 
 
+def overlaid(config: Config, file: Path | str) -> Config:
+    return changes.changed(config, changes.read(file), str(file))
+
+
 def test_settings_of_a_file_take_the_place_of_a_recipes(tmp_path: Path) -> None:
     file = tmp_path / "other.toml"
     file.write_text('steps = 7\n[rollout]\nbatch = 8\n[[cluster.processes]]\nroles = ["learner"]\n')
-    changed = recipes.overlay(PPO, file)
+    changed = overlaid(PPO, file)
     assert (changed.steps, changed.rollout.batch) == (7, 8)
     assert changed.rollout.max_new_tokens == 256
     assert changed.cluster.processes[0].roles == ("learner",)
     assert changed.model == PPO.model
     file.write_text("[rollout]\nbatsch = 8\n")
     with pytest.raises(ConfigError, match="batsch"):
-        recipes.overlay(PPO, file)
+        overlaid(PPO, file)
     file.write_text("[rollout\n")
     with pytest.raises(ConfigError, match="not valid TOML"):
-        recipes.overlay(PPO, file)
+        overlaid(PPO, file)
     with pytest.raises(ConfigError, match="cannot read the settings"):
-        recipes.overlay(PPO, tmp_path / "absent.toml")
+        overlaid(PPO, tmp_path / "absent.toml")
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -239,7 +243,7 @@ def test_options_of_the_command_are_written(
     (tmp_path / "my.toml").write_text(recipes.dump(PPO))
     options = ["--gpus", "2", "--gpu", "h200", "--rollout.batch", "16", "--write", "c.toml"]
     assert stretto(["plan", "my.toml", *options]) == 0
-    trained = recipes.overlay(recipes.load("my.toml"), "c.toml")
+    trained = overlaid(recipes.load("my.toml"), "c.toml")
     assert trained.rollout.batch == 16
     capsys.readouterr()
     assert stretto(["plan", "my.toml", "--gpus", "2", "--write", "absent/c.toml"]) == 2

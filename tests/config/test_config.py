@@ -75,7 +75,7 @@ def test_dump_names_every_setting() -> None:
         ("[training]\nlearnin_rate = 1", "unknown setting 'training.learnin_rate'. Did you mean"),
         ("[rollout]\nbach = 1", "unknown setting 'rollout.bach'. Did you mean 'rollout.batch'?"),
         ("[training]\nbatch = 1", "unknown setting 'training.batch'. Did you mean 'rollout.batch'"),
-        ("lr = 1", "unknown setting 'lr'. Known: training.lr."),
+        ("lr = 1", "unknown setting 'lr'. Did you mean 'training.lr'?"),
         ("[training]\nlr = -1.0", "training.lr = -1.0: must be greater than 0"),
         ("[training]\nlr = nan", "training.lr = nan: must be"),
         ("steps = 'many'", "steps = 'many': must be a valid integer"),

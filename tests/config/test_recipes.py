@@ -15,8 +15,8 @@ from stretto.errors import ConfigError
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
+from stretto.tasks.procedural import DEFAULT_SIZE
 from stretto.tasks.prompts import render
-from stretto.tasks.reasoning import DEFAULT_SIZE
 from stretto.training.epochs import updates
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
@@ -139,12 +139,12 @@ def test_gsm8k_trains_the_real_model_on_the_real_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_tiny_learns(seed: int, tmp_path: Path) -> None:
-    """From under 0.55 to over 0.8, whatever the CPU; test_tiny_algorithms.py says why so."""
+    """From under 0.6 to over 0.8, whatever the CPU; test_tiny_algorithms.py says why so."""
     config = changed("tiny", seed=seed, observe={"progress": "off"})
     run_dir = RunDirectory.create(tmp_path, "tiny", config)
     runs.train(config, run_dir=run_dir, progress=NoProgress())
     rewards = [step["objective/scores"] for step in lines(run_dir.metrics_file)]
-    assert fmean(rewards[:10]) < 0.55
+    assert fmean(rewards[:10]) < 0.6
     assert fmean(rewards[-10:]) > 0.8
 
 

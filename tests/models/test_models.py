@@ -16,11 +16,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
+from stretto.models.architectures import known
+from stretto.models.info import ModelInfo, built
 from stretto.models.load import (
+    architecture,
     end_token_ids,
     load_causal_lm,
     load_sequence_classifier,
@@ -29,7 +33,8 @@ from stretto.models.load import (
     pick_dtype,
     save_model,
 )
-from stretto.models.memory import measure, measure_shape, read_architecture
+from stretto.models.lora import add_lora
+from stretto.models.memory import described, measure
 from stretto.models.rates import cpu_has_bfloat16
 from stretto.models.resolve import cache_dir, resolve
 from stretto.models.tiny import make_tiny
@@ -231,7 +236,7 @@ def test_a_config_that_contradicts_itself_is_refused_in_a_line(tiny: Path, tmp_p
     """transformers checks configs by an error of another kind, in several lines."""
     config = json.loads((tiny / "config.json").read_text()) | {"num_attention_heads": 5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for read in (lm, lambda path: read_architecture(ModelConfig(name=str(path)))):
+    for read in (lm, lambda path: architecture(str(path))):
         with pytest.raises(ModelError, match=r"cannot load the config of .*multiple") as caught:
             read(tmp_path)
         assert "\n" not in str(caught.value)
@@ -248,33 +253,61 @@ def test_shapes_of_known_models_have_their_parameters(name: str) -> None:
     """All but biases, which Qwen and GPT-NeoX have and the formulas leave out."""
     config = ModelConfig(name=name)
     parameters, _ = measure(config)
-    shape = measure_shape(config)
+    shape = described(name).shape
     assert shape.parameters == pytest.approx(parameters, rel=0.001)
     assert shape.gated == ("pythia" not in name)
+
+
+def test_counts_of_files_are_those_of_torch(tiny: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPTNeoXConfig, MixtralConfig, Qwen2Config
+
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+    configs = {
+        "gpt2": GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50),
+        "neox": GPTNeoXConfig(intermediate_size=32, **size),
+        "qwen": Qwen2Config(intermediate_size=24, num_key_value_heads=1, **size),
+        "mixtral": MixtralConfig(intermediate_size=64, num_key_value_heads=2, **size),
+    }
+    for name, config in configs.items():
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(tmp_path / name)
+        lora = ModelConfig(name=str(tmp_path / name), lora_rank=2)
+        named = add_lora(model, lora, "CAUSAL_LM").named_parameters()
+        adapters = sum(p.numel() for n, p in named if "lora_" in n)
+        parameters = sum(p.numel() for p in model.parameters()) - adapters
+        assert measure(lora)[0] == parameters
+        if name != "mixtral":  # peft adapts experts as one parameter, files have a matrix each
+            assert measure(lora)[1] == adapters, name
+        info = described(lora.name)
+        assert (info.layers, info.number("num_attention_heads", "n_head")) == (2, 2)
+
+
+def test_known_models_that_are_not_here_are_counted_as_torch_does() -> None:
+    for name in ("EleutherAI/pythia-410m-deduped", "Qwen/Qwen2.5-3B-Instruct", "tiny"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(architecture(name))
+        entries = known(name)
+        assert entries
+        info = ModelInfo(name, entries, dict(built(entries)))
+        assert info.parameters == sum(p.numel() for p in model.parameters())
+        adapted = add_lora(model, ModelConfig(name=name, lora_rank=4), "CAUSAL_LM")
+        adapters = sum(p.numel() for n, p in adapted.named_parameters() if "lora_" in n)
+        assert info.adapter_parameters(4, ("all-linear",)) == adapters
 
 
 def test_other_shapes_have_no_plan_on_gpus(tmp_path: Path) -> None:
     from transformers import GPT2Config, MixtralConfig
 
     GPT2Config(n_embd=8, n_layer=1, n_head=2).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(ModelError, match=r"says nothing of its shape: .*intermediate_size"):
-        measure_shape(ModelConfig(name=str(tmp_path / "gpt2")))
-    experts = MixtralConfig(
+    with pytest.raises(ModelError, match=r"says nothing of its shape: no 'num_attention_heads'"):
+        _ = described(str(tmp_path / "gpt2")).shape
+    config = MixtralConfig(
         hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, vocab_size=10,
     )  # fmt: skip
-    experts.save_pretrained(tmp_path / "mixtral")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "mixtral")
     with pytest.raises(ModelError, match=r"layers' sizes it would have 4,464\. Plans on GPUs"):
-        measure_shape(ModelConfig(name=str(tmp_path / "mixtral")))
-
-
-def test_other_architectures_have_no_plan_of_memory(tmp_path: Path) -> None:
-    from transformers import T5Config
-
-    T5Config().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="cannot be made as a causal language model: Unrec") as no:
-        measure(ModelConfig(name=str(tmp_path)))
-    assert "\n" not in str(no.value)
+        _ = described(str(tmp_path / "mixtral")).shape
 
 
 def test_damaged_checkpoints_are_refused(tiny: Path, tmp_path: Path) -> None:

@@ -218,15 +218,13 @@ def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
         pass  # nobody listens there any more
 
 
-@pytest.mark.parametrize(
-    ("tracker", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
-)
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
 def test_a_missing_tracker_names_the_extra(
-    tracker: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tracker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, tracker, None)
     config = tracking(tracker)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'stretto\[{tracker}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{tracker}\]'"):
         open_trackers(config, RunDirectory.create(tmp_path, "tiny", config))
 
 
@@ -543,7 +541,7 @@ def test_the_trace_is_whole_json_with_a_track_a_role(tmp_path: Path) -> None:
     order = {e["args"]["sort_index"]: e["tid"] for e in events if e["name"] == "thread_sort_index"}
     assert [names[order[i]] for i in sorted(order)] == ["steps", "generator", "critic", "learner"]
     waits = [e for e in events if e.get("cat") == "wait"]
-    assert [(e["name"], e["ts"], e["dur"]) for e in waits] == [("wait: weights", -250e3, 1.75e6)]
+    assert [(e["name"], e["ts"], e["dur"]) for e in waits] == [("wait: weights", 0.0, 1.5e6)]
     score = next(e for e in events if e["name"] == "score")
     assert score["args"] == {"rollouts": [0, 1, 2, 3, 4, 5, 6, 7], "rollouts_count": 20}
     update = next(e for e in events if e["name"] == "update")

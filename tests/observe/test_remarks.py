@@ -49,6 +49,7 @@ LIMIT = "responses were cut at rollout.max_new_tokens = 64"
         (settings(missing_eos_penalty=0), "gives each of them 0 in place of its score. Where they"),
         (settings("subtract", missing_eos_penalty=-0.5), "takes 0.5 off the score of each of them"),
         (settings("off"), "and scored as they stood (reward.missing_eos = 'off')"),
+        (settings("off", sources=["task", "missing_eos"]), "'missing_eos' takes the penalty off"),
     ],
 )
 def test_the_first_step_says_what_was_cut_and_what_that_does(config: Config, says: str) -> None:

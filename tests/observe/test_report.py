@@ -664,3 +664,13 @@ def test_a_browser_draws_outcomes(tmp_path: Path) -> None:
     for cell in ("50.0 % ± 6.3 %", "0.75 ± 0.125", "25.0 %"):
         assert page.count(f"<td>{cell}</td>") == len(runs)
     assert ">against time<" not in page
+
+
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+def test_a_page_opens_at_a_step_of_all_runs_and_compares_like_with_like(tmp_path: Path) -> None:
+    runs = load([fake_run(tmp_path, f"of-{n}", False, steps=n).path for n in (3, 12)])
+    page = dom(html_page(runs), tmp_path)
+    assert "is not in its trace<" not in page
+    assert "<td>another task</td>" not in page
+    other = dataclasses.replace(runs[1], settings={**runs[1].settings, "task.name": "other"})
+    assert "<td>another task</td>" in dom(html_page([runs[0], other]), tmp_path)

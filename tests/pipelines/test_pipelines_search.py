@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import signal
 import threading
 import time
 from typing import Any
@@ -50,11 +51,12 @@ def test_a_device_may_be_woken_before_its_turn() -> None:
 @pytest.mark.parametrize(
     ("capacity", "at_most"),
     [
-        (4.0, 147),  # the optimum, by CP-SAT
-        (2.0, 285),  # one micro-batch at a time; the optimum is 270, by CP-SAT
+        (4.0, 1.1 * 147),  # the optimum, by CP-SAT; 3 s on a core of its own find it
+        (2.0, 1.1 * 270),  # one micro-batch at a time; the optimum, by CP-SAT
     ],
 )
-def test_tight_capacities(capacity: float, at_most: int) -> None:
+def test_tight_capacities(capacity: float, at_most: float) -> None:
+    """Within a tenth of the optimum, even where others are at work on the same cores."""
     problem = unequal(capacity)
     solution = solve(problem, seconds=3.0)
     assert evaluate(problem, solution.schedule).latency == solution.makespan <= at_most
@@ -133,3 +135,12 @@ class TestInterrupts:
     def test_or_is_raised(self) -> None:
         with pytest.raises(KeyboardInterrupt):
             solve(unequal(2.0), seconds=300.0)
+
+    def test_a_proof_is_broken_off_and_leaves_ctrl_c_as_it_was(self) -> None:
+        """CP-SAT's own handler would swallow the first, and the next would end the process."""
+        begun = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            solve(unequal(2.0), seconds=300.0, method="cp-sat")
+        assert time.monotonic() - begun < 60
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)

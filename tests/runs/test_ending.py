@@ -25,7 +25,7 @@ from stretto import runs, signals
 from stretto.assembly.models import Given
 from stretto.cli.main import main
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.errors import LearnerError, StorageError
+from stretto.errors import LearnerError, OutOfMemoryError, StorageError
 from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
 from stretto.runs import finetuning
@@ -100,6 +100,7 @@ def test_whatever_ends_a_run_leaves_what_was_learned(
         KeyboardInterrupt: "",
         SystemExit: " (SystemExit: 3)",
         OSError: " (OSError: [Errno 28] No space left on device)",
+        torch.OutOfMemoryError: " (out of memory)",
     }.get(type(error), f" ({type(error).__name__}: {error})")
     assert said == f"stopped after step 2{reason}; saving the model as it is now"
     assert where == f"the model is saved in {run_dir.model}"
@@ -132,6 +133,46 @@ def test_a_role_that_fails_leaves_what_was_learned(
     with pytest.raises(torch.OutOfMemoryError):
         reinforce(tiny_folder, tmp_path / "run", Notes(), steps=9, **schedule)
     assert_equal(weights(RunDirectory(tmp_path / "run")), two)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory"
+        ),
+        MemoryError(),
+    ],
+    ids=["cuda", "cpu", "python"],
+)
+def test_a_memory_that_is_used_up_is_said_with_what_takes_less(
+    error: Exception, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learn, calls = PolicyLearner.train, list[int]()
+
+    def failing(self: PolicyLearner, batch: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise error
+        return learn(self, batch)
+
+    monkeypatch.setattr(PolicyLearner, "train", failing)
+    config = settings(tiny_folder, reward={"sources": ("length",)}, out=str(tmp_path), steps=9)
+    with pytest.raises(OutOfMemoryError) as caught:
+        stretto.train(config, reward=length, rollout={"batch": 32}, progress=Notes())
+    said = str(caught.value)
+    what = f" ({error})" if str(error) else ""
+    assert said.startswith(f"out of memory{what}. Less is taken with --")
+    for option in (
+        "--training.microbatch-tokens 256",
+        "--model.gradient-checkpointing",
+        "--model.lora-rank 16",
+        "--rollout.slots 8",
+    ):
+        assert option in said
+    assert "\n" not in said
+    assert (tmp_path / "run-001" / "model").is_dir()
 
 
 def test_weights_of_half_an_update_are_not_saved(

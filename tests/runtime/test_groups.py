@@ -544,7 +544,7 @@ def test_a_missing_engine_is_named_before_anything_starts(
     monkeypatch.setattr(llm, "installed", lambda: None)
     rollout = {"engine": "vllm", "batch": 4, "max_new_tokens": 6}
     config = settings(tiny_folder, runtime="local", rollout=rollout)
-    with pytest.raises(MissingExtraError, match=r"pip install 'stretto\[vllm\]'") as caught:
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[vllm\]'") as caught:
         trained(config, tmp_path)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
     assert not processes()

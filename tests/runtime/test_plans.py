@@ -9,6 +9,10 @@ import pytest
 
 from stretto.config import PRESETS, ScheduleConfig
 from stretto.errors import ConfigError
+from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
+from stretto.pipelines.bounds import latency_bound
+from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.solve import solve
 from stretto.planning.layout import Layout, Mesh
 from stretto.planning.shapes import Models, Shape, shape_of
 from stretto.runtime.plans.bounds import Bounds
@@ -121,13 +125,25 @@ def test_on_paper_there_are_pipelines_and_more_copies() -> None:
     )
 
 
-def test_bubbles_of_pipelines() -> None:
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
+def test_bubbles_are_those_of_the_schedules(stages: int) -> None:
     """1F1B's is stages - 1, two chunks halve it; fused, two like models fill each other's."""
-    for stages in (2, 4, 8):
-        assert bubble("1f1b", stages) == stages - 1
-        assert bubble("interleaved", stages) == (stages - 1) / 2
-        assert bubble("fused", stages) == (stages / 2 - 1) / 2
-    assert bubble("fused", 1) == 0
+    micro_batches = 2 * stages
+    side = Side.of(stages, 1, micro_batches, forward=2, backward=4, activation=1)
+    problem = Problem(side, side)  # in half ticks, as chunks halve a stage's work
+
+    def idle(latency: int) -> float:
+        """Idle time of a stage for each model, in micro-batches of 6 half ticks."""
+        return (latency - 2 * micro_batches * 6) / 2 / 6
+
+    assert bubble("1f1b", stages) == idle(serial_1f1b(problem).latency)
+    assert bubble("interleaved", stages) == idle(interleaved_1f1b(problem).latency)
+    assert bubble("fused", stages) == idle(latency_bound(problem))
+    assert bubble("fused", stages) == idle(solve(problem, seconds=1.0).makespan)
+
+
+def test_a_stage_alone_has_no_bubble() -> None:
+    assert [bubble(of, 1) for of in ("1f1b", "interleaved", "fused")] == [0, 0, 0]
 
 
 def test_fused_pipelines_hold_both_models_micro_batches() -> None:

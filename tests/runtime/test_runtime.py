@@ -17,7 +17,7 @@ from scorer_helpers import reward_model
 from stretto import evaluation, runs, tasks
 from stretto.algorithms.registry import ALGORITHMS
 from stretto.assembly.warmup import _examples
-from stretto.config import RolloutConfig, recipes
+from stretto.config import ModelConfig, RolloutConfig, recipes
 from stretto.errors import ConfigError, RewardError, StateError, TaskError
 from stretto.evaluation.answers import generate
 from stretto.evaluation.rows import SEED
@@ -123,7 +123,9 @@ def test_a_run_leaves_its_records_and_a_model_behind(tiny_folder: Path, tmp_path
     (text,) = [
         text
         for _, text in generate(
-            str(run_dir.model), ["1 + 1 ="], RolloutConfig(temperature=0, max_new_tokens=4)
+            ModelConfig(name=str(run_dir.model)),
+            ["1 + 1 ="],
+            RolloutConfig(temperature=0, max_new_tokens=4),
         )
     ]
     assert text == tokenizer.decode(answer, skip_special_tokens=True)
@@ -481,7 +483,8 @@ def test_generate_is_greedy_at_temperature_0_and_keeps_apart(tiny_folder: Path) 
     model, tokenizer = auto.from_pretrained(tiny_folder), load_tokenizer(tiny_folder)
     prompts = ["a", "some longer prompt than that", "1 + 1 ="]
     options = RolloutConfig(temperature=0, max_new_tokens=9, batch=2)
-    got = dict(generate(str(tiny_folder), prompts, options))
+    exact = ModelConfig(name=str(tiny_folder), dtype="float32")
+    got = dict(generate(exact, prompts, options))
     assert sorted(got) == [0, 1, 2]
     for i, prompt in enumerate(prompts):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -493,7 +496,7 @@ def test_generate_depends_on_the_seed_alone(tiny_folder: Path) -> None:
     options = RolloutConfig(max_new_tokens=12)
 
     def texts(seed: int) -> dict[int, str]:
-        return dict(generate(str(tiny_folder), ["a", "b"], options, seed=seed))
+        return dict(generate(ModelConfig(name=str(tiny_folder)), ["a", "b"], options, seed=seed))
 
     assert texts(3) == texts(3)
     assert texts(3)[0] != texts(4)[0]
@@ -502,7 +505,7 @@ def test_generate_depends_on_the_seed_alone(tiny_folder: Path) -> None:
 def test_evaluate_is_the_mean_verdict_on_greedy_answers(tiny_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    words = {"name": "spell_backward", "settings": {"min_word_len": 3, "max_word_len": 3}}
+    words = {"name": "spell_backward", "settings": {}}
     warm = settings(tiny_folder, steps=1, warmup_examples=1600, warmup_lr=3e-3, task=words)
     run_dir, _ = run(warm, tmp_path)
     config = settings(tiny_folder, task=words)

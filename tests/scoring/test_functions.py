@@ -214,8 +214,9 @@ def test_the_tasks_verifier_judges_in_its_process(tmp_path: Path) -> None:
         scorer.close()
 
 
-def test_reasoning_gym_rows_are_the_same_in_the_judges_process() -> None:
-    config = TaskConfig(size=10, extract="last_number")
+@pytest.mark.parametrize("kind", ["procedural", "reasoning-gym"])
+def test_made_rows_are_the_same_in_the_judges_process(kind: Any) -> None:
+    config = TaskConfig(kind=kind, size=10, extract="last_number")
     task = tasks.load(config, 5)
     prompts = [render(task.row(i), config, TOKENIZER) for i in range(3)]
     scorer = FunctionScorer("task", config, 5, TOKENIZER)

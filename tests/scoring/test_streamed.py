@@ -27,6 +27,7 @@ from helpers import (
     ticket,
     told,
 )
+from rounding import GRADIENT_TERMS, rounding
 from scorer_helpers import begun, chunk, stream
 from stretto.config import ModelConfig
 from stretto.errors import EngineError, ModelError
@@ -43,7 +44,7 @@ from stretto.scoring.retokenise import Reading, StablePrefix
 from stretto.types import FinishReason, Message, Prompt
 
 EOS = 258
-TOLERANCE = 1e-5
+TOLERANCE = rounding(GRADIENT_TERMS)
 
 
 def rollouts(shapes: Sequence[tuple[int, int]], vocabulary: int = VOCABULARY) -> list[Rollout]:

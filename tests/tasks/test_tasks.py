@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
@@ -17,6 +20,7 @@ from stretto.errors import StateError, TaskError
 from stretto.tasks.base import INDEX_KEY, TaskRow, fingerprint
 from stretto.tasks.extract import extract
 from stretto.tasks.maths import same_answer
+from stretto.tasks.procedural import WORDS, ChainSum, SpellBackward
 from stretto.tasks.prompts import PromptSource, render
 from stretto.types import Message
 
@@ -100,14 +104,89 @@ def test_a_comparison_that_takes_too_long_is_an_error(monkeypatch: pytest.Monkey
         same_answer("12", "9**9**9**9", bare=False)
 
 
+# --- procedural tasks -------------------------------------------------------------------------
+
+SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+@pytest.mark.parametrize("settings", [{}, SUMS, {"min_terms": 1, "max_terms": 9, "max_digits": 2}])
+def test_chains_have_the_answer_and_the_length_that_they_should(settings: dict[str, int]) -> None:
+    limits = {"min_terms": 2, "max_terms": 6, "min_digits": 1, "max_digits": 4} | settings
+    task = tasks.load(TaskConfig(settings=settings, size=300), seed=2)
+    assert len(task) == 300
+    terms, digits, signs = set[int](), set[int](), set[str]()
+    for index in range(300):
+        row = task.row(index)
+        opening, _, rest = str(row.prompt).partition(": ")
+        assert opening == "State the final answer to the following arithmetic problem"
+        chain = rest.removesuffix(" =")
+        assert row.reference == str(eval(chain))
+        assert row.data == {"question": row.prompt, "answer": row.reference}
+        numbers = chain.split()[::2]
+        terms.add(len(numbers))
+        digits.add(max(map(len, numbers)))
+        signs |= set(chain.split()[1::2])
+    assert terms == set(range(limits["min_terms"], limits["max_terms"] + 1))
+    assert digits == set(range(limits["min_digits"], limits["max_digits"] + 1))
+    assert signs == {"+", "-"}
+
+
+def test_words_are_asked_for_backward() -> None:
+    task = tasks.load(TaskConfig(name="spell_backward", size=200), seed=0)
+    words = [str(task.row(i).prompt).rpartition(" ")[2] for i in range(200)]
+    assert [task.row(i).reference for i in range(200)] == [word[::-1] for word in words]
+    assert set(words) <= set(WORDS)
+    assert len(set(words)) > 140  # of 392, drawn with replacement: 157 on average
+    answer = words[0][::-1]
+    responses = [answer, answer.upper(), answer + "s", "??" + answer[2], answer[:2], ""]
+    assert [task.verify(0, r) for r in responses] == pytest.approx([1, 1, 0.8, 1 / 3, 2 / 3, 0])
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "spell_backward"])
+def test_rows_depend_on_the_seed_and_the_place_alone(name: str) -> None:
+    def rows(seed: int) -> list[Any]:
+        task = tasks.load(TaskConfig(name=name, size=40), seed)
+        return [task.row(i).prompt for i in range(40)]
+
+    assert rows(3) == rows(3)
+    assert len(set(rows(3)) & set(rows(4))) < 10
+    assert len(tasks.load(TaskConfig(name=name), seed=0)) == 100_000
+
+
+@pytest.mark.parametrize("settings", [{}, SUMS])
+def test_chains_are_those_of_reasoning_gym(settings: dict[str, Any]) -> None:
+    config = TaskConfig(settings=settings, size=200)
+    ours = tasks.load(config, 5)
+    theirs = tasks.load(config.model_copy(update={"kind": "reasoning-gym"}), 5)
+    for index in range(200):
+        one, other = ours.row(index), theirs.row(index)
+        assert (one.prompt, one.reference) == (other.prompt, other.reference)
+
+
+@given(right=st.integers(-50, 2000), response=st.text("0123456789-+.,e ", max_size=7))
+def test_sums_are_scored_as_by_reasoning_gym(right: int, response: str) -> None:
+    from reasoning_gym.utils import compute_decimal_reward
+
+    for answer in (response, f"{response[:2]}{right}{response[2:]}"):
+        theirs = compute_decimal_reward(answer, str(right))
+        assert ChainSum().score(answer, str(right)) == theirs
+
+
+@given(right=st.sampled_from(WORDS), response=st.text("abestABEST ", max_size=5))
+def test_words_are_scored_as_by_reasoning_gym(right: str, response: str) -> None:
+    from reasoning_gym.algorithmic.spell_backward import SpellBackwardConfig, SpellBackwardDataset
+
+    score = SpellBackwardDataset(SpellBackwardConfig(seed=0)).score_answer
+    for answer in (response, f"{right[:2]}{response}", f"{right}{response}"):
+        theirs = score(answer, {"answer": right})
+        assert SpellBackward().score(answer, right) == pytest.approx(theirs)
+
+
 # --- reasoning-gym ----------------------------------------------------------------------------
 
 
-CHAIN = TaskConfig(
-    settings={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    size=50,
-    extract="last_number",
-)
+CHAIN = TaskConfig(kind="reasoning-gym", settings=SUMS, size=50, extract="last_number")
+GYM = partial(TaskConfig, kind="reasoning-gym")
 
 
 def test_reasoning_gym_rows_and_verifier() -> None:
@@ -131,19 +210,28 @@ def test_reasoning_gym_rows_and_verifier() -> None:
         assert task.verify(index, f"That makes {int(row.reference or 0) + 1000}") < 1.0
         assert task.verify(index, "no idea") == 0.0
     assert tasks.load(CHAIN, seed=4).row(0).data != task.row(0).data
-    assert len(tasks.load(TaskConfig(), seed=0)) == 100_000
+    assert len(tasks.load(GYM(), seed=0)) == 100_000
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (TaskConfig(name="chainsum"), "'chainsum' is not a dataset.*Did you mean 'chain_sum'"),
+        (TaskConfig(name="chainsum"), "none of the procedural tasks. Did you mean 'chain_sum'"),
         (TaskConfig(settings={"min_term": 2}), "no setting 'min_term'.*'min_terms'"),
         (TaskConfig(settings={"size": 2}), "must not hold 'size'; set task.size"),
         (TaskConfig(settings={"seed": 2}), "must not hold 'seed'"),
-        (TaskConfig(settings={"min_terms": -1}), "refuses {'min_terms': -1}.*positive"),
-        (TaskConfig(settings={"min_terms": "two"}), "refuses"),
-        (TaskConfig(answer_column="x"), "answer_column = 'x' has no effect.*reasoning-gym"),
+        (TaskConfig(settings={"min_terms": -1}), "min_terms and max_terms .* got -1 and 6"),
+        (TaskConfig(settings={"max_digits": 0}), "min_digits and max_digits .* got 1 and 0"),
+        (TaskConfig(settings={"min_terms": "two"}), "must be whole numbers.*'two' and 6"),
+        (TaskConfig(name="spell_backward", settings={"min_word_len": 3}), "no setting 'min_word_"),
+        (TaskConfig(answer_column="x"), "answer_column = 'x' has no effect.*procedural"),
+        (TaskConfig(held_out="x.jsonl"), "'x.jsonl' names rows of a file.*'procedural' has not"),
+        (GYM(name="chainsum"), "'chainsum' is not a dataset.*Did you mean 'chain_sum'"),
+        (GYM(settings={"min_term": 2}), "no setting 'min_term'.*'min_terms'"),
+        (GYM(settings={"size": 2}), "must not hold 'size'; set task.size"),
+        (GYM(settings={"min_terms": -1}), "refuses {'min_terms': -1}.*positive"),
+        (GYM(settings={"min_terms": "two"}), "refuses"),
+        (GYM(answer_column="x"), "answer_column = 'x' has no effect.*reasoning-gym"),
         (TaskConfig(kind="gsm8k", prompt_column="q"), "prompt_column = 'q' has no effect"),
         (TaskConfig(kind="dataset", settings={"a": 1}), "settings = {'a': 1} has no effect"),
     ],

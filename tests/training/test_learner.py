@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from helpers import (
     train_on,
 )
 from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients
+from rounding import rounding
 from stretto.config import Config, ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
@@ -275,11 +277,11 @@ def gradients_with(batch_order: Sequence[int] = range(6), **training: Any) -> Gr
 
 @pytest.mark.parametrize("budget", [1, 20, 60, 100, 100_000])
 def test_micro_batches_do_not_matter(budget: int) -> None:
-    assert_close(gradients_with(microbatch_tokens=budget), gradients_with(), 2e-5)
+    assert_close(gradients_with(microbatch_tokens=budget), gradients_with())
 
 
 def test_the_order_of_rollouts_does_not_matter() -> None:
-    assert_close(gradients_with([4, 2, 0, 5, 3, 1], microbatch_tokens=50), gradients_with(), 2e-5)
+    assert_close(gradients_with([4, 2, 0, 5, 3, 1], microbatch_tokens=50), gradients_with())
 
 
 def test_garbage_in_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +298,7 @@ def test_garbage_in_padding_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(forward, "pad_right", pad_right)
     monkeypatch.setattr(collating, "_pad", pad)
-    assert_close(gradients_with(), plain, 1e-5)
+    assert_close(gradients_with(), plain)
 
 
 def test_the_side_and_the_width_of_padding_do_not_matter() -> None:
@@ -332,7 +334,7 @@ def test_a_long_companion_does_not_change_a_gradient() -> None:
         grads, _ = learned_gradients(learner, rollouts)
         return {k: g * sum(map(len, rollouts)) for k, g in grads.items() if k.startswith("actor")}
 
-    assert_close(actor_gradients(batch), actor_gradients(batch[:4]), 1e-5)
+    assert_close(actor_gradients(batch), actor_gradients(batch[:4]))
 
 
 def test_gradient_checkpointing_gives_the_same_gradients() -> None:
@@ -350,7 +352,7 @@ def test_gradient_checkpointing_gives_the_same_gradients() -> None:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.base_model.layers[0].self_attn.register_forward_hook(count)
     got, _ = learned_gradients(learner, batch)
-    assert_close(got, plain, 1e-6)
+    assert_close(got, plain)
     assert calls == 4  # forward and again for backward, of actor and critic
     assert not actor.training
     assert not critic.training
@@ -503,7 +505,7 @@ def test_updates_below_bf16_resolution_add_up_in_the_master() -> None:
     assert master.dtype == torch.float32
     # AdamW moves by lr each time where the gradient never changes; 1e-4 alone is under half of
     # bf16's step below 1, which is 0.0039.
-    assert master.item() == pytest.approx(1 - 60e-4, abs=1e-6)
+    assert master.item() == pytest.approx(1 - 60e-4, abs=rounding(60))
     assert linear.weight.item() == master.bfloat16().item() == 0.9921875
 
 
@@ -512,7 +514,9 @@ def test_one_small_update_leaves_the_bf16_weight_where_it_was() -> None:
     linear(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     trained.update()
     assert linear.weight.item() == 1.0
-    assert trained.state_dict()["masters"]["weight"].item() == pytest.approx(0.9999, abs=1e-7)
+    assert trained.state_dict()["masters"]["weight"].item() == pytest.approx(
+        0.9999, abs=rounding(1)
+    )
 
 
 def test_bf16_gradients_are_summed_in_fp32() -> None:
@@ -766,6 +770,9 @@ def test_in_bfloat16_a_step_of_one_update_takes_the_ratio_to_itself() -> None:
     def step(**sections: Any) -> dict[str, float]:
         actor, critic = models(torch.bfloat16)
         rollouts = engine_rollouts(actor, critic, temperature=1.0)
+        rng = np.random.default_rng(0)
+        for r in rollouts:  # as kernels that round otherwise; here there may be none
+            r.logprobs = [x + 0.01 * rng.normal() for x in r.logprobs]
         return train_on(
             make_learner(actor, critic, {"rollout": {"batch": 8}, **sections}), rollouts
         )
@@ -774,7 +781,7 @@ def test_in_bfloat16_a_step_of_one_update_takes_the_ratio_to_itself() -> None:
     assert stats["val/ratio_min"] == stats["val/ratio_max"] == 1.0
     assert stats["policy/approxkl_avg"] == stats["policy/clipfrac_avg"] == 0.0
     rms = stats["sampling/logp_difference_rms"]
-    assert 1e-3 < rms < stats["sampling/logp_difference_max"] < 0.1
+    assert 5e-3 < rms < stats["sampling/logp_difference_max"] < 0.2
     engines = step(algorithm={"old_policy": "behaviour"})
     assert engines["policy/approxkl_avg"] == pytest.approx(rms**2 / 2)
     assert engines["val/ratio_max"] > 1.001

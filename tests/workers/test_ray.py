@@ -257,7 +257,7 @@ def test_only_paths_that_are_not_installed_go_along(tmp_path: Path) -> None:
 
 def test_without_the_library_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'stretto\[ray\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[ray\]'"):
         RayCluster([Bundle()])
 
 

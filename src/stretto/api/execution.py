@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from stretto.api.settings import R, check_resumable, settled
-from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.errors import StateError
-from stretto.machine import Machine
+from stretto.checks import check_run, check_supervised
+from stretto.checks.memory import check_gpu
+from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfig, recipes
+from stretto.config.training import token_budget
+from stretto.errors import OutOfMemoryError, StateError, first_line, is_out_of_memory
+from stretto.machine import Machine, usable_gpus
 from stretto.observe import Progress, RunDirectory, make_progress
-from stretto.saying import LOADING, Saying
+from stretto.saying import LOADING
 from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
     from stretto.assembly.models import Given
     from stretto.runs import RewardModelResult, SftResult, TrainResult
+    from stretto.tasks import Task
 
 T = TypeVar("T")
+
+_FEW_TOKENS, _FEW_SLOTS = 256, 4
+"""Tokens of a pass and rollouts in slots below which less is not worth proposing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,32 +39,56 @@ class Begun(Generic[R]):
         config: its settings.
         run_dir: its folder.
         resuming: whether it goes on from the newest checkpoint in it.
+        task: that its settings name, where it was opened to be checked.
     """
 
     config: R
     run_dir: RunDirectory
     resuming: bool = False
+    task: Task | None = None
 
 
-def begin(config: R, name: str = "run", *, resume: str | Path = "") -> Begun[R]:
-    """Begin a run: make its folder, or open that of the run which it goes on with.
+def begin(
+    config: R, name: str = "run", *, resume: str | Path = "", given: Given | None = None
+) -> Begun[R]:
+    """Begin a run: look for what would fail, and make its folder, or open that of the run which it
+    goes on with.
 
     Args:
         config: its settings.
         name: what a new folder in ``config.out`` is called by; a number is added.
         resume: the folder of the run to go on with; empty for a new one.
+        given: what the caller brings instead of names.
 
     Raises:
+        StrettoError: what :mod:`stretto.checks` finds.
         ConfigError: a new folder cannot be made; or ``resume`` is no run's folder, or a setting
             beyond :data:`~stretto.api.RESUMABLE` is changed.
         StorageError: the folder cannot be written to.
     """
+    task = None
+    if isinstance(config, Config):
+        task = check_run(config, **_brought(given))
+    else:
+        check_supervised(config)
     if not resume:
-        return Begun(config, RunDirectory.create(config.out, name, config))
+        return Begun(config, RunDirectory.create(config.out, name, config), task=task)
     assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
     run_dir = RunDirectory.open(resume)
     check_resumable(recipes.load(run_dir.config_file), config)
-    return Begun(config, run_dir, resuming=True)
+    return Begun(config, run_dir, resuming=True, task=task)
+
+
+def _brought(given: Given | None) -> dict[str, Any]:
+    """Return what of a run the settings do not name, for its check."""
+    if given is None:
+        return {}
+    return {
+        "models": given.actor is None,
+        "tokenizer": given.tokenizer is None,
+        "task": given.task,
+        "brought": {*given.functions, *given.reward_models},
+    }
 
 
 @overload
@@ -109,24 +140,65 @@ def execute(
         with display.working(LOADING):
             from stretto import runs
             from stretto.api.opening import opening
+            from stretto.assembly.models import NOTHING
 
             # A model that the caller brings has a type of its own.
             actor = given.actor if given else None
             final, decided = (config, []) if actor else _settled(config, run_dir)
+            if isinstance(final, Config) and actor is None:
+                check_gpu(final)
             run_dir.save_machine(Machine.here())
-            text = opening(final, run_dir, actor, Saying(display), resuming=run.resuming)
+            text = opening(final, run_dir, actor, resuming=run.resuming)
         display.start(final, text)
         for line in decided:
             display.note(line)
         if isinstance(final, Config):
-            brought = {"given": given} if given else {}
+            brought = replace(given or NOTHING, opened=run.task)
             return runs.train(
-                final, run_dir=run_dir, resume=run.resuming, progress=display, **brought
+                final, run_dir=run_dir, resume=run.resuming, progress=display, given=brought
             )
         supervised = runs.sft if isinstance(final, SftConfig) else runs.train_reward_model
         return supervised(final, run_dir=run_dir, progress=display)
 
-    return _to_the_end(work, run_dir, display, keep=run.resuming)
+    with _memory_explained(config):
+        return _to_the_end(work, run_dir, display, keep=run.resuming)
+
+
+@contextmanager
+def _memory_explained(config: Config | SupervisedConfig) -> Iterator[None]:
+    """Say what a run can do about it where its memory is used up.
+
+    Raises:
+        OutOfMemoryError: in place of what torch or Python raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        short = next((e for e in (error, error.__cause__) if e and is_out_of_memory(e)), None)
+        if short is None:
+            raise
+        what = f" ({first_line(short)})" if str(short) else ""
+        raise OutOfMemoryError(
+            f"out of memory{what}. Less is taken with {_remedies(config)}"
+        ) from error
+
+
+def _remedies(config: Config | SupervisedConfig) -> str:
+    """Return options that take less memory, of those that the settings have not taken yet."""
+    model, found = config.model, list[str]()
+    on_gpu = model.device != "cpu" and usable_gpus()
+    tokens = token_budget(config.training.microbatch_tokens, "cuda" if on_gpu else "cpu")
+    if tokens > _FEW_TOKENS:
+        found.append(f"--training.microbatch-tokens {max(tokens // 4, _FEW_TOKENS)}")
+    if not model.gradient_checkpointing:
+        found.append("--model.gradient-checkpointing")
+    if not model.lora_rank:
+        found.append("--model.lora-rank 16")
+    if isinstance(config, Config):
+        slots = config.rollout.slots or config.rollout.batch
+        if slots > _FEW_SLOTS:
+            found.append(f"--rollout.slots {max(slots // 4, _FEW_SLOTS)}")
+    return f"{', '.join([*found, 'or'])} a smaller model"
 
 
 def _settled(config: R, run_dir: RunDirectory) -> tuple[R, list[str]]:

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.api.settings import Settings, changed, model_of, named, trained_with
-from stretto.config import RewardModelConfig, RolloutConfig, recipes
-from stretto.errors import ConfigError
+from stretto.checks import check_measured, check_model
+from stretto.config import ModelConfig, RewardModelConfig, RolloutConfig, recipes
+from stretto.errors import ConfigError, require
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
     from stretto.evaluation import Benchmark, EvalResult, LabelResult, LlmJudge, Measured
 
 
@@ -33,12 +37,14 @@ def evaluate(
         dataset: a file or a hub dataset in place of the settings' one.
         changes: see :mod:`stretto.api`.
     """
+    config = named(settings, dataset, changes)
+    chosen = model_of(model, settings, config)
+    check_measured(config, chosen)
     from stretto import evaluation
 
-    config = named(settings, dataset, changes)
     return evaluation.evaluate(
         config,
-        model=model_of(model, settings, config),
+        model=chosen,
         samples=samples,
         trained=trained_with(model, settings, config),
     )
@@ -67,12 +73,15 @@ def measure(
         judge: an LLM judge for a win-rate.
         reference_column: with the responses to win against; empty takes the task's own answers.
     """
+    config = named(settings, dataset, changes)
+    chosen = model_of(model, settings, config)
+    sources = [win_rate_by] if isinstance(win_rate_by, str) else win_rate_by
+    check_measured(config, chosen, sources=[s for s in sources if s], sft=str(sft))
     from stretto import evaluation
 
-    config = named(settings, dataset, changes)
     return evaluation.measure(
         config,
-        policy=model_of(model, settings, config),
+        policy=chosen,
         samples=samples,
         by=win_rate_by,
         sft=str(sft),
@@ -121,12 +130,14 @@ def label_responses(
         prompts: the first ones that training would draw, at most so many.
         per_prompt: responses to each; the best and the worst make a pair.
     """
+    config = named(settings, dataset, changes)
+    chosen = model_of(model, settings, config)
+    check_measured(config, chosen, sources=[by])
     from stretto import evaluation
 
-    config = named(settings, dataset, changes)
     return evaluation.label_responses(
         config,
-        policy=model_of(model, settings, config),
+        policy=chosen,
         by=by,
         out=Path(out),
         prompts=prompts,
@@ -153,17 +164,20 @@ def benchmark(
     Raises:
         MissingExtraError: lm-evaluation-harness is not installed.
     """
-    from stretto import evaluation
-
     config = named(settings, None, changes)
     chosen = model_of(model, settings, config)
+    require("lm_eval", "lm-eval", "stretto.benchmark")
+    check_measured(config, chosen, rows=False)
+    from stretto import evaluation
+
     return evaluation.benchmark(config, model=chosen, tasks=tasks, limit=limit)
 
 
 def generate(
-    model: str | Path,
+    model: nn.Module | str | Path,
     prompts: Sequence[str],
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     max_new_tokens: int = 256,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -171,22 +185,34 @@ def generate(
     stop: Sequence[str] = (),
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> list[str]:
     """A model's answers to prompts, in their order; what ``stretto generate`` does.
 
     Args:
-        model: a known name, a folder in Hugging Face format, a hub name, or a run's folder.
+        model: a known name, a folder in Hugging Face format, a hub name, or a run's folder; or a
+            model as an object, which is put into evaluation mode.
         prompts: what to answer; at least one.
+        tokenizer: of a model that is an object.
         max_new_tokens: token limit of an answer.
         temperature: softmax temperature; 0 is greedy.
         top_k, top_p: sample among the likeliest tokens only; 0 and 1 are off.
         stop: strings that end an answer, besides the end-of-sequence token.
         seed: of sampling.
         chat: apply the tokenizer's chat template; auto: where it has one.
+        dtype: type to compute in, of a model by name; auto: bfloat16 where the hardware is faster
+            in it, else float32.
 
     Raises:
-        ConfigError: there is no prompt, or an option is out of range.
+        ConfigError: there is no prompt, an option is out of range, or an object has no tokenizer.
+        ModelError: there is no such model.
     """
+    by_name = isinstance(model, str | Path)
+    if by_name == (tokenizer is not None):
+        raise ConfigError(
+            "a model by name brings its tokenizer, and one that is an object needs it: give "
+            "tokenizer= with objects alone"
+        )
     if isinstance(prompts, str) or not prompts:
         raise ConfigError(f"prompts must be a list with at least one text; got {prompts!r}")
     options = recipes.build(
@@ -201,7 +227,12 @@ def generate(
         "options",
         RolloutConfig,
     )
+    config = ModelConfig(name=str(model) if by_name else type(model).__name__, dtype=dtype)
+    if by_name:
+        check_model(str(model), config)
+    from stretto.assembly.models import NOTHING, Given
     from stretto.evaluation.answers import generate as answers_of
 
-    answers = answers_of(str(model), prompts, options, seed=seed, chat=chat)
+    given = NOTHING if isinstance(model, str | Path) else Given(actor=model, tokenizer=tokenizer)
+    answers = answers_of(config, prompts, options, seed=seed, chat=chat, given=given)
     return [text for _, text in sorted(answers)]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from stretto.config import Config, RewardModelConfig, SftConfig
+from stretto.config import Config, SupervisedConfig
+from stretto.errors import ModelError
+from stretto.models.memory import format_count, measure
 from stretto.observe import RunDirectory
 from stretto.observe.progress import headline
-from stretto.saying import Say
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 def opening(
-    config: Config | SftConfig | RewardModelConfig,
+    config: Config | SupervisedConfig,
     run_dir: RunDirectory,
     actor: nn.Module | None,
-    say: Say,
     *,
     resuming: bool,
 ) -> str:
@@ -27,24 +27,30 @@ def opening(
         config: of the run, with the type of the model decided.
         run_dir: where the results go.
         actor: the model, where the caller brings it; ``None`` where settings name it.
-        say: told what takes time.
         resuming: whether the run goes on from a checkpoint.
 
     Raises:
-        ModelError: the model's architecture cannot be read.
         ConfigError: CUDA is asked for and missing, or the model takes no such adapters.
     """
     from stretto.models.load import pick_device
-    from stretto.models.memory import format_count, measure
 
     if actor is None:
-        parameters, adapters = measure(config.model, say)
+        size = _size(config)
         dtype, device = str(config.model.dtype), pick_device(config.model.device).type
     else:
         weight = next(actor.parameters())
-        parameters, adapters = sum(p.numel() for p in actor.parameters()), None
+        size = f"{format_count(sum(p.numel() for p in actor.parameters()))} parameters"
         dtype, device = str(weight.dtype).removeprefix("torch."), weight.device.type
-    learned = "" if adapters is None else f", of which adapters train {format_count(adapters)}"
-    model = f"{format_count(parameters)} parameters{learned}, {dtype} on {device}"
+    model = ", ".join(filter(None, (size, f"{dtype} on {device}")))
     where = f"{'goes on' if resuming else 'results'} in {run_dir.path}"
     return headline(config, model, where)
+
+
+def _size(config: Config | SupervisedConfig) -> str:
+    """Count the model's parameters; empty where its files are not here yet."""
+    try:
+        parameters, adapters = measure(config.model)
+    except ModelError:
+        return ""
+    learned = "" if adapters is None else f", of which adapters train {format_count(adapters)}"
+    return f"{format_count(parameters)} parameters{learned}"

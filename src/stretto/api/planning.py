@@ -13,7 +13,7 @@ import tomli_w
 
 from stretto.api.settings import Settings, config_of
 from stretto.api.variants import REPLACED, VARIANTS, schedule_of
-from stretto.config import Config, ModelConfig, ScheduleConfig, recipes
+from stretto.config import Config, ModelConfig, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError, StrettoError
 from stretto.planning.hardware import Hardware, Links, gpu_of
 from stretto.planning.shapes import SHAPES, Models, Shape, shape_of
@@ -106,12 +106,14 @@ def plan(settings: Settings, question: Question, *, say: Say = silent) -> Plan:
     Raises:
         ConfigError: nothing fits, or a model, a GPU or a length is unknown.
     """
+    if question.gpus < 1:
+        raise ConfigError(f"a plan for {question.gpus} GPUs: give 1 or more")
+    if question.hardware is None:
+        gpu_of(question.gpu)
     with working(say, "loading the simulator"):
         from stretto.runtime.plans.candidates import Space
         from stretto.runtime.plans.search import search
 
-    if question.gpus < 1:
-        raise ConfigError(f"a plan for {question.gpus} GPUs: give 1 or more")
     config = config_of(settings)
     setting, assumed = setting_of(config, question)
     space = Space(question.gpus, variants_of(config), question.on_paper)
@@ -183,7 +185,7 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
     Raises:
         ConfigError: it cannot run this one; the message says why.
     """
-    from stretto.runtime.clients import generator_names
+    from stretto.config.cluster import generator_names
     from stretto.runtime.groups.placement import model_scorers
     from stretto.runtime.sim.layouts import slots_of
 
@@ -260,8 +262,8 @@ def write(
     """
     data = settings_of(config, candidate, setting)
     if start is not None:
-        data = recipes.merged(recipes.difference(start, config), data)
-    recipes.overlaid(config, data, "the plan")  # it is one that train takes
+        data = changes.merged(changes.difference(start, config), data)
+    changes.changed(config, data, "the plan")  # it is one that train takes
     text = f"# {candidate.layout.gpus} GPUs, by 'stretto plan'\n{tomli_w.dumps(data)}"
     try:
         Path(file).write_text(text, encoding="utf-8")
@@ -303,10 +305,10 @@ def _shape(model: ModelConfig, name: str) -> Shape:
     except ConfigError as unknown:
         if name:
             raise
-        from stretto.models.memory import measure_shape
+        from stretto.models.memory import described
 
         try:
-            return measure_shape(model)
+            return described(model.name).shape
         except StrettoError as error:
             raise ConfigError(
                 f"the shape of '{model.name}' cannot be read ({error}); name a model of its shape "

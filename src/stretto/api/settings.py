@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from stretto.config import Config, RewardModelConfig, Section, SftConfig, TaskConfig, recipes
+from stretto.config import changes as merge
 from stretto.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -25,11 +26,6 @@ RESUMABLE = (
 )
 """Settings and sections that a resumed run may change; any other would make it a different run."""
 
-ROWS = ("task.name", "task.split")
-HELD_OUT = "task.held_out"
-"""Held-out rows belong to the rows that are trained on. Who names other rows, to train on or to
-measure on, and no held-out ones, means those: the settings' own would be of another dataset."""
-
 
 def load_recipe(name: str | Path, **changes: Any) -> Config:
     """A recipe's settings, changed.
@@ -44,45 +40,19 @@ def load_recipe(name: str | Path, **changes: Any) -> Config:
     return changed(recipes.load(name), changes)
 
 
-def changed(config: S, changes: Mapping[str, Any]) -> S:
-    """Settings with some of them changed; see :mod:`stretto.api`.
-
-    Rows that are named in place of others take ``task.held_out`` with them, see :data:`ROWS`.
+def changed(config: S, *changes: Mapping[str, Any]) -> S:
+    """Settings with some of them changed, as :mod:`stretto.api` says, the later ones last; see
+    :func:`stretto.config.changes.changed` for what goes with them.
 
     Raises:
         ConfigError: an unknown setting, or a value out of range.
     """
-    data: dict[str, Any] = config.model_dump()
-    if isinstance(config, Config) and other_rows(_leaves(changes)):
-        data["task"]["held_out"] = 0.0
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        inner = data
-        for part in path:
-            inner = inner.setdefault(part, {})
-        if isinstance(value, Mapping) and isinstance(inner.get(last), dict):
-            inner[last] = {**inner[last], **value}
-        else:
-            inner[last] = value
-    return recipes.build(data, "settings", type(config))
-
-
-def other_rows(named: Collection[str]) -> bool:
-    """Return whether settings that were named say where rows come from, and not which are held out.
-
-    Args:
-        named: dotted settings.
-    """
-    return HELD_OUT not in named and any(key in named for key in ROWS)
-
-
-def _leaves(changes: Mapping[str, Any]) -> set[str]:
-    """The dotted settings that changes name."""
-    named = set[str]()
-    for key, value in changes.items():
-        dotted = key.replace("__", ".")
-        named |= {f"{dotted}.{k}" for k in value} if isinstance(value, Mapping) else {dotted}
-    return named
+    nested: dict[str, Any] = {}
+    for key, value in (item for some in changes for item in some.items()):
+        for part in reversed(key.split("__")):
+            value = {part: value}
+        nested = merge.merged(nested, value, type(config))
+    return merge.changed(config, nested, "settings")
 
 
 def check_resumable(before: Config, after: Config) -> None:
@@ -144,18 +114,15 @@ def settled(config: R, say: Callable[[str], object]) -> R:
 
 def of_dataset(task: TaskConfig, name: str) -> dict[str, Any]:
     """Changes of a task's settings, for rows that come from elsewhere."""
-    kind = "dataset" if task.kind == "reasoning-gym" else task.kind
-    own = {"name": name, "settings": {}, "size": 0, "split": "train", "held_out": 0.0}
-    data = task.model_dump() | {"kind": kind} | own
-    return {"task": TaskConfig.model_validate(data).model_dump()}
+    kind = "dataset" if task.is_procedural else task.kind
+    return {"task": {"name": name, "kind": kind}}
 
 
 def named(settings: Settings, dataset: str | Path | None, changes: Mapping[str, Any]) -> Config:
     """Settings with a dataset by name in place of their own, and changed."""
     config = config_of(settings)
-    if dataset is not None:
-        config = changed(config, of_dataset(config.task, str(dataset)))
-    return changed(config, changes)
+    rows = {} if dataset is None else of_dataset(config.task, str(dataset))
+    return changed(config, rows, changes)
 
 
 def model_of(model: str | Path, settings: Settings, config: Config) -> str:

@@ -126,7 +126,7 @@ def check_settings(stages: Stages, pairs: int, samples: int) -> None:
         if value < least:
             raise ConfigError(f"{option} = {value}: must be {least} or more")
     task, _ = stages.train.task, stages.gold
-    if task.kind != "reasoning-gym" and task.held_out_rows in ("", task.name, task.split):
+    if not task.is_procedural and task.held_out_rows in ("", task.name, task.split):
         raise ConfigError(
             f"task.held_out = {task.held_out!r} of the last stage: what came of it is measured on "
             "prompts that no stage trained on, and a share is left out by the last stage alone. "

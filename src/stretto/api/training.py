@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from stretto.api.execution import Begun, begin, execute
 from stretto.api.settings import Settings, changed, config_of, of_dataset
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
-from stretto.errors import ConfigError, StrettoError, TaskError
-from stretto.files import write_whole
+from stretto.errors import ConfigError, TaskError
 from stretto.observe import Progress, RunDirectory
 
 if TYPE_CHECKING:
@@ -73,16 +73,14 @@ def train(
     Whatever ends the run after its first step: what was learned is saved, and in the model.
     """
     config = config_of(settings)
-    rows = None
-    if isinstance(dataset, str | Path):
-        config = changed(config, of_dataset(config.task, str(dataset)))
-    elif dataset is not None:
-        rows = list(dataset)
-        config = changed(config, of_dataset(config.task, DATASET))
-    elif task is not None and not isinstance(task, Mapping):
-        config = changed(config, of_dataset(config.task, type(task).__name__))
+    rows = None if dataset is None or isinstance(dataset, str | Path) else list(dataset)
     given, meant = _brought(reward, task, model, tokenizer)
-    config = changed(config, {**meant, **changes})
+    prompts: dict[str, Any] = {}
+    if dataset is not None:
+        prompts = of_dataset(config.task, str(dataset) if rows is None else DATASET)
+    elif given.task is not None:
+        prompts = of_dataset(config.task, type(task).__name__)
+    config = changed(config, prompts, meant, changes)
     if given.task is not None and "task" in config.reward.sources:
         raise ConfigError(
             "a task that is brought as an object does not score by itself; give what scores as "
@@ -91,12 +89,21 @@ def train(
     if not config.task.name:
         raise ConfigError("task.name is empty: give rows or a file as dataset=")
     name = recipes.name_of(settings) if not isinstance(settings, Config) else "run"
-    run = begin(config, name)
-    if rows is not None:
-        task_config = config.task.model_copy(update={"name": str(_keep(rows, run.run_dir))})
-        run = replace(run, config=config.model_copy(update={"task": task_config}))
-        run.run_dir.save_config(run.config)
+    if rows is None:
+        return execute(begin(config, name, given=given), given=given, progress=progress)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / DATASET
+        _write(rows, file)
+        run = begin(_named_rows(config, file), name, given=given)
+        kept = run.run_dir.path.absolute() / DATASET
+        shutil.copyfile(file, kept)
+    run = replace(run, config=_named_rows(config, kept))
+    run.run_dir.save_config(run.config)
     return execute(run, given=given, progress=progress)
+
+
+def _named_rows(config: Config, file: Path) -> Config:
+    return config.model_copy(update={"task": config.task.model_copy(update={"name": str(file)})})
 
 
 def resume(run: str | Path, *, progress: Progress | None = None, **changes: Any) -> TrainResult:
@@ -208,22 +215,19 @@ def _rewards(
     return functions, tuple(sources)
 
 
-def _keep(rows: Sequence[Mapping[str, Any]], run_dir: RunDirectory) -> Path:
-    """Write rows into a run's folder: its reward function reads them there, and so does who resumes
-    it."""
-    file = run_dir.path.absolute() / DATASET
+def _write(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Write rows to a file: the run's reward functions read them there, and so does a resumed run.
+
+    Raises:
+        TaskError: a row is no plain data.
+    """
     lines = []
-    try:
-        for number, row in enumerate(rows):
-            try:
-                lines.append((json.dumps(dict(row), ensure_ascii=False) + "\n").encode())
-            except (TypeError, ValueError) as error:
-                raise TaskError(
-                    f"dataset: row {number} must be a mapping of plain data (text, numbers, lists "
-                    f"and mappings of them); {error}"
-                ) from error
-        write_whole(file, b"".join(lines))
-    except StrettoError:
-        shutil.rmtree(run_dir.path)
-        raise
-    return file
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise TaskError(
+                f"dataset: row {number} must be a mapping of plain data (text, numbers, lists and "
+                f"mappings of them); {error}"
+            ) from error
+    file.write_text("".join(lines), encoding="utf-8")

@@ -32,14 +32,8 @@ def check_positions(
     Raises:
         ConfigError: it has too few positions.
     """
-    limit = None if model is None else positions(model, generating=generating)
-    prompt, response = config.task.max_prompt_tokens, config.rollout.max_new_tokens
-    if limit is not None and prompt + response > limit:
-        raise ConfigError(
-            f"{what} has positions for {limit} tokens, and a prompt with its response may have "
-            f"{prompt + response} (task.max_prompt_tokens = {prompt}, rollout.max_new_tokens = "
-            f"{response}); lower these, or choose another model"
-        )
+    if model is not None:
+        config.require_positions(what, positions(model, generating=generating))
 
 
 def check_ends(config: Config, end_tokens: Collection[int]) -> None:

@@ -46,6 +46,7 @@ class Given:
         reference: the model that the KL is measured to; without it a copy of the starting actor.
         critic: a model with a scalar head; it is trained in place.
         task: prompts, and their verifier where it has one.
+        opened: the task that the settings name, where it was opened before.
         functions: reward functions by the name they have in ``reward.sources``.
         reward_models: model and tokenizer by the name they have in ``reward.sources``.
         end_tokens: that end a response; without them the tokenizer's and those of the generation
@@ -61,6 +62,7 @@ class Given:
     reference: nn.Module | None = None
     critic: nn.Module | None = None
     task: Task | None = None
+    opened: Task | None = None
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     reward_models: Mapping[str, tuple[nn.Module, PreTrainedTokenizerBase]] = field(
         default_factory=dict

@@ -29,9 +29,10 @@ from stretto.assembly.models import (
     prepare_torch,
     with_adapters,
 )
-from stretto.assembly.scorers import MODEL, open_functions, reward_models, reward_scorer
+from stretto.assembly.scorers import open_functions, reward_models, reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.config import Config
+from stretto.config.sections import MODEL
 from stretto.models.forward import unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora
@@ -107,7 +108,7 @@ def open_task(
     trust = config.model.trust_remote_code
     tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust)
     with working(say, f"reading {config.task.name}"):
-        task = given.task or tasks.load(config.task, config.seed)
+        task = given.task or given.opened or tasks.load(config.task, config.seed)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
     if given.looks_at:
         given.looks_at(prompts)

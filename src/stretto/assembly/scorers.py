@@ -13,16 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from stretto.assembly.engines import scorer_slots
 from stretto.assembly.models import NOTHING, Given, load_reward_model, made_ready
 from stretto.config import Config
-from stretto.models.forward import token_budget
+from stretto.config.sections import MODEL
+from stretto.config.training import token_budget
 from stretto.models.load import pick_device
 from stretto.saying import Say
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.weights.channel import WeightChannel
-
-MODEL = "model:"
-"""The beginning of a source that is a reward model; the model's name follows."""
 
 _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 

@@ -15,6 +15,7 @@ from stretto.api import report
 from stretto.api.processes import Trainings
 from stretto.api.settings import settled
 from stretto.api.variants import REPLACED, Job, config_of
+from stretto.checks import check_run
 from stretto.cli import compare_sim
 from stretto.cli.settings import (
     RECIPE_HELP,
@@ -72,7 +73,8 @@ def _trained(arguments: Sequence[str]) -> int:
         "compare", _DESCRIPTION, arguments, start, _options(), _offered()
     )
     check_recipe_is_first(arguments, own["recipe"])
-    check_task(config, recipe)
+    check_task(config)
+    check_run(config)
     jobs = plan(own["variants"], own["seeds"])
     for job in jobs:  # what is wrong with any of them is said before the first one starts
         config_of(config, job, "")

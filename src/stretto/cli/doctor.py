@@ -15,6 +15,7 @@ from typing import Literal
 import tyro
 from packaging.requirements import Requirement
 
+from stretto.extras import plain, requirements
 from stretto.machine import usable_cores
 from stretto.observe.progress import on_stderr
 from stretto.saying import working
@@ -22,7 +23,23 @@ from stretto.saying import working
 DEFAULT_MODEL = "smollm2-135m"
 _LOW_MEMORY_BYTES = 8 * 10**9
 _LOW_DISK_BYTES = 5 * 10**9
-_IMPORTED = ("torch", "transformers", "peft", "datasets", "reasoning_gym")
+_IMPORTED = ("torch", "transformers", "peft")
+_EXTRAS = {
+    "hub": "datasets of the hub",
+    "parquet": "parquet files",
+    "tasks": "task.kind = 'reasoning-gym'",
+    "pipelines": "fused pipelines",
+    "ray": "ranks on several machines",
+    "vllm": "rollout.engine = 'vllm'",
+    "tensorboard": "observe.trackers tensorboard",
+    "wandb": "observe.trackers wandb",
+    "prometheus": "observe.prometheus_port",
+    "judge": "LLM judges",
+    "lm-eval": "eval --lm-eval",
+    "cpsat": "proofs of pipeline schedules",
+    "plots": "pictures of them as PNG",
+}
+"""What each extra is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,7 @@ def _machine() -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     """Check that each requirement is installed, in a version that fits, and can be imported."""
-    for requirement in _requirements(extra=""):
+    for requirement in requirements():
         yield _package(requirement, "broken")
     for name in _IMPORTED:
         try:
@@ -104,31 +121,11 @@ def _package(requirement: Requirement, missing: Literal["note", "broken"]) -> Fi
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding(missing, name, f"not installed; pip install '{_plain(requirement)}'")
+        return Finding(missing, name, f"not installed; pip install {plain(requirement)}")
     if not requirement.specifier.contains(version, prereleases=True):
         text = f"{version}, but {requirement.specifier} is needed; "
-        return Finding(missing, name, text + f"pip install '{_plain(requirement)}'")
+        return Finding(missing, name, text + f"pip install {plain(requirement)}")
     return Finding("ok", name, version)
-
-
-def _plain(requirement: Requirement) -> str:
-    return f"{requirement.name}{requirement.specifier}"
-
-
-def _requirements(extra: str) -> list[Requirement]:
-    """Requirements of the installed package: its own, or with an extra the ones that this adds."""
-    found = map(Requirement, metadata.requires("stretto") or ())
-    chosen = (
-        r
-        for r in found
-        if (r.marker is None and not extra)
-        or (r.marker is not None and _asks_for(r, extra) and not (extra and _asks_for(r, "")))
-    )
-    return sorted(chosen, key=lambda r: r.name.lower())
-
-
-def _asks_for(requirement: Requirement, extra: str) -> bool:
-    return requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
 
 
 def _accelerator() -> Iterator[Finding]:
@@ -162,7 +159,7 @@ def _models() -> Iterator[Finding]:
         yield Finding("note", "cache", text)
     else:
         yield Finding("ok", "cache", str(cache))
-    if resolve.is_cached(DEFAULT_MODEL):
+    if resolve.cached(DEFAULT_MODEL):
         yield Finding("ok", "model", f"{DEFAULT_MODEL} is cached")
     else:
         text = f"{DEFAULT_MODEL} is not cached; the first use downloads it, and fails offline"
@@ -177,18 +174,16 @@ def _models() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    for extra, use in (
-        ("tensorboard", "observe.trackers tensorboard"),
-        ("wandb", "observe.trackers wandb"),
-        ("ray", "ranks on several machines"),
-    ):
-        for requirement in _requirements(extra):
+    for extra, use in _EXTRAS.items():
+        if extra == "vllm" and importlib.util.find_spec(extra):
+            continue  # its build for CPUs is a package of another name
+        for requirement in requirements(extra):
             found = _package(requirement, "note")
             if found.state == "ok":
                 yield found
             else:
-                text = f"{found.text.partition(';')[0]}: {use} would not work"
-                yield Finding("note", extra, f"{text}; pip install 'stretto[{extra}]'")
+                what, _, how = found.text.partition(";")
+                yield Finding("note", extra, f"{what}: {use} would not work;{how}")
 
 
 def _cluster() -> Iterator[Finding]:

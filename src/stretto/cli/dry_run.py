@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from stretto.checks import check_run, check_supervised
 from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig, TaskConfig
+from stretto.config.sections import MODEL
 from stretto.config.supervised import RewardModelConfig, SftConfig
-from stretto.errors import ConfigError, ModelError
+from stretto.machine import usable_cores, usable_gpus
+from stretto.tasks.files import is_local
 
 if TYPE_CHECKING:
     from stretto.models.memory import MemoryPlan
@@ -23,14 +26,13 @@ def describe_run(config: Config) -> str:
     """The plan of a reinforcement learning run.
 
     Raises:
-        ConfigError: a file that a setting names is not there.
-        ModelError: a model is no known name and no folder, its architecture cannot be read, or it
-            has fewer layers than pipeline stages.
+        StrettoError: what :func:`~stretto.checks.check_run` finds.
     """
     from stretto.assembly.controls import most_in_flight
     from stretto.models.memory import format_plan, plan_for
     from stretto.observe.progress import headline
 
+    check_run(config, ask_hub=False)
     r, t = config.rollout, config.training
     updates = t.epochs * t.minibatches
     lines = [
@@ -41,9 +43,9 @@ def describe_run(config: Config) -> str:
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
         *_pipelines(config),
-        *(f"reward: {source}{_source(source)}" for source in config.reward.sources),
+        *map(_source, config.reward.sources),
     ]
-    if config.task.kind != "reasoning-gym":
+    if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
     lines.append(f"evaluation: {_held_out(config.task)}")
     plan = plan_for(config)
@@ -54,11 +56,11 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
     """The plan of supervised training.
 
     Raises:
-        ConfigError: the data's file is not there.
-        ModelError: the model is no known name and no folder, or its architecture cannot be read.
+        StrettoError: what :func:`~stretto.checks.check_supervised` finds.
     """
     from stretto.models.memory import format_plan, plan_for_one
 
+    check_supervised(config, ask_hub=False)
     rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
     length = f"{config.steps} updates" if config.steps else f"{config.training.epochs} epoch(s)"
     lines = [
@@ -78,50 +80,31 @@ def _model(model: ModelConfig) -> Iterator[str]:
 
 
 def _pipelines(config: Config) -> Iterator[str]:
-    from stretto.models.memory import read_architecture
-
     p = config.pipeline
-    if not p.ranks:
-        return
-    architecture = read_architecture(config.model).get_text_config(decoder=True)
-    layers = getattr(architecture, "num_hidden_layers", None)
-    # A critic that is not made from the actor may have another number of them.
-    of: dict[Literal["actor", "critic"], int | None] = {
-        "actor": layers,
-        "critic": layers if config.critic.init == "actor" else None,
-    }
-    for name, count in of.items():
-        if count is not None and count < p.stages(name):
-            raise ModelError(
-                f"{p.describe_stages(name)}: '{config.model.name}' has {count} layers, too few for "
-                f"{p.stages(name)} stages; use at most {count}"
-            )
+    names: tuple[Literal["actor", "critic"], ...] = ("actor", "critic") if p.ranks else ()
+    for name in names:
         yield f"{name}: {_many(p.pipelines(name), 'pipeline')} of {_many(p.stages(name), 'stage')}"
 
 
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     """Describe which roles stand where, and what each process holds."""
-    import torch
-
-    from stretto.machine import usable_cores
-    from stretto.models.load import pick_device, pick_dtype
+    from stretto.models.memory import width
     from stretto.runtime.groups import fitting
     from stretto.runtime.groups.placement import places, remarks, table
 
     if config.runtime == "inline":
         return
-    device = pick_device(config.model.device)
-    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    found = places(config, config.threads or torch.get_num_threads(), gpus)
+    gpus = usable_gpus() if config.model.device != "cpu" else 0
+    found = places(config, config.threads or usable_cores(), gpus)
     roles = {role.role: role for role in plan.mixed.roles}
-    width = pick_dtype(config.model.dtype, device).itemsize
-    frozen = dict.fromkeys(("actor", "critic", "reference"), width * plan.parameters)
+    wide = width(config.model)
+    frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
     trained = sum(roles[name].total_bytes for name in ("actor", "critic") if name in roles)
     reward = roles["reward"].total_bytes if "reward" in roles else 0
     yield f"Processes (runtime = '{config.runtime}'):"
     yield table(found, {**frozen, "learner": trained, "reward": reward})
     yield from remarks(config, found, usable_cores(), gpus)
-    if loads := fitting.planned(config, found, width):
+    if loads := fitting.planned(config, found, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"
         yield fitting.table(loads)
         yield from fitting.check(loads, fitting.capacity)
@@ -133,7 +116,7 @@ def _held_out(task: TaskConfig) -> str:
         return task.held_out_rows
     if share := task.held_out_share:
         return f"{share:.0%} of all different prompts, which training leaves out"
-    if task.kind == "reasoning-gym":
+    if task.is_procedural:
         return "rows of another seed, which may ask what training asks (task.held_out is 0)"
     return "on the rows of training (task.held_out is 0)"
 
@@ -143,12 +126,8 @@ def _many(count: int, what: str) -> str:
 
 
 def _source(source: str) -> str:
-    kind, _, name = source.partition(":")
-    if kind == "model":
-        return f" ({_place(name)})"
-    if source != "task" and not Path(kind).expanduser().is_file():
-        raise ConfigError(f"reward.sources: '{source}' names the file '{kind}', which is not there")
-    return ""
+    name = source.removeprefix(MODEL)
+    return f"reward: {source} ({_place(name)})" if source.startswith(MODEL) else f"reward: {source}"
 
 
 def _place(name: str) -> str:
@@ -162,11 +141,4 @@ def _place(name: str) -> str:
 
 def _data(name: str) -> str:
     """Describe where a dataset's rows are."""
-    from stretto.tasks.files import SUFFIXES
-
-    if not name:
-        return "to be given"
-    path = Path(name).expanduser()
-    if path.suffix in SUFFIXES and not path.is_file():
-        raise ConfigError(f"there is no file '{path}' (looked for from {Path.cwd()})")
-    return "local" if path.exists() else "from the hub"
+    return "local" if is_local(name) else "from the hub"

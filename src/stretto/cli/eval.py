@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from stretto.api.settings import trained_with
+from stretto.checks import check_measured
 from stretto.cli.settings import (
     RECIPE_HELP,
     Option,
@@ -21,7 +22,7 @@ from stretto.cli.settings import (
     parse_with_config,
 )
 from stretto.config import Config, recipes
-from stretto.errors import ConfigError
+from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
 from stretto.observe.progress import on_stderr
 from stretto.observe.report import evaluations
@@ -76,12 +77,19 @@ def run(arguments: Sequence[str]) -> int:
     _check(own)
     sampled, benchmarks = any(own[name] for name in SAMPLED), _names(own["lm_eval"])
     if sampled or not benchmarks:
-        check_task(config, own["recipe"])
+        check_task(config)
     if own["temperature"] is not None:
         rollout = config.rollout.model_copy(update={"temperature": own["temperature"]})
         config = config.model_copy(update={"rollout": rollout})
     model, folder = _model(own["model"], own["recipe"], config.model.name)
     trained = trained_with(own["model"], own["recipe"], config)
+    by = [own["win_rate_by"]] if own["win_rate_by"] else []
+    rows = sampled or not benchmarks
+    check_measured(config, model, rows=rows, sources=by, sft=own["sft"])
+    if benchmarks:
+        require("lm_eval", "lm-eval", "--lm-eval")
+    if own["judge"]:
+        require("openai", "judge", "an LLM judge")
 
     print(f"model        {model}")
     figures: dict[str, Any] = {}

@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import ValidationError
 
-from stretto.config import RolloutConfig
+from stretto.checks import check_measured
+from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import ConfigError
 from stretto.observe.progress import on_stderr
 from stretto.saying import LOADING, working
@@ -34,6 +35,8 @@ def _generate(
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = (),
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
 ) -> None:
     """Let a model answer prompts, or the lines of standard input when none is given.
 
@@ -47,6 +50,8 @@ def _generate(
         stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
         seed: Of sampling.
         chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
+        dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32.
+        device: Device to compute on. auto: cuda when there is one.
     """
     asked = list(prompts) or _lines()
     if not asked:
@@ -69,10 +74,12 @@ def _generate(
         rule = first["msg"].replace("Input should be", "must be")
         raise ConfigError(f"{name} {first['input']!r}: {rule}") from error
 
+    config = ModelConfig(name=model, dtype=dtype, device=device)
+    check_measured(Config.model_construct(model=config), model, rows=False)
     with working(on_stderr, LOADING):
         from stretto.evaluation.answers import generate
 
-    answers = generate(model, asked, rollout, seed=seed, chat=chat)
+    answers = generate(config, asked, rollout, seed=seed, chat=chat)
     for index, text in _in_order(answers):
         print(text if len(asked) == 1 else f"[{index + 1}] {text}", flush=True)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from stretto.checks import check_measured
 from stretto.cli.settings import (
     Option,
     check_recipe_is_first,
@@ -132,10 +133,11 @@ def _label_responses(arguments: Sequence[str]) -> LabelResult:
         "label", _DESCRIPTION, arguments, start, options, RECIPE_SETTINGS
     )
     check_recipe_is_first(arguments, own["what"])
-    check_task(config, own["what"])
+    check_task(config)
     _check(own)
     if own["prompts"] < 1:
         raise ConfigError(f"--prompts {own['prompts']}: must be 1 or more")
+    check_measured(config, own["responses_from"], sources=[own["by"]])
 
     with working(on_stderr, LOADING):
         from stretto import evaluation

@@ -11,10 +11,10 @@ import tyro
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.memory import (
+    described,
     format_plan,
     format_size,
     measure,
-    measure_shape,
     memory_plan,
     parse_parameters,
 )
@@ -143,7 +143,7 @@ def _shape(model: str) -> Shape:
             f"'{model}' does not tell the sizes of a model's layers, which a GPU's memory depends "
             f"on; give a model's name, or one of {', '.join(LLAMAS)} (Llama)"
         )
-    return measure_shape(ModelConfig(name=model))
+    return described(model).shape
 
 
 def _format(found: Estimate, gpu_bytes: float) -> str:

@@ -8,20 +8,24 @@ of message.
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any, TypeVar
 
 import tomli_w
 import tyro
 from pydantic import BaseModel
 
-from stretto.api.settings import HELD_OUT, ROWS, other_rows
-from stretto.config import Config, Section, recipes
-from stretto.errors import ConfigError
+from stretto.config import Config, Section, changes, recipes
+from stretto.errors import ConfigError, nearest
 
 S = TypeVar("S", bound=Section)
+
+IN_FILES_ALONE = ("cluster.processes",)
+"""Settings that are lists of tables, which no option can spell."""
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
@@ -43,50 +47,136 @@ def parse_with_config(
     config: S,
     options: Mapping[str, Option],
     only: Sequence[str] = (),
+    common: Sequence[str] = (),
 ) -> tuple[S, dict[str, Any]]:
-    """Parse options that override settings, and the command's own.
-
-    Rows that are named in place of others take ``task.held_out`` with them, see
-    :data:`stretto.api.settings.ROWS`.
+    """Parse options that change settings, and the command's own.
 
     Args:
         command: its name, for usage and messages.
         description: shown on top of the help.
         arguments: what follows the command's name.
         config: where settings take their defaults from; the result is of its class.
-        options: the command's own options, by name.
+        options: the command's own options, by name. Where ``overrides`` is among them, it names a
+            file with changes, which come before those of the command line.
         only: dotted settings or sections to offer; empty offers all.
+        common: those that ``--help`` documents, where there are more; ``--help-all`` and ``--help
+            SECTION`` document the others.
 
     Raises:
-        ConfigError: the resulting settings are not valid.
+        ConfigError: an unknown option, or the resulting settings are not valid.
         SystemExit: help was asked for (0), or the command line does not parse (2).
     """
-    defaults = config.model_dump()
-    settings = _mirror(type(config), tuple(only), "")
-    own = _own(options)
+    kind, data = type(config), config.model_dump()
+    every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
+    offered = {name for name in every if not only or _within(name, only)}
+    shown, more = _asked_for_help(arguments, offered, common)
+    if shown is not None:
+        arguments, offered = ["--help"], shown
+    named = _named(arguments, offered, options, kind)
+    settings, own = _mirror(kind, offered, ""), _own(options)
     # Both without a prefix of their own: --steps, not --settings.steps.
     flat = tyro.conf.arg(name="")
     both = dataclasses.make_dataclass(
         "Options", [("own", Annotated[own, flat]), ("settings", Annotated[settings, flat])]
     )
     own_defaults = own(**{name: option.default for name, option in options.items()})
-    parsed: Any = tyro.cli(
-        both,
-        prog=f"stretto {command}",
-        description=description,
-        args=list(arguments),
-        default=both(own_defaults, _fill(settings, defaults)),
+    try:
+        parsed: Any = tyro.cli(
+            both,
+            prog=f"stretto {command}",
+            description=description,
+            args=list(arguments),
+            default=both(own_defaults, _fill(settings, data)),
+        )
+    except SystemExit:
+        if more:
+            print(more)
+        raise
+    given, where = _given(parsed.settings, data, named), "command line"
+    if file := getattr(parsed.own, "overrides", ""):
+        given = changes.merged(changes.read(file), given, kind)
+        where = f"'{file}' and the command line"
+    return changes.changed(config, given, where), dataclasses.asdict(parsed.own)
+
+
+def _asked_for_help(
+    arguments: Sequence[str], offered: set[str], common: Sequence[str]
+) -> tuple[set[str] | None, str]:
+    """Return the settings that help is asked for, if it is, and a line about the others.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    if not common:
+        return None, ""
+    if "--help-all" in arguments:
+        return offered, ""
+    at = next((i for i, argument in enumerate(arguments) if argument in ("-h", "--help")), None)
+    if at is None:
+        return None, ""
+    sections = list(dict.fromkeys(n.partition(".")[0] for n in sorted(offered) if "." in n))
+    for section in arguments[at + 1 :]:
+        if section not in sections:
+            raise ConfigError(
+                f"--help {section}: there is no such section. {nearest(section, sections)}"
+            )
+        return {name for name in offered if _within(name, [section])}, ""
+    line = (
+        f"These are {len(common)} of {len(offered)} settings. --help-all documents all of them, "
+        f"--help SECTION one section: {', '.join(sections)}"
     )
-    merged = _merge(defaults, parsed.settings)
-    if isinstance(config, Config) and other_rows(_named(arguments, (*ROWS, HELD_OUT))):
-        merged["task"]["held_out"] = 0.0
-    return recipes.build(merged, "command line", type(config)), dataclasses.asdict(parsed.own)
+    return set(common), line
 
 
-def _named(arguments: Sequence[str], settings: Sequence[str]) -> set[str]:
-    """The settings, among those given, that the command line names, in either tyro spelling."""
-    given = {a.partition("=")[0].removeprefix("--").replace("-", "_") for a in arguments}
-    return given.intersection(settings)
+def _within(name: str, only: Sequence[str]) -> bool:
+    return any(name == allowed or name.startswith(f"{allowed}.") for allowed in only)
+
+
+def _named(
+    arguments: Sequence[str],
+    offered: Collection[str],
+    options: Mapping[str, Option],
+    kind: type[Section],
+) -> set[str]:
+    """Return the settings that the command line names, in either of tyro's spellings.
+
+    Raises:
+        ConfigError: an option is neither a setting nor the command's own.
+    """
+    found, options_begin = set[str](), False
+    for argument in arguments:
+        if not argument.startswith("--"):
+            _refuse_hydra_style(argument, offered, options_begin)
+            continue
+        options_begin = True
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        section, dot, leaf = name.rpartition(".")
+        positive = f"{section}{dot}{leaf.removeprefix('no_')}"
+        if name in offered or positive in offered:
+            found.add(name if name in offered else positive)
+        elif not {name, positive} & {*options, "help", ""}:
+            raise ConfigError(_unknown(argument.partition("=")[0], name, options, kind))
+    return found
+
+
+def _refuse_hydra_style(argument: str, offered: Collection[str], options_begin: bool) -> None:
+    """Refuse 'training.lr=1e-5'; behind an option 'seed=3' may be a word of its value."""
+    name, sign, value = argument.partition("=")
+    name = name.removeprefix("+")
+    if sign and name in offered and ("." in name or not options_begin):
+        option = name.replace("_", "-")
+        raise ConfigError(f"'{argument}': options begin with two dashes; write --{option} {value}")
+
+
+def _unknown(shown: str, name: str, options: Collection[str], kind: type[Section]) -> str:
+    own = get_close_matches(name, options, n=1, cutoff=0.8)
+    if name in IN_FILES_ALONE:
+        return f"'{shown}' is spelled in a file alone, as [[{name}]]; name it with --overrides"
+    if name in recipes.setting_names(kind) and not own:
+        return f"'{shown}' has no effect on what this command does; leave it out"
+    hint = f"Did you mean '{own[0]}'?" if own else recipes.hint(name, kind)
+    as_options = re.sub(r"'([\w.]+)'", lambda m: f"--{m[1].replace('_', '-')}", hint)
+    return f"unknown option '{shown}'. {as_options} ('--help' lists them)"
 
 
 def leading_recipe(arguments: Sequence[str]) -> str:
@@ -104,16 +194,16 @@ def check_recipe_is_first(arguments: Sequence[str], parsed: str) -> None:
         raise ConfigError(f"the recipe comes before the options: write '{parsed}' first")
 
 
-def check_task(config: Config, recipe: str) -> None:
-    """Refuse a recipe whose data the user has yet to name.
+def check_task(config: Config) -> None:
+    """Refuse settings whose data the user has yet to name.
 
     Raises:
         ConfigError: the task has no name.
     """
     if not config.task.name:
         raise ConfigError(
-            f"task.name is empty: '{recipe}' brings no data of its own; "
-            "give its file with --task.name PATH"
+            "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
+            "column of prompts with --task.prompt-column"
         )
 
 
@@ -125,18 +215,16 @@ def _own(options: Mapping[str, Option]) -> type[Any]:
     return dataclasses.make_dataclass("Own", fields)
 
 
-def _mirror(section: type[BaseModel], only: tuple[str, ...], prefix: str) -> type[Any]:
-    """A dataclass with the fields of ``section`` that ``only`` lets through."""
+def _mirror(section: type[BaseModel], offered: Collection[str], prefix: str) -> type[Any]:
+    """A dataclass with those fields of ``section`` that are offered."""
     fields: list[tuple[str, Any]] = []
     for name, info in section.model_fields.items():
         kind, key = info.annotation, prefix + name
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            inner = _mirror(kind, only, f"{key}.")
+            inner = _mirror(kind, offered, f"{key}.")
             if dataclasses.fields(inner):
                 fields.append((name, inner))
-        elif any(isinstance(k, type) and issubclass(k, BaseModel) for k in typing.get_args(kind)):
-            continue  # tables in a list, which files alone can spell
-        elif not only or any(key == allowed or key.startswith(f"{allowed}.") for allowed in only):
+        elif key in offered:
             text = info.description
             if typing.get_origin(kind) is dict:
                 # Any key can be given, also one that the recipe's table has not.
@@ -158,18 +246,19 @@ def _fill(mirror: type[Any], values: Mapping[str, Any]) -> Any:
     return mirror(**arguments)
 
 
-def _merge(base: Mapping[str, Any], parsed: Any, prefix: str = "") -> dict[str, Any]:
-    """``base`` with what was parsed into a mirror put in, section by section."""
-    merged = dict(base)
+def _given(
+    parsed: Any, base: Mapping[str, Any], named: Collection[str], prefix: str = ""
+) -> dict[str, Any]:
+    """Return the settings that the command line names, nested, with the values that it gives."""
+    found: dict[str, Any] = {}
     for field in dataclasses.fields(parsed):
         value, key = getattr(parsed, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
-            merged[field.name] = _merge(base[field.name], value, f"{key}.")
-        elif isinstance(base[field.name], dict):
-            merged[field.name] = _table(value, key)
-        else:
-            merged[field.name] = value
-    return merged
+            if inner := _given(value, base[field.name], named, f"{key}."):
+                found[field.name] = inner
+        elif key in named:
+            found[field.name] = _table(value, key) if isinstance(base[field.name], dict) else value
+    return found
 
 
 def _pairs(table: Mapping[str, Any]) -> tuple[str, ...]:

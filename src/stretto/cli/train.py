@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 DEFAULT_RECIPE = "arithmetic"
 
+COMMON = (
+    *("steps", "out", "runtime", "model.name", "model.lora_rank", "task.kind", "task.name"),
+    *("task.answer_column", "reward.sources", "rollout.batch", "rollout.samples_per_prompt"),
+    *("rollout.max_new_tokens", "schedule.preset", "algorithm.name", "training.lr"),
+)
+"""Settings that ``--help`` documents: those that most users set."""
+
 _DESCRIPTION = (
     "Train a model. The settings come from the recipe (defaults below are the recipe's) and from "
     "options, which come after it: stretto train tiny --steps 10 --training.lr 1e-5"
@@ -67,19 +74,16 @@ def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:
             f"--resume takes the settings of the run it resumes; leave out the recipe '{given}'"
         )
     recipe = given or DEFAULT_RECIPE
-    before = start = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
-    overrides = _value_of("--overrides", arguments)
-    if overrides:
-        start = recipes.overlay(start, overrides)
-    config, own = parse_with_config("train", _DESCRIPTION, arguments, start, _options())
+    start = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
+    config, own = parse_with_config(
+        "train", _DESCRIPTION, arguments, start, _options(), common=COMMON
+    )
     if own["resume"] != resumed:
         raise ConfigError("--resume was given twice; name one run directory")
-    if own["overrides"] != overrides:
-        raise ConfigError("--overrides was given twice; name one file")
     check_recipe_is_first(arguments, own["recipe"])
     if resumed:
-        check_resumable(before, config)
-    check_task(config, recipe)
+        check_resumable(start, config)
+    check_task(config)
     return config, recipe, own
 
 

@@ -13,6 +13,12 @@ from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section
 LEARNER = "learner"
 """The role that trains."""
 
+
+def generator_names(count: int) -> list[str]:
+    """Return the names of so many generators in settings, traces and messages."""
+    return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
+
+
 _DEVICE = re.compile(r"|cpu|cuda|cuda:\d+")
 
 
@@ -68,7 +74,7 @@ class ProcessConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Processes of a run with runtime = 'local' or 'ray'."""
+    """Processes of a run with runtime = 'local' or 'ray'. Tables [[cluster.processes]] place roles by hand, in a file alone."""
 
     scorers: Literal["auto", "apart", "together", "generators"] = "auto"
     """Place of model scorers. apart: a process each. together: one process for all. generators: a copy of each in every generator's process, to work when nothing is left to decode there. auto: generators where stragglers migrate and scorers do not stream, else apart."""

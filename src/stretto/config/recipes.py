@@ -30,14 +30,11 @@ __all__ = [
     "FOLDERS",
     "build",
     "describe",
-    "difference",
     "dump",
+    "hint",
     "load",
-    "merged",
     "name_of",
     "names",
-    "overlaid",
-    "overlay",
     "setting_names",
 ]
 
@@ -49,6 +46,42 @@ PACKAGE = "stretto.recipes"
 
 RENAMED = {"schedule.batches_per_handover": "schedule.weight_sync_interval"}
 """Names of settings in earlier versions, with their present names."""
+
+_ELSEWHERE = {
+    "algorithm.clip": "cliprange clip_ratio eps_clip epsilon",
+    "algorithm.kl_coef": "beta kl_beta init_kl_coef kl_loss_coef",
+    "algorithm.lam": "lambd gae_lambda",
+    "algorithm.name": "loss_type adv_estimator advantage_estimator",
+    "algorithm.value_clip": "cliprange_value value_clip_range",
+    "model.lora_alpha": "alpha",
+    "model.lora_rank": "lora_r rank r",
+    "model.lora_targets": "lora_target_modules target_modules",
+    "model.name": "model_name model_name_or_path pretrain model_path path",
+    "observe.checkpoint_every": "save_steps save_freq",
+    "observe.trackers": "report_to logger use_wandb",
+    "out": "output_dir save_path default_local_dir",
+    "reward.sources": "reward_funcs reward_model reward_model_path remote_rm_url reward_pretrain",
+    "rollout.batch": "batch_size train_batch_size per_device_train_batch_size rollout_batch_size",
+    "rollout.engine": "use_vllm",
+    "rollout.max_new_tokens": "max_completion_length response_length max_response_length "
+    "generate_max_len max_tokens",
+    "rollout.samples_per_prompt": "num_generations n n_samples_per_prompt rloo_k",
+    "steps": "max_steps total_training_steps num_steps",
+    "task.answer_column": "label_key answer_key",
+    "task.max_prompt_tokens": "max_prompt_length prompt_max_len",
+    "task.name": "dataset dataset_name train_dataset prompt_data train_files data",
+    "task.prompt_column": "input_key prompt_key",
+    "training.critic_lr": "critic_learning_rate",
+    "training.epochs": "num_ppo_epochs ppo_epochs num_iterations num_train_epochs max_epochs",
+    "training.grad_clip": "max_grad_norm max_norm",
+    "training.lr": "learning_rate actor_learning_rate",
+    "training.lr_schedule": "lr_scheduler_type lr_scheduler lr_warmup_style",
+    "training.microbatch_tokens": "gradient_accumulation_steps micro_train_batch_size "
+    "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu",
+    "training.minibatches": "num_mini_batches ppo_mini_batch_size",
+}
+ELSEWHERE = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
+"""What TRL, verl, OpenRLHF and peft call a setting, by the last part of their name."""
 
 FOLDERS: Mapping[type[Section], str] = {Config: "", SftConfig: "sft", RewardModelConfig: "reward"}
 """Folder of the packaged recipes of each kind of settings, below the package's."""
@@ -127,61 +160,6 @@ def setting_names(kind: type[Section] = Config) -> list[str]:
     return list(_keys_of(kind, ""))
 
 
-def overlaid(config: Config, data: Mapping[str, Any], where: str) -> Config:
-    """Settings with those that ``data`` names in their place; arrays of tables as a whole.
-
-    Args:
-        config: the settings.
-        data: some of them, as TOML gives them.
-        where: where they come from, for messages.
-
-    Raises:
-        ConfigError: an unknown key, or settings that contradict each other.
-    """
-    return build(merged(config.model_dump(), data), where)
-
-
-def overlay(config: Config, file: str | Path) -> Config:
-    """Settings with those of a file in their place, such as one that ``stretto plan`` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, or a setting in it is wrong.
-    """
-    try:
-        data = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the settings '{file}': {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"'{file}' is not valid TOML: {error}") from error
-    return overlaid(config, data, f"'{file}'")
-
-
-def difference(base: Config, config: Config) -> dict[str, Any]:
-    """Return what settings have otherwise than others, as nested plain data."""
-    return _difference(base.model_dump(), config.model_dump())
-
-
-def _difference(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            if inner := _difference(base[key], value):
-                found[key] = inner
-        elif value != base.get(key):
-            found[key] = value
-    return found
-
-
-def merged(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested data with others in its place, where these name some."""
-    both = dict(base)
-    for key, value in data.items():
-        inner = both.get(key, {})
-        nested = isinstance(inner, Mapping) and isinstance(value, Mapping)
-        both[key] = merged(inner, value) if nested else value
-    return both
-
-
 @overload
 def build(data: Mapping[str, Any], where: str) -> Config: ...
 @overload
@@ -202,6 +180,28 @@ def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
     except ValidationError as error:
         problems = [_explain(e, kind) for e in error.errors(include_url=False)]
         raise ConfigError(f"{where}: " + "; ".join(problems)) from error
+
+
+def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
+    """Return a sentence that says which setting is probably meant by a name that none has.
+
+    Args:
+        key: the dotted name.
+        kind: of settings.
+        table: whether it stands for a whole section.
+    """
+    every, leaf = setting_names(kind), key.rpartition(".")[2]
+    # A setting that exists, but in another section, is what was meant more often than a typo.
+    same_leaf = [known for known in every if known.rpartition(".")[2] == leaf]
+    if now := RENAMED.get(key):
+        return f"It is called '{now}' now."
+    if table and "." not in key:
+        return nearest(key, {name.partition(".")[0] for name in every if "." in name})
+    if not same_leaf and (ours := ELSEWHERE.get(leaf)) in every:
+        return f"It is called '{ours}' here."
+    if same_leaf:
+        return f"Did you mean {' or '.join(map(repr, same_leaf))}?"
+    return nearest(key, every)
 
 
 def _folder(kind: type[Section]) -> Traversable:
@@ -237,6 +237,11 @@ def _with_own_files(config: Any) -> Any:
 
 
 def _unknown_recipe(name: str, kind: type[Section]) -> ConfigError:
+    if "/" in name:
+        return ConfigError(
+            f"there is no folder '{name}' (looked for from {Path.cwd()}); give a run's folder, a "
+            ".toml file, or a recipe's name"
+        )
     known = names(kind)
     return ConfigError(
         f"there is no recipe '{name}'. {nearest(name, known) + ' ' if known else ''}"
@@ -309,19 +314,14 @@ def _explain(error: ErrorDetails, kind: type[Section]) -> str:
     """Write one of pydantic's errors as a sentence with the dotted key, the value and the rule."""
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        # A setting that exists, but in another section, is what was meant more often than a typo.
-        if key in RENAMED:
-            return f"'{key}' is called '{RENAMED[key]}' now"
-        leaf = key.rpartition(".")[2]
-        every = setting_names(kind)
-        same_leaf = [known for known in every if known.rpartition(".")[2] == leaf]
-        return f"unknown setting '{key}'. {nearest(key, same_leaf or every)}"
+        table = isinstance(error["input"], Mapping)
+        return f"unknown setting '{key}'. {hint(key, kind, table=table)}"
     context = error.get("ctx", {})
     if error["type"] == "value_error":
         return str(context["error"])
     rule = error["msg"].replace("Input should be", "must be")
-    hint = ""
+    closest = ""
     if error["type"] == "literal_error" and isinstance(error["input"], str):
         choices = re.findall(r"'([^']*)'", str(context["expected"]))
-        hint = f". {nearest(error['input'], choices)}"
-    return f"{key} = {error['input']!r}: {rule}{hint}"
+        closest = f". {nearest(error['input'], choices)}"
+    return f"{key} = {error['input']!r}: {rule}{closest}"

@@ -21,6 +21,7 @@ from stretto.config.sections import (
     TaskConfig,
 )
 from stretto.config.training import TrainingConfig
+from stretto.errors import ConfigError
 
 
 class Config(Section):
@@ -83,6 +84,24 @@ class Config(Section):
                 "that stream have a worker of their own, and a freed engine would have nothing to do"
             )
         return [*remarks, *self.schedule.remarks]
+
+    def require_positions(self, what: str, limit: int | None) -> None:
+        """Refuse a model that cannot read a prompt with its response, both at their limits.
+
+        Args:
+            what: the model, as the subject of a message.
+            limit: tokens that it can read; ``None`` for any number.
+
+        Raises:
+            ConfigError: they are more.
+        """
+        prompt, response = self.task.max_prompt_tokens, self.rollout.max_new_tokens
+        if limit is not None and prompt + response > limit:
+            raise ConfigError(
+                f"{what} has positions for {limit} tokens, and a prompt with its response may have "
+                f"{prompt + response} (task.max_prompt_tokens = {prompt}, rollout.max_new_tokens = "
+                f"{response}); lower these, or choose another model"
+            )
 
     def _is_set(self, name: str) -> bool:
         """Return whether a setting, by its dotted name, differs from its default."""

@@ -48,18 +48,18 @@ class CriticConfig(Section):
 class TaskConfig(Section):
     """The task: its prompts, and the verifier of their answers."""
 
-    kind: Literal["reasoning-gym", "dataset", "gsm8k"] = "reasoning-gym"
-    """reasoning-gym: a procedural dataset with its verifier. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
+    kind: Literal["procedural", "reasoning-gym", "dataset", "gsm8k"] = "procedural"
+    """procedural: problems made from the seed, with their verifier. reasoning-gym: the same, of that library. dataset: rows of a file or of the hub. gsm8k: question / answer with '#### N'."""
     name: str = "chain_sum"
-    """A reasoning-gym dataset, a .jsonl / .json / .parquet file, or a hub dataset."""
+    """A procedural task ('chain_sum', 'spell_backward'), a reasoning-gym dataset, a .jsonl / .json / .parquet file, or a hub dataset."""
     settings: dict[str, JsonValue] = {}
-    """Settings of the reasoning-gym dataset."""
+    """Settings of the procedural task or of the reasoning-gym dataset."""
     split: str = "train"
     """Split of a hub dataset."""
     held_out: float | str = 0.0
     """Prompts for evaluation. A share from 0 to 1: this share of all different prompts, chosen by their content; training leaves them out. A file, or another split of the same hub dataset: its rows. 0 holds none out."""
     size: NonNegativeInt = 0
-    """Rows to use; 0 takes all of a file or the hub (reasoning-gym: 100,000)."""
+    """Rows to use; 0 takes all of a file or the hub (of problems that are made: 100,000)."""
     prompt_column: str = "prompt"
     """Column with the prompt: text, or a list of chat messages."""
     answer_column: str = ""
@@ -88,6 +88,11 @@ class TaskConfig(Section):
         return value
 
     @property
+    def is_procedural(self) -> bool:
+        """Whether rows are made from the seed, and not read."""
+        return self.kind in ("procedural", "reasoning-gym")
+
+    @property
     def held_out_share(self) -> float:
         """The share of the prompts that training leaves out, 0 where other rows are named."""
         return 0.0 if isinstance(self.held_out, str) else self.held_out
@@ -96,6 +101,12 @@ class TaskConfig(Section):
     def held_out_rows(self) -> str:
         """The file or split that evaluation reads; empty where none is named."""
         return self.held_out if isinstance(self.held_out, str) else ""
+
+
+MISSING_EOS = "missing_eos"
+"""A reward source that takes a penalty off responses without an end token, in place of the rule."""
+MODEL = "model:"
+"""What the name of a reward source that is a model begins with."""
 
 
 class RewardConfig(Section):

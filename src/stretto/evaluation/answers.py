@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import nn
 
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import load_actor, prepare_torch
+from stretto.assembly.models import NOTHING, Given, make_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
 from stretto.errors import RewardError
-from stretto.models.load import load_tokenizer
+from stretto.models.load import fastest_dtype, load_tokenizer, pick_device
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.rollout.engine import TorchEngine
@@ -83,29 +83,44 @@ def answer(
 
 
 def generate(
-    model: str,
+    config: ModelConfig,
     prompts: Sequence[str],
     options: RolloutConfig,
     *,
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
+    given: Given = NOTHING,
 ) -> Iterator[tuple[int, str]]:
     """Answer prompts: (index of the prompt, text), each as soon as it has ended.
+
+    Args:
+        config: names the model, and its type.
+        prompts: what to answer.
+        options: of sampling.
+        seed: of sampling.
+        chat: whether to apply the tokenizer's chat template.
+        given: model and tokenizer, where the caller has them as objects.
 
     Raises:
         ConfigError: the seed is out of range.
     """
     require_seed(seed)
     settings = Config.model_construct(
-        seed=seed, model=ModelConfig(name=model), rollout=options, task=TaskConfig(chat=chat)
+        seed=seed, model=config, rollout=options, task=TaskConfig(chat=chat)
     )
     prepare_torch(settings)
-    tokenizer = load_tokenizer(resolve(model, on_stderr))
+    tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr))
     rollouts = [
         Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i), i)
         for i, text in enumerate(prompts)
     ]
-    engine = make_engine(settings, load_actor(settings, on_stderr), tokenizer, options.batch)
+    if given.actor is None and config.dtype == "auto":
+        with working(on_stderr, "trying which type is faster"):
+            dtype, because = fastest_dtype(pick_device(config.device))
+        kind = str(dtype).removeprefix("torch.")
+        on_stderr(f"computing in {kind}: {because}; --dtype takes another")
+    actor = make_actor(settings, given, on_stderr)
+    engine = make_engine(settings, actor, tokenizer, options.batch)
     for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto import tasks
-from stretto.assembly.scorers import MODEL, open_function, reward_scorer
+from stretto.assembly.scorers import open_function, reward_scorer
 from stretto.config import Config
+from stretto.config.sections import MODEL
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.evaluation.answers import WholeScorer, score_all
 from stretto.observe.progress import on_stderr

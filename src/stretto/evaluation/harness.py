@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.config import Config
-from stretto.errors import ConfigError, MissingExtraError
+from stretto.errors import ConfigError, require
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
@@ -62,11 +62,9 @@ def benchmark(
         ConfigError: a benchmark is unknown, or its data cannot be had.
         ModelError: the model cannot be found.
     """
-    try:
-        lm_eval: Any = import_module("lm_eval")
-        harness_tasks: Any = import_module("lm_eval.tasks")
-    except ImportError as error:
-        raise MissingExtraError("lm_eval", "lm-eval", "--lm-eval") from error
+    require("lm_eval", "lm-eval", "--lm-eval")
+    lm_eval: Any = import_module("lm_eval")
+    harness_tasks: Any = import_module("lm_eval.tasks")
     files = {task: Path(task) for task in tasks if task.endswith(".yaml")}
     names = {task: _name(files[task]) if task in files else task for task in tasks}
     manager = harness_tasks.TaskManager(include_path=[str(f.parent) for f in files.values()])

@@ -16,6 +16,7 @@ from torch import nn
 
 from stretto.assembly.models import load_actor
 from stretto.config import Config
+from stretto.config.training import token_budget
 from stretto.errors import ConfigError
 from stretto.evaluation.answers import of_model
 from stretto.evaluation.rates import standard_error
@@ -24,7 +25,6 @@ from stretto.models.forward import (
     output_head,
     response_hidden,
     response_tokens,
-    token_budget,
 )
 from stretto.models.load import load_tokenizer
 from stretto.models.logits import token_logprobs

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
-from stretto.assembly.scorers import MODEL
 from stretto.config import Config, PairsConfig, RewardModelConfig
+from stretto.config.sections import MODEL
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold

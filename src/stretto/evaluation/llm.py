@@ -16,7 +16,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto.errors import ConfigError, JudgeError, MissingExtraError
+from stretto.errors import ConfigError, JudgeError, require
 from stretto.evaluation.rates import point, standard_error
 from stretto.types import Prompt
 from stretto.workers.drive import drive
@@ -141,10 +141,9 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
         MissingExtraError: the library is not installed.
         ConfigError: OpenAI's own endpoint is asked without a key.
     """
-    try:
-        from openai import AsyncOpenAI
-    except ImportError as error:
-        raise MissingExtraError("openai", "judge", "an LLM judge") from error
+    require("openai", "judge", "an LLM judge")
+    from openai import AsyncOpenAI
+
     key = os.environ.get("OPENAI_API_KEY")
     if not key and not (judge.url or os.environ.get("OPENAI_BASE_URL")):
         raise ConfigError(

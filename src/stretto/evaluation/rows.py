@@ -68,7 +68,7 @@ class Questions:
 def measured_on(config: Config) -> Config:
     """Settings under which a task gives the rows that an evaluation reads."""
     task = config.task
-    if task.kind == "reasoning-gym":
+    if task.is_procedural:
         changes = {"task": task.model_copy(update={"size": 0}), "seed": config.seed + SEED}
         return config.model_copy(update=changes)
     if not task.held_out_rows:
@@ -84,7 +84,7 @@ def rows_of(config: Config) -> str:
     """Describe, for people, the rows that an evaluation under these settings reads."""
     read = measured_on(config)
     task = read.task
-    if task.kind == "reasoning-gym":
+    if task.is_procedural:
         where = f"{task.name}, seed {read.seed}"
     elif Path(task.name).suffix in SUFFIXES:
         where = task.name
@@ -115,7 +115,7 @@ def questions(
     """
     read = measured_on(config)
     limit, share = read.task.max_prompt_tokens, read.task.held_out_share
-    procedural = read.task.kind == "reasoning-gym"
+    procedural = read.task.is_procedural
     source = PromptSource(task, read.task, tokenizer, read.seed)
     prompts, contents, too_long = list[Prompt](), list[str](), list[int]()
     known, found_at, patience = set[str](), 0, PATIENCE / (share or 1)

@@ -131,15 +131,6 @@ def response_tokens(responses: Sequence[Response], device: torch.device) -> Tens
     return tokens.to(device, torch.long)
 
 
-def token_budget(setting: int, device: torch.device) -> int:
-    """Tokens in one pass: the setting, or what suits the device where that is 0.
-
-    A CPU works fastest on what its caches hold, and small passes pad less; a GPU needs more to be
-    full.
-    """
-    return setting or (1024 if device.type == "cpu" else 16_384)
-
-
 def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Split sequences into micro-batches of at most ``budget`` tokens, padding counted.
 

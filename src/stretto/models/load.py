@@ -15,8 +15,10 @@ from stretto import files
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
 from stretto.models import mapped, rates
+from stretto.models.architectures import known
 from stretto.models.attention import use_short_attention
 from stretto.models.forward import freeze_unread, unwrapped
+from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite
 
 if TYPE_CHECKING:
@@ -168,6 +170,20 @@ def load_config(path: Path | str, trust_remote_code: bool) -> PreTrainedConfig:
             str(path), trust_remote_code=trust_remote_code
         )
     return config
+
+
+def architecture(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of a model by name, also of a known one that is not here.
+
+    Raises:
+        ModelError: it cannot be found, fetched or read.
+    """
+    from transformers import AutoConfig
+
+    if (entries := known(name)) is None:
+        return load_config(resolve(name), trust_remote_code)
+    found: PreTrainedConfig = AutoConfig.for_model(**entries)
+    return found
 
 
 def _load(

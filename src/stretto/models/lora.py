@@ -9,7 +9,8 @@ from typing import Any, Literal
 from torch import nn
 
 from stretto.config import ModelConfig
-from stretto.errors import ConfigError, first_line, nearest
+from stretto.errors import ConfigError, first_line
+from stretto.models.info import require_targets
 
 
 def add_lora(
@@ -84,14 +85,10 @@ def _check_targets(model: nn.Module, targets: Sequence[str]) -> None:
     """Check that every target is there, takes an adapter, and shares its weight with no other."""
     modules = dict(model.named_modules())
     chosen: dict[str, nn.Module] = {}
+    layers = [name for name, module in modules.items() if _takes_adapter(module)]
+    require_targets(targets, modules, type(model).__name__, layers)
     for target in targets:
         found = {n: m for n, m in modules.items() if n == target or n.endswith(f".{target}")}
-        if not found:
-            known = {n.rpartition(".")[2] for n, m in modules.items() if _takes_adapter(m)}
-            raise ConfigError(
-                f"model.lora_targets = '{target}' is no layer of {type(model).__name__}. "
-                f"{nearest(target, known)}"
-            )
         for name, module in found.items():
             if not _takes_adapter(module):
                 raise ConfigError(

@@ -10,16 +10,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from stretto.config import Config, ModelConfig
-from stretto.errors import ConfigError, ModelError, first_line
-from stretto.models.architectures import known
-from stretto.planning.shapes import Shape
-from stretto.saying import Say
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from stretto.errors import ConfigError, ModelError
+from stretto.machine import usable_gpus
+from stretto.models.info import ModelInfo, model_info
 
 Role = Literal["actor", "critic", "reference", "reward", "model"]
 """Models of a run; ``model`` is the only one in supervised training."""
@@ -127,86 +123,34 @@ def memory_plan(
     )
 
 
-def measure(config: ModelConfig, say: Say = print) -> tuple[int, int | None]:
+def measure(config: ModelConfig) -> tuple[int, int | None]:
     """Count a model's parameters without loading it: in all, and of its LoRA adapters.
 
-    The second is ``None`` when there are no adapters. ``say`` is told what takes time.
+    The second is ``None`` when there are no adapters.
 
     Raises:
-        ModelError: the model's architecture cannot be read, or is none of a causal language model.
+        ModelError: there is no such model, or its files say nothing of its parameters.
         ConfigError: the model takes no such adapters.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from stretto.models.lora import add_lora
-
-    auto_class: Any = AutoModelForCausalLM
-    architecture = read_architecture(config, say)
-    with torch.device("meta"):
-        try:
-            model = auto_class.from_config(architecture, trust_remote_code=config.trust_remote_code)
-        except (ValueError, ImportError) as error:
-            raise ModelError(
-                f"'{config.name}' cannot be made as a causal language model: {first_line(error)}. "
-                "Give a model such as a Llama, Qwen or GPT-NeoX"
-            ) from error
-        parameters = sum(p.numel() for p in model.parameters())
-        if not config.lora_rank:
-            return parameters, None
-        adapted = add_lora(model, config, "CAUSAL_LM")
-    return parameters, sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    info = described(config.name)
+    if not config.lora_rank:
+        return info.parameters, None
+    return info.parameters, info.adapter_parameters(config.lora_rank, config.lora_targets)
 
 
-def measure_shape(config: ModelConfig) -> Shape:
-    """Read a model's shape without loading it, for plans on many GPUs.
+def described(name: str) -> ModelInfo:
+    """What a model's files say, which must be here.
 
     Raises:
-        ModelError: its architecture cannot be read, or its parameters are not those of such a
-            shape, to one in a hundred.
+        ModelError: there is no such model, or it would have to be fetched.
     """
-    architecture, (parameters, _) = read_architecture(config), measure(config)
-    try:
-        heads, vocabulary = architecture.num_attention_heads, architecture.vocab_size
-        shapes = [
-            Shape(
-                layers=architecture.num_hidden_layers,
-                hidden=architecture.hidden_size,
-                inner=architecture.intermediate_size,
-                heads=heads,
-                kv_heads=getattr(architecture, "num_key_value_heads", None) or heads,
-                vocabulary=vocabulary,
-                outputs=vocabulary,
-                tied=bool(architecture.tie_word_embeddings),
-                gated=gated,
-            )
-            for gated in (True, False)
-        ]
-    except AttributeError as error:
+    info = model_info(name)
+    if info is None:
         raise ModelError(
-            f"'{config.name}' says nothing of its shape: {first_line(error)}"
-        ) from error
-    shape = min(shapes, key=lambda shape: abs(shape.parameters - parameters))
-    if abs(shape.parameters - parameters) > parameters / 100:
-        raise ModelError(
-            f"'{config.name}' has {parameters:,} parameters; by its layers' sizes it would have "
-            f"{shape.parameters:,}. Plans on GPUs are for models built like Llama, Qwen or GPT-NeoX"
+            f"the model '{name}' is not on this machine, and its shape is not known; download it, "
+            "or name one that is"
         )
-    return shape
-
-
-def read_architecture(config: ModelConfig, say: Say = print) -> PreTrainedConfig:
-    """A model's configuration, without its weights; ``say`` is told what takes time.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
-    from stretto.models.load import load_config
-    from stretto.models.resolve import resolve
-
-    if (shape := known(config.name)) is not None:
-        return shape
-    return load_config(resolve(config.name, say), config.trust_remote_code)
+    return info
 
 
 def plan_for(config: Config) -> MemoryPlan:
@@ -215,8 +159,6 @@ def plan_for(config: Config) -> MemoryPlan:
     Raises:
         ModelError: the actor's architecture cannot be read.
     """
-    from stretto.models.load import pick_device, pick_dtype
-
     parameters, trained = measure(config.model)
     roles: list[Role] = ["actor"]
     if config.algorithm.definition.critic:
@@ -229,30 +171,21 @@ def plan_for(config: Config) -> MemoryPlan:
     rewards = [s.removeprefix("model:") for s in sources if s.startswith("model:")]
     if rewards:
         roles.append("reward")
-    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
     return memory_plan(
         parameters,
         trained=trained,
         roles=roles,
-        frozen_bytes=dtype.itemsize,
-        reward=sum(_size_of_reward_model(n, config.model, parameters) for n in rewards) or None,
+        frozen_bytes=width(config.model),
+        reward=sum(_size_of_reward_model(n, parameters) for n in rewards) or None,
     )
 
 
-def _size_of_reward_model(name: str, model: ModelConfig, otherwise: int) -> int:
-    """Parameters of a reward model; those of the actor where its architecture cannot be read."""
-    import torch
-    from transformers import AutoModel
-
-    own = model.model_copy(update={"name": name, "lora_rank": 0})
+def _size_of_reward_model(name: str, otherwise: int) -> int:
+    """Parameters of a reward model; those of the actor where its files are not here."""
     try:
-        architecture = read_architecture(own)
+        return described(name).parameters
     except ModelError:
         return otherwise
-    auto_class: Any = AutoModel
-    with torch.device("meta"):
-        body = auto_class.from_config(architecture, trust_remote_code=own.trust_remote_code)
-    return sum(p.numel() for p in body.parameters())
 
 
 def plan_for_one(config: ModelConfig) -> MemoryPlan:
@@ -261,11 +194,14 @@ def plan_for_one(config: ModelConfig) -> MemoryPlan:
     Raises:
         ModelError: the architecture cannot be read.
     """
-    from stretto.models.load import pick_device, pick_dtype
-
     parameters, trained = measure(config)
-    dtype = pick_dtype(config.dtype, pick_device(config.device))
-    return memory_plan(parameters, trained=trained, roles=["model"], frozen_bytes=dtype.itemsize)
+    return memory_plan(parameters, trained=trained, roles=["model"], frozen_bytes=width(config))
+
+
+def width(config: ModelConfig) -> int:
+    """Bytes of a weight in the compute type; where that is to be measured, the wider one's."""
+    on_gpu = config.device != "cpu" and usable_gpus() > 0
+    return 2 if config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu) else 4
 
 
 def parse_parameters(text: str) -> int | None:

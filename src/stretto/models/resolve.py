@@ -103,22 +103,22 @@ def is_known(name: str) -> bool:
     return name in _KNOWN
 
 
-def is_cached(name: str) -> bool:
-    """Return whether a known model can be used without fetching or making anything."""
-    return (cache_dir() / name).is_dir()
+def cached(name: str) -> Path | None:
+    """The folder of a known model, where it can be used without fetching or making anything."""
+    folder = cache_dir() / _FOLDERS.get(name, name)
+    return folder if folder.is_dir() else None
 
 
 def _tiny(say: Say) -> Path:
-    from stretto.models.tiny import TINY_FORMAT, make_tiny
+    from stretto.models.tiny import make_tiny
 
-    return _cached(f"tiny-v{TINY_FORMAT}", lambda scratch: make_tiny(scratch / "model"))
+    return _cached("tiny", lambda scratch: make_tiny(scratch / "model"))
 
 
 def _tiny_2_heads(say: Say) -> Path:
-    from stretto.models.tiny import TINY_FORMAT, make_tiny
+    from stretto.models.tiny import make_tiny
 
-    name = f"tiny-2-heads-v{TINY_FORMAT}"
-    return _cached(name, lambda scratch: make_tiny(scratch / "model", heads=2))
+    return _cached("tiny-2-heads", lambda scratch: make_tiny(scratch / "model", heads=2))
 
 
 def _smollm2(say: Say) -> Path:
@@ -142,6 +142,11 @@ _KNOWN: dict[str, Callable[[Say], Path]] = {
 }
 
 
+_FOLDERS = {"tiny": "tiny-v1", "tiny-2-heads": "tiny-2-heads-v1"}
+"""Folders in the cache of models whose files have a version: it is raised whenever
+:func:`~stretto.models.tiny.make_tiny` writes something else."""
+
+
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
     """The folder ``name`` of the cache, made first where it is missing.
 
@@ -151,9 +156,9 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     """
     from stretto.models.load import quiet_transformers
 
-    final = cache_dir() / name
-    if final.is_dir():
+    if final := cached(name):
         return final
+    final = cache_dir() / _FOLDERS.get(name, name)
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
         _remove_leftovers(name)

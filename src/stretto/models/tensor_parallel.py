@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from stretto.errors import ModelError
 from stretto.models.forward import backbone, text_config
+from stretto.models.info import undivided
 from stretto.models.mapped import final, final_dtype
 
 BY_OUTPUTS, BY_INPUTS, OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -266,10 +267,7 @@ def _check_heads(decoder: nn.Module, size: int) -> None:
         (getattr(config, "num_key_value_heads", None) or heads, "key-value heads"),
     ):
         if count % size:
-            raise ModelError(
-                f"tp = {size} does not divide the {count} {what} of {type(decoder).__name__}; "
-                "choose a divisor, or more fsdp"
-            )
+            raise undivided(size, count, f"{what} of {type(decoder).__name__}")
 
 
 def _planned(decoder: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -14,9 +14,6 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TINY_FORMAT = 1
-"""Version of the files; to be raised whenever :func:`make_tiny` writes something else."""
-
 _PAD, _BOS, _EOS = 256, 257, 258
 
 

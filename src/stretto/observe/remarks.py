@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from stretto.config import Config
+from stretto.config.sections import MISSING_EOS
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, short_name
 
@@ -55,6 +56,8 @@ class Remarks:
     def _cut(self, cut: int, of: int) -> str:
         rule, limit = self._config.reward, self._config.rollout.max_new_tokens
         said = f"{cut} of {of} responses were cut at rollout.max_new_tokens = {limit}"
+        if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
+            return f"{said}; the source '{MISSING_EOS}' takes the penalty off those without an end"
         if rule.missing_eos == "off":
             return f"{said} and scored as they stood (reward.missing_eos = 'off')"
         does = (

@@ -213,6 +213,8 @@ def _name(kind: str, track: int, name: str) -> dict[str, Any]:
 
 
 def _event(span: Span, offset_s: float, track: int) -> dict[str, Any]:
+    # A span may have begun before the run's first step did, where viewers show nothing.
+    start_s = max(span.start_s + offset_s, 0.0)
     return {
         "ph": "X",
         "pid": _PROCESS,
@@ -220,8 +222,8 @@ def _event(span: Span, offset_s: float, track: int) -> dict[str, Any]:
         # The cause is in a wait's name as well: a viewer shows names without a click.
         "name": f"{WAIT}: {span.cause}" if span.name == WAIT else span.name,
         "cat": WAIT if span.waits else "work",
-        "ts": round((span.start_s + offset_s) * 1e6, 3),
-        "dur": round((span.end_s - span.start_s) * 1e6, 3),
+        "ts": round(start_s * 1e6, 3),
+        "dur": round((span.end_s + offset_s - start_s) * 1e6, 3),
         "args": _arguments(span.attributes),
     }
 

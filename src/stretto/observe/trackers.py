@@ -14,8 +14,16 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from stretto.config import Config, SupervisedConfig
-from stretto.errors import MissingExtraError, StorageError
+from stretto.errors import StorageError, require
 from stretto.observe.run_directory import RunDirectory
+
+
+def port_taken(port: int, error: OSError) -> StorageError:
+    """Return the error of a port that cannot be listened on."""
+    return StorageError(
+        f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; another run "
+        "may be there, choose another port"
+    )
 
 
 class Tracker(Protocol):
@@ -34,12 +42,8 @@ class TensorBoard:
     """Event files under ``tensorboard/`` in the run directory."""
 
     def __init__(self, run: RunDirectory, resumed_step: int) -> None:
-        try:
-            tensorboard = importlib.import_module("torch.utils.tensorboard")
-        except ImportError as error:
-            raise MissingExtraError(
-                "tensorboard", "tensorboard", "observe.trackers = 'tensorboard'"
-            ) from error
+        require("tensorboard", "tensorboard", "observe.trackers = 'tensorboard'")
+        tensorboard = importlib.import_module("torch.utils.tensorboard")
         # purge_step hides what an interrupted run wrote past the step it is resumed from.
         purge = resumed_step + 1 if resumed_step else None
         self._writer: Any = tensorboard.SummaryWriter(
@@ -66,10 +70,8 @@ class WandB:
     """
 
     def __init__(self, run: RunDirectory, config: Config | SupervisedConfig) -> None:
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise MissingExtraError("wandb", "wandb", "observe.trackers = 'wandb'") from error
+        require("wandb", "wandb", "observe.trackers = 'wandb'")
+        wandb = importlib.import_module("wandb")
         id_file = run.path / "wandb.id"
         run_id = id_file.read_text().strip() if id_file.exists() else None
         self._run: Any = wandb.init(
@@ -106,12 +108,8 @@ class Prometheus:
     """
 
     def __init__(self, run: RunDirectory, port: int) -> None:
-        try:
-            self._library = importlib.import_module("prometheus_client")
-        except ImportError as error:
-            raise MissingExtraError(
-                "prometheus-client", "prometheus", f"observe.prometheus_port = {port}"
-            ) from error
+        require("prometheus_client", "prometheus", f"observe.prometheus_port = {port}")
+        self._library = importlib.import_module("prometheus_client")
         self._run, self._gauges = run.name, dict[str, Any]()
         self._registry = self._library.CollectorRegistry()
         try:
@@ -119,10 +117,7 @@ class Prometheus:
                 port, addr="127.0.0.1", registry=self._registry
             )
         except OSError as error:
-            raise StorageError(
-                f"observe.prometheus_port = {port} cannot be listened on: {error.strerror}; "
-                "another run may be there, choose another port"
-            ) from error
+            raise port_taken(port, error) from error
 
     def log(self, step: int, stats: Mapping[str, float]) -> None:
         """Show the metrics in the place of the last step's."""

@@ -15,8 +15,8 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from stretto.pipelines.compiler import njit
 from stretto.pipelines.graph import BACKWARD, FORWARD, Graph, Ints
 from stretto.pipelines.kernels import State, latency_of, length_after, swap
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.errors import MissingExtraError
+from stretto.errors import require
 from stretto.pipelines.bounds import heads, tails
 from stretto.pipelines.graph import FORWARD, Ints
 from stretto.pipelines.kernels import earliest_starts
@@ -56,14 +56,13 @@ def improve(record: Record, seed: int, threads: int) -> None:
         record.memory_bound = max(record.memory_bound, lowest)
 
 
-def require() -> None:
+def require_solver() -> None:
     """Say what to install where OR-tools is missing.
 
     Raises:
         MissingExtraError: it is.
     """
-    if find_spec("ortools") is None:
-        raise MissingExtraError("ortools", "cpsat", "a proof by CP-SAT")
+    require("ortools", "cpsat", "a proof by CP-SAT")
 
 
 def _starts(record: Record) -> Ints:
@@ -76,7 +75,7 @@ def _model(
     record: Record,
 ) -> tuple[CpModel, list[IntVar], list[list[tuple[IntervalVar, int]]]]:
     """Starts of all tasks [T] that end by the record's latency, and what each device holds when."""
-    require()
+    require_solver()
     from ortools.sat.python.cp_model import CpModel
 
     problem, graph, latency = record.problem, record.graph, record.latency
@@ -133,7 +132,16 @@ def _solve(
     solver.parameters.max_time_in_seconds = max(seconds, 0.1)
     solver.parameters.num_workers = threads
     solver.parameters.random_seed = seed
-    status = solver.solve(model)
+    # Its own handler of Ctrl-C would swallow it, and leave none behind: the next one would end the
+    # process. On a thread the search can be told to stop.
+    solver.parameters.catch_sigint_signal = False
+    with ThreadPoolExecutor(1) as thread:
+        solving = thread.submit(solver.solve, model)
+        try:
+            status = solving.result()
+        except BaseException:
+            solver.stop_search()
+            raise
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         starts = np.array([solver.value(variable) for variable in at])
         device = record.graph.device[record.graph.queue_of]

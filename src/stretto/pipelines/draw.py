@@ -6,12 +6,11 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from stretto.errors import MissingExtraError
+from stretto.errors import require
 from stretto.pipelines.baselines import serial_1f1b
 from stretto.pipelines.evaluate import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.graph import BACKWARD, Graph, make_graph
@@ -255,8 +254,7 @@ def require_png() -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    if find_spec("matplotlib") is None:
-        raise MissingExtraError("matplotlib", "plots", "a picture as PNG")
+    require("matplotlib", "plots", "a picture as PNG")
 
 
 def save_png(

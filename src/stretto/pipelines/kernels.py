@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from stretto.pipelines.compiler import njit
 from stretto.pipelines.graph import Flags, Graph, Ints
 
 

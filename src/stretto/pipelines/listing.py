@@ -6,9 +6,9 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from stretto.pipelines.bounds import tails
+from stretto.pipelines.compiler import njit
 from stretto.pipelines.graph import FORWARD, Flags, Floats, Graph, Ints
 
 _NEVER = np.int64(2**60)

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 
+from stretto.pipelines.compiler import njit
 from stretto.pipelines.graph import Graph, Ints
 from stretto.pipelines.kernels import earliest_starts, latency_of, peak_memory
 

@@ -110,7 +110,7 @@ def solve(
             "method"
         )
     if method == "cp-sat":
-        certify.require()
+        certify.require_solver()
     _compile()
     record = Record(problem, seconds, memory)
     try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from stretto import signals
-from stretto.errors import StrettoError
+from stretto.errors import StrettoError, is_out_of_memory
 
 
 @contextmanager
@@ -72,6 +72,8 @@ def _stop(
 
 def _described(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0]
+    if is_out_of_memory(error) or is_out_of_memory(error.__cause__ or error):
+        return "out of memory"
     if isinstance(error, StrettoError):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

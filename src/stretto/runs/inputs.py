@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from stretto.assembly.models import Given
-from stretto.assembly.scorers import MODEL
 from stretto.config import Config
+from stretto.config.sections import MODEL
 from stretto.errors import StateError
 from stretto.models.identity import identity
 from stretto.saying import Say

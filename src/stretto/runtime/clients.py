@@ -40,11 +40,6 @@ class _Client:
         return reply.value
 
 
-def generator_names(count: int) -> list[str]:
-    """Return the names of so many generators in traces and messages."""
-    return [f"generator {i}" for i in range(count)] if count > 1 else ["generator"]
-
-
 class GeneratorClient(_Client):
     """A generator whose work an executor carries; see :class:`~stretto.protocols.Generator`."""
 

@@ -32,9 +32,9 @@ def start(
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
     if config.runtime != "inline":
-        from stretto.runtime import groups
+        from stretto.runtime.groups import run
 
-        return groups.start(config, stack, say, given, folder)
+        return run.start(config, stack, say, given, folder)
     from stretto.runtime import inline
 
     return inline.start(config, stack, say, given)

@@ -12,12 +12,12 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
-from stretto.errors import ConfigError, RewardError, StrettoError
+from stretto.errors import ConfigError, RewardError, StrettoError, nearest
 from stretto.finite import is_finite
 
 Sample = Mapping[str, Any]
@@ -47,46 +47,75 @@ class RewardFunction:
     required: Sequence[str] = ()
 
 
-def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
-    """Recognise a function's convention by the names of its parameters.
+@dataclass(frozen=True)
+class Convention:
+    """How a function is called, by the names of its parameters.
+
+    Attributes:
+        kind: whose convention it is.
+        columns: dataset columns that it looks at; None for all.
+        required: columns that it cannot do without.
+    """
+
+    kind: Literal["verl", "OpenRLHF", "TRL"]
+    columns: Sequence[str] | None
+    required: Sequence[str]
+
+
+def convention_of(signature: inspect.Signature, file: str, name: str) -> Convention:
+    """Recognise a function's convention.
 
     Raises:
         ConfigError: the signature is not known.
     """
-    parameters = inspect.signature(function).parameters.values()
-    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    parameters = signature.parameters.values()
+    named, takes_any = _named(parameters), _takes_any(parameters)
     required = {p.name for p in parameters if p.name in named and p.default is p.empty}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    positional_only = any(p.kind is p.POSITIONAL_ONLY for p in parameters)
-    call = _Caller(function, named, takes_any)
-
     verl = {"data_source", "solution_str", "ground_truth", "extra_info"}
     openrlhf = {"queries", "prompts", "labels"}
-    if positional_only:
+    if any(p.kind is p.POSITIONAL_ONLY for p in parameters):
         pass
     elif named >= {"solution_str", "ground_truth"} and required <= verl:
-        return RewardFunction(
-            run=one_by_one(lambda sample: _verl(call, sample), file),
-            columns=("data_source", "reward_model", "ground_truth", "extra_info"),
-            required=sorted(required & {"data_source"}),
-        )
+        columns = ("data_source", "reward_model", "ground_truth", "extra_info")
+        return Convention("verl", columns, sorted(required & {"data_source"}))
     elif named >= {"queries", "prompts"} and required <= openrlhf:
         labels = ("label",) if "labels" in named else ()
-        return RewardFunction(
-            run=_all_at_once(lambda samples: _openrlhf(call, samples), file, as_number),
-            columns=labels,
-            required=labels,
-        )
+        return Convention("OpenRLHF", labels, labels)
     elif named & {"completions", "completion_ids"} or (takes_any and "prompts" in named):
-        return RewardFunction(
-            run=_all_at_once(lambda samples: _trl(call, samples), file, as_number_or_none),
-            columns=None if takes_any else sorted(named - _TRL),
-            required=sorted(required - _TRL),
-        )
+        columns_of = None if takes_any else sorted(named - _TRL)
+        return Convention("TRL", columns_of, sorted(required - _TRL))
     raise ConfigError(
-        f"reward.sources: '{name}{inspect.signature(function)}' in '{file}' has a signature that "
-        f"is not known. The parameters must be named as in one of:\n{SIGNATURES}"
+        f"reward.sources: '{name}{signature}' in '{file}' has a signature that is not known. The "
+        f"parameters must be named as in one of:\n{SIGNATURES}"
     )
+
+
+def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunction:
+    """Make a reward function of one in any convention.
+
+    Raises:
+        ConfigError: the signature is not known.
+    """
+    signature = inspect.signature(function)
+    convention = convention_of(signature, file, name)
+    parameters = signature.parameters.values()
+    call = _Caller(function, _named(parameters), _takes_any(parameters))
+    if convention.kind == "verl":
+        run = one_by_one(lambda sample: _verl(call, sample), file)
+    elif convention.kind == "OpenRLHF":
+        run = _all_at_once(lambda samples: _openrlhf(call, samples), file, as_number)
+    else:
+        run = _all_at_once(lambda samples: _trl(call, samples), file, as_number_or_none)
+    return RewardFunction(run, convention.columns, convention.required)
+
+
+def _named(parameters: Collection[inspect.Parameter]) -> set[str]:
+    """Return the parameters that can be given by name."""
+    return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def _takes_any(parameters: Collection[inspect.Parameter]) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 class _Caller:
@@ -232,6 +261,18 @@ def _verdicts(
         except Exception as error:
             verdicts.append({"error": describe(error, file)})
     return verdicts
+
+
+def not_defined(file: str, name: str, functions: Collection[str]) -> ConfigError:
+    """Return the error of a file that lacks a function.
+
+    Args:
+        file: its path.
+        name: of the function.
+        functions: that the file does have.
+    """
+    hint = nearest(name, functions) if functions else "It defines no function."
+    return ConfigError(f"reward.sources: '{file}' has no function '{name}'. {hint}")
 
 
 def as_number(value: Any) -> float:

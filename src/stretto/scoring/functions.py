@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,17 +110,15 @@ class FunctionScorer:
             self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
         else:
             self._payload = self._function_payload
-            self._process = FunctionProcess(_locate(source))
+            self._process = FunctionProcess(locate(source))
         ready = self._process.start()
         self._columns: list[str] | None = ready["columns"]
-        missing = sorted(set(ready["required"]) - set(columns)) if columns is not None else []
-        if missing:
-            self.close()
-            raise ConfigError(
-                f"reward.sources: '{source}' has parameters without a default that are no columns "
-                f"of the dataset: {', '.join(missing)}. The dataset has: "
-                f"{', '.join(sorted(columns or ()))}. Rename them, or give them defaults"
-            )
+        if columns is not None:
+            try:
+                require_columns(source, ready["required"], columns)
+            except ConfigError:
+                self.close()
+                raise
 
     def admit(self, responses: Sequence[Response]) -> None:
         """Learn of responses whose chunks will follow; tokens that one already has are kept."""
@@ -260,7 +258,7 @@ def _task_payload(response: _Response) -> Mapping[str, Any]:
     }
 
 
-def _locate(source: str) -> dict[str, str]:
+def locate(source: str) -> dict[str, str]:
     """'file.py:name' as an absolute path and a name, so that a later change of folder is harmless.
 
     Raises:
@@ -278,6 +276,20 @@ def _locate(source: str) -> dict[str, str]:
             f"from {Path.cwd()})"
         )
     return {"file": str(path.resolve()), "function": function}
+
+
+def require_columns(source: str, required: Iterable[str], columns: Collection[str]) -> None:
+    """Refuse a function that needs columns which the dataset has not.
+
+    Raises:
+        ConfigError: it does.
+    """
+    if missing := sorted(set(required) - set(columns)):
+        raise ConfigError(
+            f"reward.sources: '{source}' has parameters without a default that are no columns "
+            f"of the dataset: {', '.join(missing)}. The dataset has: "
+            f"{', '.join(sorted(columns))}. Rename them, or give them defaults"
+        )
 
 
 def _short(text: str, limit: int = 400) -> str:

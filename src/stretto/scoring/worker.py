@@ -33,12 +33,13 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NoReturn
 
-from stretto.errors import ConfigError, RewardError, StrettoError, nearest
+from stretto.errors import ConfigError, RewardError, StrettoError
 from stretto.scoring.conventions import (
     RewardFunction,
     Sample,
     describe,
     in_this_process,
+    not_defined,
     one_by_one,
     recognise,
 )
@@ -176,8 +177,7 @@ def _import(file: str, name: str) -> Callable[..., Any]:
         for key, value in vars(module).items()
         if callable(value) and getattr(value, "__module__", "") == module.__name__
     ]
-    help_ = nearest(name, known) if known else "It defines no function."
-    raise ConfigError(f"reward.sources: '{file}' has no function '{name}'. {help_}")
+    raise not_defined(file, name, known)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from stretto.tasks.base import INDEX_KEY, Task, TaskRow
 __all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
 
 _WITHOUT_EFFECT = {
+    "procedural": ("split", "prompt_column", "answer_column"),
     "reasoning-gym": ("split", "prompt_column", "answer_column"),
     "dataset": ("settings",),
     "gsm8k": ("settings", "prompt_column", "answer_column"),
@@ -26,6 +27,7 @@ def load(config: TaskConfig, seed: int) -> Task:
     Raises:
         TaskError: the task or one of its settings is unknown, the data cannot be read or lacks a
             column, or a setting has no effect on this kind of task.
+        MissingExtraError: this kind of task needs a library that is not installed.
     """
     for key in _WITHOUT_EFFECT[config.kind]:
         value = getattr(config, key)
@@ -34,12 +36,16 @@ def load(config: TaskConfig, seed: int) -> Task:
                 f"task.{key} = {value!r} has no effect with task.kind = '{config.kind}'; "
                 f"leave task.{key} out, or choose another kind"
             )
+    if config.is_procedural and config.held_out_rows:
+        raise TaskError(
+            f"task.held_out = '{config.held_out}' names rows of a file or of the hub, which "
+            f"task.kind = '{config.kind}' has not; give a share of its prompts, such as 0.2"
+        )
+    if config.kind == "procedural":
+        from stretto.tasks.procedural import ProceduralTask
+
+        return ProceduralTask(config, seed)
     if config.kind == "reasoning-gym":
-        if config.held_out_rows:
-            raise TaskError(
-                f"task.held_out = '{config.held_out}' names rows of a file or of the hub, which "
-                "task.kind = 'reasoning-gym' has not; give a share of its prompts, such as 0.2"
-            )
         from stretto.tasks.reasoning import ReasoningTask
 
         return ReasoningTask(config, seed)

@@ -77,6 +77,21 @@ class Task(ABC):
                 "'task' out of reward.sources and score with a function or a model"
             )
 
+    def require_answers(self, what: str) -> None:
+        """Make sure that the task has answers of its own.
+
+        Args:
+            what: needs them, as the subject of a message.
+
+        Raises:
+            TaskError: it has none.
+        """
+        if self.row(0).reference is None:
+            raise TaskError(
+                f"{what} trains on the task's own answers, and this task has none; set "
+                "warmup_examples = 0, or name their column in task.answer_column"
+            )
+
     @abstractmethod
     def verify(self, index: int, response: str) -> float:
         """Return the reward function's score of a response to a row; 1 is a right answer.

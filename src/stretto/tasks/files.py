@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.config import RowsConfig, TaskConfig
-from stretto.errors import TaskError
+from stretto.errors import TaskError, require
 
 Row = dict[str, Any]
 
@@ -23,11 +23,11 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
 
     Raises:
         TaskError: the file or dataset is missing, cannot be read, or is too short.
+        MissingExtraError: it is a parquet file, or of the hub, and what reads it is not installed.
     """
     section = "task" if isinstance(config, TaskConfig) else "data"
     path = Path(config.name).expanduser()
-    local = path.suffix in SUFFIXES or config.name.startswith(("/", "./", "../", "~"))
-    if local or path.exists():
+    if is_local(config.name):
         if config.split != "train":
             raise TaskError(
                 f"{section}.split = '{config.split}' has no effect on the local file '{path}'; "
@@ -44,6 +44,13 @@ def read(config: TaskConfig | RowsConfig) -> Sequence[Row]:
             f"set {section}.size to that or less, or to 0 for all"
         )
     return _Head(rows, config.size) if config.size else rows
+
+
+def is_local(name: str) -> bool:
+    """Return whether a dataset's name means a file, there or not, rather than a hub dataset."""
+    path = Path(name).expanduser()
+    meant = path.suffix in SUFFIXES or name.startswith(("/", "./", "../", "~"))
+    return meant or path.exists()
 
 
 class _Head(Sequence[Row]):
@@ -88,6 +95,7 @@ def _read_file(path: Path) -> Sequence[Row]:
         # Not through a table: that would turn texts that look like dates into dates, and give
         # every row the columns of all others.
         return _read_json(path)
+    require("pyarrow", "parquet", f"'{path}'")
     import pyarrow
     import pyarrow.parquet
 
@@ -125,6 +133,7 @@ def _decode(text: str, where: str) -> Any:
 
 def _read_hub(config: TaskConfig | RowsConfig) -> Sequence[Row]:
     """A hub dataset; one of several configurations is named behind a colon."""
+    require("datasets", "hub", f"'{config.name}', a dataset of the hub,")
     import datasets
 
     name, _, configuration = config.name.partition(":")

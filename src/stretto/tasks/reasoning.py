@@ -9,15 +9,10 @@ from importlib import metadata
 from typing import Any
 
 from stretto.config import TaskConfig
-from stretto.errors import TaskError, nearest
+from stretto.errors import TaskError, nearest, require
 from stretto.tasks.base import Task, TaskRow
 from stretto.tasks.extract import extract
-
-SEED_STRIDE = 1_000_003
-"""Row i of a dataset is drawn with its seed + i: runs of seeds 0 and 1 must not share rows."""
-
-DEFAULT_SIZE = 100_000
-"""Rows when the settings do not say; they are made when they are asked for."""
+from stretto.tasks.procedural import DEFAULT_SIZE, SEED_STRIDE, check_names
 
 
 class ReasoningTask(Task):
@@ -66,6 +61,7 @@ class ReasoningTask(Task):
 
 def _create(config: TaskConfig, seed: int) -> Any:
     """The dataset, with every name in the settings checked first."""
+    require("reasoning_gym", "tasks", "task.kind = 'reasoning-gym'")
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -75,15 +71,7 @@ def _create(config: TaskConfig, seed: int) -> Any:
             f"{nearest(config.name, DATASETS)}"
         )
     known = {field.name for field in dataclasses.fields(DATASETS[config.name][1])}
-    known -= {"seed", "size"}
-    for key in config.settings:
-        if key in ("seed", "size"):
-            remedy = "set task.size" if key == "size" else "it comes from the run's seed"
-            raise TaskError(f"task.settings must not hold '{key}'; {remedy}")
-        if key not in known:
-            raise TaskError(
-                f"task.settings: '{config.name}' has no setting '{key}'. {nearest(key, known)}"
-            )
+    check_names(config, known - {"seed", "size"})
     try:
         return reasoning_gym.create_dataset(
             config.name,

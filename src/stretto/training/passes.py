@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import Config
+from stretto.config.training import token_budget
 from stretto.models.forward import (
     by_token_budget,
     output_head,
     response_hidden,
     response_tokens,
-    token_budget,
 )
 from stretto.models.logits import OutputHead
 from stretto.training.losses import Losses, MicroBatch

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from stretto.algorithms.reductions import Metrics
 from stretto.config import Config, PipelineConfig
+from stretto.config.training import token_budget
 from stretto.errors import ConfigError, LearnerError, ModelError
-from stretto.models.forward import by_token_budget, token_budget
+from stretto.models.forward import by_token_budget
 from stretto.pipelines.executor.executor import Name, StageLayout, Timings
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.pipelines.executor.stages import Stage, cut, for_sending

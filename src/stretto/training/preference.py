@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stretto.config import RewardModelConfig
-from stretto.models.forward import by_token_budget, hidden_states, token_budget
+from stretto.config.training import token_budget
+from stretto.models.forward import by_token_budget, hidden_states
 from stretto.models.heads import apply_scalar_head
 from stretto.tasks.pairs import PairTokens
 from stretto.training.epochs import After, batches, fit, optimizer_of

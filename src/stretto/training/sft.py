@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto.config import SftConfig
+from stretto.config.training import token_budget
 from stretto.errors import ModelError
 from stretto.models.forward import (
     backbone,
@@ -18,7 +19,6 @@ from stretto.models.forward import (
     output_head,
     pad_right,
     text_config,
-    token_budget,
     unwrapped,
 )
 from stretto.models.logits import token_logprobs

@@ -27,13 +27,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stretto.config import OptimizerConfig
+from stretto.config.training import token_budget
 from stretto.models.forward import (
     backbone,
     by_token_budget,
     output_head,
     response_hidden,
     response_tokens,
-    token_budget,
     unwrapped,
 )
 from stretto.models.load import save_model
@@ -127,15 +127,16 @@ class Sharded:
         others = {p for p in weights if final_dtype(p) != self.dtype}
         for parameter in others:  # which FSDP leaves where they are
             parameter.data = final(parameter).to(self.grid.mesh.device_type)
-        narrow = self.dtype if self.dtype != torch.float32 else None
-        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=torch.float32)
+        wide = torch.promote_types(self.dtype, torch.float32)
+        narrow = self.dtype if self.dtype != wide else None
+        policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=wide)
         fully_shard(module, mesh=self.grid.mesh, mp_policy=policy, ignored_params=others)
 
         def converted(tensor: Tensor) -> Tensor:
             if not isinstance(tensor, DTensor) or id(tensor) in before:
                 return tensor
             shard = tensor.to(self.dtype)  # rounds what the files have in float32
-            return shard.float() if tensor.requires_grad else shard
+            return shard.to(wide) if tensor.requires_grad else shard
 
         module._apply(converted)  # as module.to() does, tensor by tensor
 

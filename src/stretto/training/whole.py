@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from stretto.config.training import token_budget
 from stretto.models.forward import (
     microbatches,
     output_head,
     response_hidden,
     response_tokens,
-    token_budget,
 )
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs

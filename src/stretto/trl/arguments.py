@@ -12,14 +12,14 @@ from enum import Enum
 from typing import Any, Literal
 
 from stretto.config import PRESETS
+from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, nearest
 from stretto.trl import vllm
 from stretto.trl.config import PPOConfig
 from stretto.trl.tables import ADAMW, ONE_PROCESS, REFUSALS, REMARKS
 
 REWARD_MODEL = "model:reward_model"
-MISSING_EOS = "missing_eos"
-"""Names of the reward sources in the settings."""
+"""Name of the reward model among the reward sources."""
 
 _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant"} | {
     "constant_with_warmup": "constant"

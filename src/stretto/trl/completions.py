@@ -8,8 +8,8 @@ from typing import Any
 from stretto.assembly.engines import make_engine
 from stretto.assembly.models import Given, made_ready
 from stretto.config import Config
+from stretto.config.training import token_budget
 from stretto.evaluation.answers import completed
-from stretto.models.forward import token_budget
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import render

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from stretto import api, files
 from stretto.config import Config, recipes
+from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory, make_progress
 from stretto.trl import adapters, arguments, checks
-from stretto.trl.arguments import MISSING_EOS, REWARD_MODEL
+from stretto.trl.arguments import REWARD_MODEL
 from stretto.trl.callbacks import CallbackProgress, StopTrainingError
 from stretto.trl.config import PPOConfig
 from stretto.trl.prompts import TokenTask
@@ -133,13 +134,14 @@ class PPOTrainer:
             )
         name = Path(self.args.run_name or self.args.exp_name).name
         resumed = resume_from_checkpoint or self.args.resume_from_checkpoint
-        run = api.begin(self.config, name, resume=resumed or "")
+        given = self._given()
+        run = api.begin(self.config, name, resume=resumed or "", given=given)
         self.run_dir = run.run_dir
         display = self._display()
         for line in self._notes():
             display.note(line)
         try:
-            result = api.execute(run, given=self._given(), progress=display)
+            result = api.execute(run, given=given, progress=display)
         except StopTrainingError:
             result = None
         display.end()

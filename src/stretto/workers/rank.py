@@ -32,7 +32,7 @@ from threading import Thread
 from typing import Any, NoReturn
 
 from stretto.allocator import keep_freed_memory
-from stretto.errors import StrettoError
+from stretto.errors import OutOfMemoryError, StrettoError, first_line, is_out_of_memory
 from stretto.workers import preflight
 from stretto.workers.side import SideServer, stacks
 
@@ -164,6 +164,8 @@ def failed(error: BaseException) -> Failed:
     at_s = time.monotonic()
     frames = traceback.extract_tb(error.__traceback__)
     own = error if isinstance(error, StrettoError) and _travels(error) else None
+    if is_out_of_memory(error):
+        own = OutOfMemoryError(first_line(error))
     what = f"{type(error).__name__}: {error}"
     if frames and own is None:  # an error of Stretto says all that is needed
         last = frames[-1]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto import signals
-from stretto.errors import ConfigError, MissingExtraError, first_line
+from stretto.errors import ConfigError, first_line, require
 from stretto.workers.environment import described, forwarded
 
 OBJECT_STORE_BYTES = 200 * 2**20
@@ -235,10 +235,9 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
         MissingExtraError: Ray is not installed.
         ConfigError: no cluster answers.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("ray", "ray", "a cluster") from error
+    require("ray", "ray", "a cluster")
+    import ray
+
     if ray.is_initialized():
         return False
     if not address:
@@ -253,7 +252,7 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
                 logging_level=logging.ERROR,
             )
         return True
-    _require_answer(address)
+    require_answer(address)
     try:
         with signals.kept():
             ray.init(address=address, logging_level=logging.ERROR)
@@ -262,8 +261,8 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
     return True
 
 
-def _require_answer(address: str) -> None:
-    """Knock at an address: where nobody answers, Ray would go on trying for many minutes.
+def require_answer(address: str) -> None:
+    """Knock at a cluster's address: where nobody answers, Ray would go on trying for many minutes.
 
     Raises:
         ConfigError: it cannot be an address, or nobody answers.

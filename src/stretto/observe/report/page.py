@@ -116,6 +116,7 @@ def payload(runs: Sequence[Run], step: int | None = None) -> dict[str, Any]:
         "runs": [
             {
                 "name": run.name,
+                "task": [run.settings.get(f"task.{key}") for key in ("kind", "name")],
                 "missing": list(run.missing),
                 "curves": {name: _curve(run, metric) for name, metric in CURVES.items()},
                 "seconds": _last_time(run),

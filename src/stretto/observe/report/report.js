@@ -53,7 +53,10 @@ function summary() {
     ["steps", (run) => run.steps || undefined],
     ["time", (run) => run.seconds && duration(run.seconds)],
     ["samples/s", (run, i) => rate[i] && number(rate[i])],
-    ["against the first", (run, i) => (i && rate[0] && rate[i] ? number(rate[i] / rate[0]) + " x" : undefined)],
+    ["against the first", (run, i) => {
+      if (!i || !rate[0] || !rate[i]) return undefined;
+      return String(run.task) === String(D.runs[0].task) ? number(rate[i] / rate[0]) + " x" : "another task";
+    }],
     ["reward, last tenth", (run) => of(run, "reward") && number(mean(of(run, "reward").slice(-Math.ceil(of(run, "reward").length / 10))))],
     ["pass@1", (run) => withError(run.verified?.pass_at_1, percent)],
     ["mean score", (run) => withError(run.verified?.mean_score, number)],
@@ -84,7 +87,10 @@ const timeline = {
   start() {
     const { steps } = this;
     const wanted = steps.indexOf(D.step);
-    this.place = wanted >= 0 ? wanted : steps.length >> 1;
+    const traced = D.runs.filter((run) => Object.keys(run.timeline).length);
+    const shared = steps.filter((step) => traced.every((run) => run.timeline[step]));
+    const middle = shared.length ? steps.indexOf(shared[shared.length >> 1]) : steps.length >> 1;
+    this.place = wanted >= 0 ? wanted : middle;
     at("step-choice").append(...steps.map((step) => node("option", { value: step }, step)));
     at("step-range").max = steps.length - 1;
     at("step-range").addEventListener("input", (e) => this.go(Number(e.target.value)));

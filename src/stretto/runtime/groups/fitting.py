@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import psutil
-import torch
 
 from stretto.assembly.controls import most_in_flight
-from stretto.assembly.scorers import MODEL
-from stretto.config import Config, ModelConfig
+from stretto.config import Config
 from stretto.config.cluster import LEARNER
+from stretto.config.sections import MODEL
+from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
-from stretto.models.forward import token_budget
-from stretto.models.memory import format_size, measure_shape
+from stretto.models.memory import described, format_size
 from stretto.planning import memory
 from stretto.planning.layout import Mesh
 from stretto.planning.shapes import Shape
@@ -86,7 +85,7 @@ class Shapes:
         Raises:
             ModelError: the actor's cannot be told.
         """
-        actor, init = measure_shape(config.model), config.critic.init
+        actor, init = described(config.model.name).shape, config.critic.init
         rewards = {
             s: _valued(s.removeprefix(MODEL)) for s in config.reward.sources if s.startswith(MODEL)
         }
@@ -104,7 +103,7 @@ class Shapes:
 def _valued(name: str) -> Shape | None:
     """Return the shape of a model with a scalar head by name, if it can be told."""
     try:
-        return measure_shape(ModelConfig(name=name)).valued()
+        return described(name).shape.valued()
     except (ModelError, ConfigError):
         return None
 
@@ -140,7 +139,7 @@ def _add_learner(
     models = [shapes.actor]
     if config.algorithm.definition.critic and shapes.critic:
         models.append(shapes.critic)
-    tokens = token_budget(config.training.microbatch_tokens, torch.device(load.device))
+    tokens = token_budget(config.training.microbatch_tokens, load.device)
     copies = 0 if lends(config, found) else config.schedule.knobs.lag + 2
     for model in models:
         held = model.held(mesh.tensor)
@@ -232,6 +231,8 @@ def capacity(device: str) -> int:
     """Return the bytes of a device; for ``cpu`` those of this machine."""
     if device == "cpu":
         return int(psutil.virtual_memory().total)
+    import torch
+
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 

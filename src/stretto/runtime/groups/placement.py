@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stretto.assembly.cores import Threads, share_cores
-from stretto.assembly.scorers import MODEL
 from stretto.config import Config
-from stretto.config.cluster import LEARNER, ProcessConfig
+from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
+from stretto.config.sections import MODEL
 from stretto.errors import ConfigError, nearest
 from stretto.models.memory import format_size
-from stretto.models.pieces import Layout
-from stretto.runtime.clients import generator_names
+
+if TYPE_CHECKING:
+    from stretto.models.pieces import Layout
 
 PROCESS_BYTES = 400 << 20
 """Memory of a process with torch and transformers, before any model (measured: about 350 MB)."""
@@ -61,6 +63,8 @@ class Place:
 
 def learner_layout(config: Config) -> Layout:
     """Return the layout of the learner's ranks."""
+    from stretto.models.pieces import Layout
+
     process = config.cluster.process_of(LEARNER)
     return Layout(process.fsdp, process.tp)
 

@@ -66,6 +66,7 @@ class Processes:
             given,
             functions={},
             looks_at=None,
+            opened=None,
             warmup=given.warmup or scratch / "warmup.safetensors",
         )
         self._launcher = launcher_of(config, say)

@@ -19,12 +19,12 @@ from stretto.assembly.parts import STARTING_FUNCTIONS, open_task
 from stretto.assembly.scorers import open_functions
 from stretto.clock import RealClock
 from stretto.config import Config
-from stretto.config.cluster import LEARNER
+from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import ConfigError, RankError
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
-from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
+from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient
 from stretto.runtime.groups.handover import Handover, hand_over
 from stretto.runtime.groups.memory import MemoryWatch
 from stretto.runtime.groups.messages import Rates, probe_of

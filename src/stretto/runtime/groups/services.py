@@ -26,8 +26,9 @@ from stretto.assembly.models import (
     with_adapters,
 )
 from stretto.assembly.parts import critic_rewards, open_task
-from stretto.assembly.scorers import MODEL, model_scorers, reward_scorer
+from stretto.assembly.scorers import model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
+from stretto.config.sections import MODEL
 from stretto.errors import EngineError
 from stretto.models.load import pick_device
 from stretto.models.lora import trained_names

@@ -21,10 +21,11 @@ from stretto.assembly.controls import Migrating, migrating_of, most_in_flight
 from stretto.assembly.cores import share_cores
 from stretto.assembly.engines import make_engine, prefill_tokens_per_s
 from stretto.config import Config
+from stretto.config.cluster import generator_names
 from stretto.models.clone import with_own_structure, with_own_weights
 from stretto.models.weights import copy_into
 from stretto.protocols import Tracer
-from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient, generator_names
+from stretto.runtime.clients import GeneratorClient, LearnerClient, ScorerClient
 from stretto.schedules.scoring import ScorerReplica
 from stretto.weights.channel import WeightChannel
 from stretto.workers.executor import ThreadExecutor

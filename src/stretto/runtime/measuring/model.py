@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from stretto.config import Config, ModelConfig
+from stretto.config import Config
 from stretto.errors import ModelError
 from stretto.models.architectures import known
 from stretto.models.attention import use_short_attention
-from stretto.models.load import pick_device, pick_dtype
-from stretto.models.memory import measure_shape, read_architecture
+from stretto.models.load import architecture, pick_device, pick_dtype
+from stretto.models.memory import described
 from stretto.models.resolve import is_known
 from stretto.planning.memory import activation_bytes, logits_bytes
 from stretto.planning.shapes import Shape
@@ -59,7 +59,7 @@ class Subject:
     @cached_property
     def shape(self) -> Shape:
         """The shape, for the formulas."""
-        return measure_shape(self._model_config)
+        return described(self.name).shape
 
     @cached_property
     def model(self) -> PreTrainedModel:
@@ -67,23 +67,17 @@ class Subject:
         from transformers import AutoModelForCausalLM
 
         auto_class: Any = AutoModelForCausalLM
-        architecture = read_architecture(self._model_config)
+        trust = self.config.model.trust_remote_code
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), self.device:
             torch.manual_seed(0)
             model: Any = auto_class.from_config(
-                architecture,
-                dtype=self.dtype,
-                trust_remote_code=self._model_config.trust_remote_code,
+                architecture(self.name, trust), dtype=self.dtype, trust_remote_code=trust
             )
         model.eval()
         use_short_attention(model)
         made: PreTrainedModel = model
         return made
-
-    @property
-    def _model_config(self) -> ModelConfig:
-        return self.config.model.model_copy(update={"name": self.name})
 
 
 def subject_of(config: Config, tokens: int, say: Callable[[str], None]) -> Subject:

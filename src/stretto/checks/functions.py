@@ -1,0 +1,123 @@
+"""Reward functions in files, looked at without running them: syntax, imports, name, parameters."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Collection, Iterator
+from inspect import Parameter, Signature
+from pathlib import Path
+
+from stretto.errors import ConfigError
+from stretto.scoring.conventions import convention_of, not_defined
+from stretto.scoring.functions import locate, require_columns
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
+
+
+def check(source: str, columns: Collection[str] | None) -> None:
+    """Refuse a reward function that cannot be found, imported or called.
+
+    What cannot be told without running the file, such as the parameters of a name that is imported,
+    is left to the process that runs it.
+
+    Args:
+        source: 'file.py:name'.
+        columns: of the dataset; ``None`` where they are not known yet.
+
+    Raises:
+        ConfigError: see above.
+    """
+    place = locate(source)
+    file, name = Path(place["file"]), place["function"]
+    try:
+        text = file.read_text(encoding="utf-8")
+        tree = ast.parse(text, file.name)
+    except SyntaxError as error:
+        line = f"line {error.lineno}: {(error.text or '').strip()}"
+        raise ConfigError(f"reward.sources: '{file}' is no Python: {error.msg}, {line}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"reward.sources: '{file}' cannot be read: {error}") from error
+    _check_imports(tree, file)
+    defined = dict(_defined(tree))
+    if name not in defined:
+        dynamic = "*" in defined or "__getattr__" in defined or "globals(" in text
+        if not dynamic:
+            raise not_defined(str(file), name, [n for n in defined if _is_function(defined[n])])
+        return
+    function = defined[name]
+    if isinstance(function, _FUNCTIONS) and not function.decorator_list:
+        convention = convention_of(_signature(function), str(file), name)
+        if columns is not None:
+            require_columns(source, convention.required, columns)
+
+
+def _is_function(node: ast.stmt) -> bool:
+    return isinstance(node, _FUNCTIONS)
+
+
+def _check_imports(tree: ast.Module, file: Path) -> None:
+    """Refuse an import, outside of functions and of ``try``, of a module that is not there."""
+    for node in tree.body:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in {name.partition(".")[0] for name in names}:
+            beside = file.parent / name
+            if beside.is_dir() or beside.with_suffix(".py").is_file() or _is_there(name):
+                continue
+            raise ConfigError(
+                f"reward.sources: '{file}' imports '{name}', which is not installed "
+                f"({file.name}, line {node.lineno}); install it, or put it beside the file"
+            )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return True  # it cannot be told
+
+
+def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
+    """Yield the names that a file gives a meaning outside of functions, branches included."""
+    waiting: list[ast.stmt] = list(tree.body)
+    for node in waiting:  # which grows
+        if isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
+            yield node.name, node
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                yield (alias.asname or alias.name).partition(".")[0], node
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((t.id, node) for t in targets if isinstance(t, ast.Name))
+        elif isinstance(node, _BRANCHES):
+            for child in ast.iter_child_nodes(node):
+                inner = child.body if isinstance(child, ast.ExceptHandler) else [child]
+                waiting += [each for each in inner if isinstance(each, ast.stmt)]
+
+
+def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
+    a = function.args
+    first_default = len(a.posonlyargs) + len(a.args) - len(a.defaults)
+    parameters = [
+        Parameter(
+            arg.arg,
+            Parameter.POSITIONAL_ONLY
+            if i < len(a.posonlyargs)
+            else Parameter.POSITIONAL_OR_KEYWORD,
+            default=None if i >= first_default else Parameter.empty,
+        )
+        for i, arg in enumerate([*a.posonlyargs, *a.args])
+    ]
+    if a.vararg:
+        parameters.append(Parameter(a.vararg.arg, Parameter.VAR_POSITIONAL))
+    for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True):
+        given = Parameter.empty if default is None else None
+        parameters.append(Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=given))
+    if a.kwarg:
+        parameters.append(Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD))
+    return Signature(parameters)

@@ -1,0 +1,279 @@
+"""The checks of a run, in the order in which a user would want to hear of faults."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection
+from pathlib import Path
+
+from stretto import tasks
+from stretto.checks import functions, hub, memory
+from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
+from stretto.config.sections import MODEL
+from stretto.errors import ConfigError, ModelError, TaskError, require
+from stretto.machine import usable_cores, usable_gpus
+from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
+from stretto.models.resolve import cache_dir, cached, is_known
+from stretto.observe.trackers import port_taken
+from stretto.tasks import Task
+from stretto.tasks.conversations import read_demonstrations
+from stretto.tasks.files import is_local
+from stretto.tasks.pairs import read_pairs
+
+LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+"""Libraries of trackers, by the tracker's name."""
+
+
+def check_run(
+    config: Config,
+    *,
+    models: bool = True,
+    tokenizer: bool = True,
+    task: Task | None = None,
+    brought: Collection[str] = (),
+    ask_hub: bool = True,
+) -> Task | None:
+    """Refuse a run of reinforcement learning that is known to fail.
+
+    Args:
+        config: of the run.
+        models: whether its models are those that the settings name.
+        tokenizer: whether the actor's comes with it.
+        task: the task, where the caller brings it.
+        brought: reward sources that the caller brings as objects.
+        ask_hub: whether to look if the hub answers, for what must be fetched from it.
+
+    Returns:
+        The task, opened; ``None`` where its rows must be fetched.
+
+    Raises:
+        StrettoError: a setting, a library, a device, a model, the data, a reward function or the
+            memory is at fault.
+    """
+    check_libraries(config)
+    check_device(config.model)
+    _check_cluster(config)
+    task = task or check_task(config, ask_hub=ask_hub)
+    sources = [s for s in config.reward.sources if s not in brought]
+    if task:
+        _check_answers(config, task, sources)
+    columns = task.row(0).data.keys() if task else None
+    for source in sources:
+        if source.startswith(MODEL):
+            check_model(source.removeprefix(MODEL), config.model, ask_hub=ask_hub)
+        elif source != "task":
+            functions.check(source, columns)
+    if models:
+        name, init = config.model.name, config.critic.init
+        info = check_model(name, config.model, tokenizer=tokenizer, ask_hub=ask_hub)
+        _check_actor(config, info)
+        if init not in ("actor", "reward") and config.algorithm.definition.critic:
+            check_model(init, config.model, ask_hub=ask_hub)
+        if ask_hub:
+            memory.check(config)
+    return task
+
+
+def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = True) -> None:
+    """Refuse a run of supervised training that is known to fail; see :func:`check_run`."""
+    check_observation(config.observe)
+    check_device(config.model)
+    if is_local(config.data.name):
+        if isinstance(config, SftConfig):
+            read_demonstrations(config.data)
+        else:
+            read_pairs(config.data)
+    else:
+        hub.check_dataset(config.data.name, ask=ask_hub)
+    check_model(config.model.name, config.model, ask_hub=ask_hub)
+
+
+def check_measured(
+    config: Config, model: str, *, rows: bool = True, sources: Collection[str] = (), sft: str = ""
+) -> None:
+    """Refuse a measurement of a model that is known to fail; see :func:`check_run`.
+
+    Args:
+        config: of the task and of the computation.
+        model: that is measured.
+        rows: whether it answers the task's prompts.
+        sources: reward sources that judge it.
+        sft: another model that reads its answers; empty for none.
+    """
+    check_device(config.model)
+    for name in filter(None, (model, sft)):
+        check_model(name, config.model)
+    task = check_task(config) if rows else None
+    for source in sources:
+        if source.startswith(MODEL):
+            check_model(source.removeprefix(MODEL), config.model, tokenizer=False)
+        elif source != "task":
+            functions.check(source, task.row(0).data.keys() if task else None)
+
+
+def check_libraries(config: Config) -> None:
+    """Refuse settings that need a library which is not installed, or a port that is taken.
+
+    Raises:
+        MissingExtraError, StorageError: see above.
+    """
+    check_observation(config.observe)
+    if config.runtime == "ray":
+        require("ray", "ray", "runtime = 'ray'")
+    elsewhere = any(process.python for process in config.cluster.processes)
+    if config.rollout.engine == "vllm" and not elsewhere:
+        require("vllm", "vllm", "rollout.engine = 'vllm'")
+    if ranks := config.pipeline.ranks:
+        require("numba", "pipelines", f"pipeline.ranks = {ranks}")
+
+
+def check_observation(observe: ObserveConfig) -> None:
+    """Refuse trackers that are not installed, and a port that is taken.
+
+    Raises:
+        MissingExtraError, StorageError: see above.
+    """
+    for tracker in observe.trackers:
+        require(LIBRARIES[tracker], tracker, f"observe.trackers = '{tracker}'")
+    if port := observe.prometheus_port:
+        require("prometheus_client", "prometheus", f"observe.prometheus_port = {port}")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise port_taken(port, error) from error
+
+
+def check_device(model: ModelConfig) -> None:
+    """Refuse CUDA where there is none.
+
+    Raises:
+        ConfigError: it is asked for.
+    """
+    if model.device == "cuda" and not usable_gpus():
+        raise ConfigError(
+            "model.device = 'cuda' needs a CUDA device, and torch would see none. "
+            "Use --model.device auto or cpu, or install a torch build for your GPU"
+        )
+
+
+def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
+    """Refuse a task whose data cannot be read; ``None`` for data that would have to be fetched.
+
+    Raises:
+        TaskError, MissingExtraError: it cannot.
+    """
+    task = config.task
+    if task.held_out_rows and is_local(task.held_out_rows) and not task.is_procedural:
+        held_out = Path(task.held_out_rows).expanduser()
+        if not held_out.exists():
+            raise TaskError(
+                f"task.held_out: there is no file '{held_out}' (looked for from {Path.cwd()})"
+            )
+    if task.kind == "reasoning-gym":
+        require("reasoning_gym", "tasks", "task.kind = 'reasoning-gym'")
+    elif not task.is_procedural and not is_local(task.name):
+        hub.check_dataset(task.name, ask=ask_hub)
+        return None
+    return tasks.load(task, config.seed)
+
+
+def _check_answers(config: Config, task: Task, sources: Collection[str]) -> None:
+    if "task" in sources:
+        task.require_verifier()
+    if config.warmup_examples:
+        task.require_answers(f"warmup_examples = {config.warmup_examples}")
+
+
+def check_model(
+    name: str, config: ModelConfig, *, tokenizer: bool = True, ask_hub: bool = True
+) -> ModelInfo | None:
+    """Refuse a model that is not there or lacks a file; ``None`` for one that must be fetched.
+
+    Args:
+        name: of the model.
+        config: says whether code that a model brings may run.
+        tokenizer: whether its tokenizer is needed.
+        ask_hub: see :func:`check_run`.
+
+    Raises:
+        ModelError: see above.
+    """
+    if is_known(name) and not cached(name):
+        _check_cache(name)
+    info = model_info(name)
+    if info is None:
+        if ask_hub and not is_known(name):
+            hub.check_model(name)
+        return None
+    if info.folder is None:
+        return info
+    if "model_type" not in info.config and not config.trust_remote_code:
+        raise ModelError(
+            f"cannot load the config of '{name}': its config.json names no model_type. Give the "
+            "folder of a transformers model"
+        )
+    if info.config.get("is_encoder_decoder"):
+        raise ModelError(
+            f"only decoder-only models can be trained; '{name}' is a "
+            f"{info.config['model_type']}, which has an encoder. Give a causal language model, "
+            "such as a Llama, Qwen or GPT-NeoX"
+        )
+    if not info.weights:
+        raise ModelError(
+            f"cannot load the model of '{name}': the folder has no *.safetensors. Give a folder "
+            "with config.json, *.safetensors and the tokenizer's files"
+        )
+    if tokenizer and not any((info.folder / file).is_file() for file in TOKENIZERS):
+        raise ModelError(
+            f"cannot load the tokenizer of '{name}': the folder has none of "
+            f"{', '.join(TOKENIZERS)}. Copy them from the model that it was trained from"
+        )
+    return info
+
+
+def _check_cache(name: str) -> None:
+    folder = cache_dir()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
+        raise ModelError(
+            f"cannot make the model '{name}' in {folder}: '{existing}' is no folder that can be "
+            "written to; STRETTO_CACHE in the environment chooses another"
+        )
+
+
+def _check_actor(config: Config, info: ModelInfo | None) -> None:
+    if info is None:
+        return
+    config.require_positions("the actor", info.positions)
+    if config.model.lora_rank:
+        info.adapter_parameters(config.model.lora_rank, config.model.lora_targets)
+    heads = info.number("num_attention_heads", "n_head")
+    kv_heads = info.number("num_key_value_heads") or heads
+    for process in config.cluster.processes:
+        for count, what in ((heads, "attention heads"), (kv_heads, "key-value heads")):
+            if count and count % process.tp:
+                raise undivided(process.tp, count, f"{what} of '{info.name}'")
+    for name in ("actor", "critic") if config.pipeline.ranks else ():
+        stages = config.pipeline.stages(name)
+        same_body = name == "actor" or config.critic.init == "actor"
+        if same_body and info.layers and info.layers < stages:
+            raise ModelError(
+                f"{config.pipeline.describe_stages(name)}: '{info.name}' has {info.layers} layers, "
+                f"too few for {stages} stages; use at most {info.layers}"
+            )
+
+
+def _check_cluster(config: Config) -> None:
+    """Refuse devices that are not there, and a Ray cluster at which nobody answers."""
+    gpus = usable_gpus()
+    if config.runtime == "local":
+        from stretto.runtime.groups.placement import places
+
+        places(config, config.threads or usable_cores(), gpus)
+    if config.runtime == "ray" and config.cluster.address:
+        from stretto.workers.ray_cluster import require_answer
+
+        require_answer(config.cluster.address)

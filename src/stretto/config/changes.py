@@ -1,0 +1,102 @@
+"""Settings with some of them changed: by a file, by options, by arguments of a function.
+
+One rule holds for all three. What belonged to the part that a change replaces goes with it: the rows
+of a task take their number, split and held-out rows along, and a task of another kind the rest of
+its section, so that nobody has to take back settings that the recipe gave and they did not.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from stretto.config.base import Section
+from stretto.config.recipes import build
+from stretto.config.run import Config
+from stretto.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+OF_ANY_TASK = ("chat", "max_prompt_tokens")
+"""Settings of a task that stay when its kind is changed: they belong to the model."""
+OF_THE_ROWS = ("size", "held_out")
+"""Settings of a task that belong to its rows."""
+
+
+def changed(config: S, changes: Mapping[str, Any], where: str) -> S:
+    """Return settings with those that ``changes`` names in their place.
+
+    Args:
+        config: the settings.
+        changes: some of them, nested as in TOML. Lists and tables that are values, such as
+            ``task.settings``, are replaced as a whole.
+        where: where the changes come from, for messages.
+
+    Raises:
+        ConfigError: an unknown key, or settings that contradict each other.
+    """
+    data = config.model_dump()
+    if isinstance(config, Config):
+        _drop_former(data, changes)
+    return build(merged(data, changes, type(config)), where, type(config))
+
+
+def read(file: str | Path) -> dict[str, Any]:
+    """Read changes from a file, such as one that ``stretto plan`` wrote.
+
+    Raises:
+        ConfigError: it cannot be read, or is not valid TOML.
+    """
+    try:
+        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the settings '{file}': {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"'{file}' is not valid TOML: {error}") from error
+
+
+def merged(
+    base: Mapping[str, Any], changes: Mapping[str, Any], section: type[Section] = Config
+) -> dict[str, Any]:
+    """Return the data of a section with changes in their place, section by section."""
+    both = dict(base)
+    for key, value in changes.items():
+        field = section.model_fields.get(key)
+        inner = field.annotation if field else None
+        if isinstance(inner, type) and issubclass(inner, Section) and isinstance(value, Mapping):
+            value = merged(both.get(key, {}), value, inner)
+        both[key] = value
+    return both
+
+
+def difference(base: Config, config: Config) -> dict[str, Any]:
+    """Return the changes that make one of two settings the other."""
+    return _difference(base.model_dump(), config.model_dump())
+
+
+def _difference(base: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
+            if inner := _difference(base[key], value):
+                found[key] = inner
+        elif value != base.get(key):
+            found[key] = value
+    return found
+
+
+def _drop_former(data: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Set to their defaults what belongs to a task, or to rows, that changes replace."""
+    named, task = changes.get("task"), data["task"]
+    if not isinstance(named, Mapping):
+        return
+    other_rows = any(key in named and named[key] != task[key] for key in ("name", "split"))
+    if named.get("kind", task["kind"]) != task["kind"]:
+        data["task"] = {**{key: task[key] for key in OF_ANY_TASK}, "name": ""}
+        if named["kind"] == "dataset" and not named.get("answer_column"):
+            data["warmup_examples"] = 0  # it is made from the former task's answers
+    elif other_rows:
+        dropped = OF_THE_ROWS if "split" in named else (*OF_THE_ROWS, "split")
+        data["task"] = {key: value for key, value in task.items() if key not in dropped}

@@ -1,0 +1,166 @@
+"""Problems made from a seed, with their verifiers: sums and differences, words spelled backward.
+
+Questions and scores are those of reasoning-gym's datasets of the same names, but need no other
+library. ``chain_sum`` has the same settings and rows, ``spell_backward`` has fewer words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache, partial
+from random import Random
+from typing import Any
+
+from stretto.config import TaskConfig
+from stretto.errors import TaskError, nearest
+from stretto.tasks.base import Task, TaskRow
+from stretto.tasks.extract import extract
+
+SEED_STRIDE = 1_000_003
+"""Row i of a dataset is drawn with its seed + i: runs of seeds 0 and 1 must not share rows."""
+
+DEFAULT_SIZE = 100_000
+"""Rows when the settings do not say; they are made when they are asked for."""
+
+_WORDS = """
+act add ado age ago aid ail aim air all and ant any ape apt arc are ark arm art ash ask ate awe axe
+bad bag ban bar bat bay bed bee beg bet bib bid big bin bit boa bob bow box boy bud bug bun bus but
+buy cab can cap car cat cob cod cog con coo cop cot cow coy cry cub cud cue cup cut dab dad dam day
+den dew did die dig dim din dip doe dog don dot dry dub due dug dye ear eat ebb eel egg ego elf elk
+elm emu end era eve ewe eye fad fan far fat fax fed fee fen few fib fig fin fir fit fix flu fly foe
+fog for fox fry fun fur gab gag gap gas gel gem get gig gin gnu goo got gum gut guy gym had ham has
+hat hay hem hen her hew hey hid him hip his hit hoe hog hop hot how hub hue hug hum hut ice icy ill
+imp ink inn ion ire irk its ivy jab jam jar jaw jay jet jig job jog jot joy jug keg key kid kin kit
+lab lad lag lap law lay led leg let lid lie lip lit log lot low lug mad man map mat maw may men met
+mix mob mop mow mud mug nab nag nap net new nib nil nip nod nor not now nun nut oak oar oat odd off
+oil old one opt orb ore our out owe owl own pad pal pan pat paw pay pea peg pen pep per pet pew pie
+pig pin pit ply pod pop pot pry pub pun pup put rag ram ran rap rat raw ray red rib rid rig rim rip
+rob rod rot row rub rug rum run rut rye sad sag sap sat saw say sea see set sew she shy sip sir sit
+six ski sky sly sob son sow spa spy sty sub sue sum sun tab tag tan tap tar tax tea ten the thy tie
+tin tip toe ton too top tow toy try tub tug two urn use van vat vet vow wag war was wax way web wed
+wet who why wig win wit woe wok won yam yap yes yet you zap zip zoo
+"""
+WORDS = _WORDS.split()
+
+
+@dataclass(frozen=True)
+class ChainSum:
+    """Sums and differences of numbers with so many digits."""
+
+    min_terms: int = 2
+    max_terms: int = 6
+    min_digits: int = 1
+    max_digits: int = 4
+
+    def make(self, seed: int, index: int) -> tuple[str, str]:
+        """Draw a question and its answer."""
+        rng = Random(seed + index)
+        terms = rng.randint(self.min_terms, self.max_terms)
+        digits = rng.randint(self.min_digits, self.max_digits)
+        least, most = (0 if digits == 1 else 10 ** (digits - 1)), 10**digits - 1
+        numbers = [rng.randint(least, most) for _ in range(terms)]
+        signs = ["+", *(rng.choice("+-") for _ in range(terms - 1))]
+        total = sum(int(sign + str(n)) for sign, n in zip(signs, numbers, strict=True))
+        chain = " ".join(f"{sign} {n}" for sign, n in zip(signs, numbers, strict=True))
+        problem = chain.removeprefix("+ ")
+        return f"State the final answer to the following arithmetic problem: {problem} =", str(
+            total
+        )
+
+    def score(self, answer: str, right: str) -> float:
+        """Score 1 for the same number; else the answer's share that the right digits are."""
+        answer = answer.replace(",", "")
+        try:
+            if Decimal(answer) == Decimal(right):
+                return 1.0
+        except InvalidOperation:
+            pass
+        return len(right) / len(answer) if right in answer else 0.0
+
+
+@dataclass(frozen=True)
+class SpellBackward:
+    """Words of three letters to be spelled backward."""
+
+    def make(self, seed: int, index: int) -> tuple[str, str]:
+        """Draw a question and its answer."""
+        word = Random(seed + index).choice(WORDS)
+        return f"Spell this word backward (example: sun -> nus): {word}", word[::-1]
+
+    def score(self, answer: str, right: str) -> float:
+        """Score the share of letters that are right; 0.8 where all are and more follow."""
+        answer = answer.lower()
+        share = sum(a == b for a, b in zip(answer, right, strict=False)) / len(right)
+        return 0.8 if share == 1 and len(answer) > len(right) else share
+
+
+PROBLEMS = {"chain_sum": ChainSum, "spell_backward": SpellBackward}
+
+
+class ProceduralTask(Task):
+    """Problems of one kind; which ones depends on the seed alone."""
+
+    def __init__(self, config: TaskConfig, seed: int) -> None:
+        self._problem = _problem(config)
+        self._size, self._extract = config.size or DEFAULT_SIZE, config.extract
+        seed = seed * SEED_STRIDE % 2**32
+        self._made = lru_cache(maxsize=4096)(partial(self._problem.make, seed))
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self._size
+
+    def row(self, index: int) -> TaskRow:
+        """The row at ``index``; made now."""
+        question, answer = self._made(index)
+        data = {"question": question, "answer": answer}
+        return TaskRow(prompt=question, data=data, reference=answer, index=index)
+
+    @property
+    def has_verifier(self) -> bool:
+        """Return true: every problem has its answer."""
+        return True
+
+    def verify(self, index: int, response: str) -> float:
+        """Score a response from 0 to 1; one without an answer has 0."""
+        answer = extract(response, self._extract)
+        return self._problem.score(answer, self._made(index)[1]) if answer else 0.0
+
+
+def check_names(config: TaskConfig, known: Iterable[str]) -> None:
+    """Make sure that a procedural task has all the settings that it is given.
+
+    Raises:
+        TaskError: it lacks one, or one is not to be set there.
+    """
+    for key in config.settings:
+        if key in ("seed", "size"):
+            remedy = "set task.size" if key == "size" else "it comes from the run's seed"
+            raise TaskError(f"task.settings must not hold '{key}'; {remedy}")
+        if key not in known:
+            raise TaskError(
+                f"task.settings: '{config.name}' has no setting '{key}'. {nearest(key, known)}"
+            )
+
+
+def _problem(config: TaskConfig) -> ChainSum | SpellBackward:
+    """The kind of problem, with its settings checked."""
+    if config.name not in PROBLEMS:
+        raise TaskError(
+            f"task.name = '{config.name}' is none of the procedural tasks. "
+            f"{nearest(config.name, PROBLEMS)} reasoning-gym has more: task.kind = 'reasoning-gym'"
+        )
+    kind: Any = PROBLEMS[config.name]
+    check_names(config, [field.name for field in dataclasses.fields(kind)])
+    problem: ChainSum | SpellBackward = kind(**config.settings)
+    limits = list(dataclasses.asdict(problem).items())
+    for (low, least), (high, most) in zip(limits[::2], limits[1::2], strict=True):
+        if not (type(least) is type(most) is int and 0 < least <= most):
+            raise TaskError(
+                f"task.settings: {low} and {high} of '{config.name}' must be whole numbers above "
+                f"0, the second no less than the first; got {least!r} and {most!r}"
+            )
+    return problem

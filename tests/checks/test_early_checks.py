@@ -1,0 +1,123 @@
+"""What is found before torch is imported, where it is not a matter of the command line alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.checks import check_run, functions, hub, memory
+from stretto.config import Config, changes, recipes
+from stretto.errors import ConfigError, TaskError
+from stretto.machine import free_memory
+from stretto.models.memory import plan_for
+
+ROWS = '{"prompt": "a", "answer": "b"}\n' * 3
+
+
+def tiny(**settings: object) -> Config:
+    return changes.changed(recipes.load("tiny"), settings, "a test")
+
+
+def test_what_is_checked_is_opened_once(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(ROWS)
+    config = tiny(task={"kind": "dataset", "name": str(file), "answer_column": "answer"})
+    task = check_run(config)
+    assert task is not None
+    assert [row.reference for row in map(task.row, range(len(task)))] == ["b"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("def f(completions): ...\n", "f", ""),
+        ("async def f(completions, **columns): ...\n", "f", ""),
+        ("def f(prompts, completions, answer): ...\n", "f", ""),
+        ("def f(completions, answer=None, solution=None): ...\n", "f", ""),
+        ("def f(completions, *, solution): ...\n", "f", "no columns of the dataset: solution"),
+        ("def f(data_source, solution_str, ground_truth): ...\n", "f", "dataset: data_source"),
+        ("def f(queries, prompts, labels): ...\n", "f", "no columns of the dataset: label"),
+        ("def f(completions, /): ...\n", "f", "signature that is not known"),
+        # What only running the file can tell is left to its process
+        ("from functools import partial\nf = partial(print)\n", "f", ""),
+        ("from json import dumps as f\n", "f", ""),
+        ("from json import *\n", "f", ""),
+        ("globals()['f'] = print\n", "f", ""),
+        ("def wrapped(g): ...\n@wrapped\ndef f(x): ...\n", "f", ""),
+        ("class f:\n    def __call__(self, completions): ...\n", "f", ""),
+        ("if True:\n    def f(completions): ...\n", "f", ""),
+        ("try:\n    import nosuch\nexcept ImportError:\n    def f(x, y): ...\n", "f", "not known"),
+        (
+            "def g():\n    import nosuch\n    def f(): ...\n",
+            "f",
+            "has no function 'f'",
+        ),
+        ("import beside\ndef f(completions): ...\n", "f", ""),
+        (
+            "import nosuch.inner\ndef f(completions): ...\n",
+            "f",
+            "imports 'nosuch', which is",
+        ),
+    ],
+)
+def test_reward_functions_are_read_without_running_them(
+    tmp_path: Path, text: str, name: str, message: str
+) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text(f"{text}raise SystemExit('it ran')\n")
+    (tmp_path / "beside.py").write_text("")
+    if not message:
+        functions.check(f"{file}:{name}", ["prompt", "answer"])
+        return
+    with pytest.raises(ConfigError) as caught:
+        functions.check(f"{file}:{name}", ["prompt", "answer"])
+    assert message in str(caught.value)
+
+
+def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_less() -> None:
+    config = tiny()
+    needed = plan_for(config).mixed.total_bytes
+    memory.require(config, needed, "here")
+    with pytest.raises(ConfigError) as caught:
+        memory.require(config, needed - 1, "here")
+    # Actor and critic 16 bytes a parameter, the reference 4; without a critic, and with adapters.
+    for said in ("'tiny' takes 4.147 MB", "actor 1.843 MB", "and here has 4.147 MB free", "rloo"):
+        assert said in str(caught.value)
+    rloo = tiny(algorithm={"name": "rloo"}, rollout={"samples_per_prompt": 2})
+    assert "rloo" not in str(refusal(rloo))
+    assert "lora" not in str(refusal(tiny(model={"lora_rank": 2})))
+
+
+def refusal(config: Config) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        memory.require(config, 0, "here")
+    return caught.value
+
+
+def test_free_memory_is_the_machines_or_less() -> None:
+    import psutil
+
+    assert 0 < free_memory() <= psutil.virtual_memory().total
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "127.0.0.1" in hub.unreachable()
+    with pytest.raises(TaskError, match="'owner/rows:default' is not on this machine"):
+        hub.check_dataset("owner/rows:default")
+    monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
+    assert hub.unreachable() == "HF_HUB_OFFLINE is set"
+
+
+def test_a_dataset_that_was_fetched_needs_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "datasets--owner--rows").mkdir()
+    hub.check_dataset("owner/rows")

@@ -1,0 +1,149 @@
+"""The core needs no optional library, and whatever does says so and how to install it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tomllib
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from stretto import extras, tasks
+from stretto.config import TaskConfig
+from stretto.errors import MissingExtraError
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = {
+    extra: [Requirement(text) for text in texts]
+    for extra, texts in PROJECT["optional-dependencies"].items()
+    if extra != "dev"
+}
+OPTIONAL = {r.name.replace("-", "_") for found in EXTRAS.values() for r in found}
+"""Names under which the extras' libraries are imported."""
+BROUGHT_ALONG = {"pandas", "llvmlite"}
+"""Large ones that come with them."""
+
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            return None
+        return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+"""
+
+
+def test_the_extras_that_are_read_are_those_of_the_project() -> None:
+    assert list(map(str, extras.requirements())) == sorted(
+        map(str, map(Requirement, PROJECT["dependencies"])), key=str.lower
+    )
+    for extra, wanted in EXTRAS.items():
+        found = extras.requirements(extra)
+        assert [(r.name, r.specifier) for r in found] == [(r.name, r.specifier) for r in wanted]
+        for requirement in wanted:
+            assert extras.plain(requirement) in extras.remedy(extra)
+        assert extras.remedy(extra).endswith(f"pip install -e '.[{extra}]')")
+
+
+def test_run_from_its_source_the_remedy_is_that_of_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", nothing)
+    assert extras.remedy("hub") == "pip install -e '.[hub]'"
+
+
+@pytest.mark.parametrize(
+    ("library", "task"),
+    [
+        ("reasoning_gym", TaskConfig(kind="reasoning-gym")),
+        ("pyarrow", TaskConfig(kind="dataset", name="rows.parquet")),
+        ("datasets", TaskConfig(kind="gsm8k", name="openai/gsm8k:main")),
+    ],
+)
+def test_a_task_names_the_library_that_it_lacks(
+    library: str, task: TaskConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.parquet").touch()
+    monkeypatch.setitem(sys.modules, library, None)
+    extra = next(e for e, found in EXTRAS.items() if found[0].name.replace("-", "_") == library)
+    with pytest.raises(MissingExtraError) as caught:
+        tasks.load(task, 0)
+    for part in (f"the library '{library}'", extras.plain(EXTRAS[extra][0]), f"'.[{extra}]'"):
+        assert part in str(caught.value)
+
+
+CODE = """
+import importlib, sys
+from pkgutil import walk_packages
+import stretto
+from stretto.cli.main import main
+
+small = dict(steps=1, warmup_examples=32, rollout={{"batch": 8}}, observe={{"progress": "off"}})
+for recipe in ("tiny", "tiny-tail"):
+    assert stretto.train(recipe, **small, out="runs").steps == 1
+assert main(["train", "tiny", "--pipeline.ranks", "2", "--observe.progress", "off"]) == 2
+for module in walk_packages(stretto.__path__, "stretto."):
+    if module.name != "stretto.__main__":
+        try:
+            importlib.import_module(module.name)
+        except Exception:
+            print(module.name)
+assert not {hidden} & set(sys.modules)
+"""
+NOT_CORE = {
+    "pipelines",
+    "training.pipelined",
+    "training.planner",
+    "training.stages",
+    "rollout.vllm",
+}
+"""What may need an optional library to be imported."""
+
+
+def test_the_core_needs_no_optional_library(tmp_path: Path) -> None:
+    """Recipes train, modules of the core can be imported, a pipeline says what it lacks."""
+    hidden = OPTIONAL | BROUGHT_ALONG
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(hidden=hidden)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},  # the judges' processes, too
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pipeline.ranks = 2 needs the library 'numba'" in done.stderr
+    refused = [line for line in done.stdout.splitlines() if line.startswith("stretto.")]
+    assert refused
+    parts = tuple(f"stretto.{name}" for name in NOT_CORE)
+    assert [name for name in refused if not name.startswith(parts)] == []
+
+
+def test_the_constraints_have_a_fitting_version_of_every_library() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    core = list(map(Requirement, PROJECT["dependencies"]))
+    dev = [Requirement(text) for text in PROJECT["optional-dependencies"]["dev"]]
+    elsewhere = {"stretto", "vllm", "lm-eval"}
+    for requirement in chain(core, dev, *EXTRAS.values()):
+        name = canonicalize_name(requirement.name)
+        if name not in elsewhere:
+            versions = [str(p.specifier)[2:] for p in pinned if canonicalize_name(p.name) == name]
+            assert len(versions) >= 1, name
+            assert all(requirement.specifier.contains(version) for version in versions), name
