@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,11 +64,33 @@ def test_without_a_terminal_long_work_gets_lines_and_short_work_none(
         pass
     assert stream.getvalue() == ""
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "SOON_S", 0.0)
     with display.working("warming up", 10) as advance:
         advance(5)
         assert stream.written.wait(30)
     assert stream.getvalue().startswith("warming up: ")
     assert "of 10" in stream.getvalue()
+
+
+def test_of_many_short_pieces_of_work_one_gets_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds without a line add up over them, and a line ends them."""
+    clock, firsts = ManualClock(), list[float]()
+
+    @contextmanager
+    def recorded(_: Any, first_s: float) -> Iterator[None]:
+        firsts.append(first_s)
+        yield
+
+    monkeypatch.setattr(progress, "repeated", recorded)
+    monkeypatch.setattr(progress, "Work", partial(Work, clock=clock))
+    stream = io.StringIO()
+    for _ in range(4):
+        with make_progress("plain", stream).working("short"):  # a display each, as commands have
+            clock.advance(0.75)
+    make_progress("plain", stream).note("a line")
+    with make_progress("plain", stream).working("short"):
+        pass
+    assert firsts == [2.0, 1.25, 0.5, 0.5, 2.0]
 
 
 @pytest.mark.parametrize("mode", ["plain", "rich"])
@@ -80,6 +105,7 @@ def test_a_stream_that_is_gone_does_not_end_the_work(
             return len(text)
 
     monkeypatch.setattr(progress, "FIRST_S", 0.0)
+    monkeypatch.setattr(progress, "SOON_S", 0.0)
     stream = Gone()
     with make_progress(mode, stream).working("loading"):
         assert stream.written.wait(30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stretto.config import Config, SupervisedConfig
-from stretto.errors import ModelError
+from stretto.models.info import model_info
 from stretto.models.memory import format_count, measure
 from stretto.observe import RunDirectory
 from stretto.observe.progress import headline
@@ -30,6 +30,7 @@ def opening(
         resuming: whether the run goes on from a checkpoint.
 
     Raises:
+        ModelError: there is no such model.
         ConfigError: CUDA is asked for and missing, or the model takes no such adapters.
     """
     from stretto.models.load import pick_device
@@ -48,9 +49,8 @@ def opening(
 
 def _size(config: Config | SupervisedConfig) -> str:
     """Count the model's parameters; empty where its files are not here yet."""
-    try:
-        parameters, adapters = measure(config.model)
-    except ModelError:
+    if model_info(config.model.name) is None:
         return ""
+    parameters, adapters = measure(config.model)
     learned = "" if adapters is None else f", of which adapters train {format_count(adapters)}"
     return f"{format_count(parameters)} parameters{learned}"

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from stretto.config import Config, RewardModelConfig, SupervisedConfig
 from stretto.observe.run_directory import Sample
-from stretto.observe.working import FIRST_S, Work, duration, repeated
+from stretto.observe.working import FIRST_S, SOON_S, Work, duration, repeated
 from stretto.saying import Advance, Saying, Shows, unseen
 from stretto.types import short_name
 
@@ -88,7 +88,7 @@ class NoProgress:
 class PlainProgress:
     """One line a step, each flushed; for files, pipes and continuous integration.
 
-    Work that goes on for :data:`~stretto.observe.working.FIRST_S` gets lines, too.
+    Work gets lines, too, once nothing was said for :data:`~stretto.observe.working.FIRST_S`.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -112,19 +112,27 @@ class PlainProgress:
     def note(self, text: str) -> None:
         """Print a message."""
         if text:
+            _silent_s[self._stream] = 0.0
             print(text, file=self._stream, flush=True)
 
     @contextmanager
     def working(self, what: str, total: int = 0) -> Iterator[Advance]:
         """Print a line about work now and then."""
-        work = Work(what, total)
+        work, told = Work(what, total), False
+        before_s = _silent_s.get(self._stream, 0.0)
 
         def tell() -> float:
+            nonlocal told
+            told = True
             self.note(work.line())
             return work.pause_s
 
-        with repeated(tell, FIRST_S):
-            yield work.advance
+        try:
+            with repeated(tell, max(FIRST_S - before_s, SOON_S)):
+                yield work.advance
+        finally:
+            if not told:
+                _silent_s[self._stream] = _silent_s.get(self._stream, 0.0) + work.took_s
 
     def close(self) -> None:
         """Do nothing: there is nothing to undo."""
@@ -204,6 +212,10 @@ def _supervised(config: SupervisedConfig) -> list[str]:
         f"a step: {config.batch} {rows}",
     ]
 
+
+_silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
+"""Seconds of work since the last line, by the stream of the lines: of much that takes a second each
+there is a line, too."""
 
 _said: WeakKeyDictionary[IO[str], Sequence[str]] = WeakKeyDictionary()
 """The lines of the last headline, by the stream that it went to."""

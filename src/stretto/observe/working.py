@@ -9,7 +9,10 @@ from contextlib import contextmanager, suppress
 from stretto.clock import Clock, RealClock
 
 FIRST_S = 2.0
-"""Seconds until the first line about work that goes on."""
+"""Seconds without a line until the first one about work that goes on."""
+
+SOON_S = 0.5
+"""The same after other work of which nothing was said either."""
 
 EVERY_S = 10.0
 """Seconds between lines, at the least."""
@@ -78,7 +81,7 @@ def repeated(act: Callable[[], float], first_s: float) -> Iterator[None]:
 
     def work() -> None:
         wait_s = first_s
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, SystemExit):  # the last by Rich, of a closed pipe
             while not ended.wait(wait_s):
                 wait_s = act()
 
