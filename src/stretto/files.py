@@ -18,6 +18,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 _BLOCK = 1 << 16
 
+SPARE = 0.5
+"""Room that what is large leaves on the disk, as a share of its size: records and the model at the
+end go there as well."""
+
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there"),
     **dict.fromkeys(
@@ -39,6 +43,34 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "see that the disk is there and can be written to")
         raise StorageError(f"cannot write '{path}': {error.strerror or error}; {remedy}") from error
+
+
+# -- room --------------------------------------------------------------------------------------
+
+
+def free(path: Path) -> int:
+    """Return the free bytes of the disk that a file or folder is on, or would be on."""
+    path = path.absolute()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+
+
+def leave_room(path: Path, size: int) -> None:
+    """Refuse to fill a disk: :data:`SPARE` is to be left.
+
+    Args:
+        path: of a file or folder, to be written.
+        size: of it in bytes.
+
+    Raises:
+        OSError: too little room would be left.
+    """
+    there = free(path)
+    if there < (1 + SPARE) * size:
+        raise OSError(
+            errno.ENOSPC,
+            f"{path.name} takes {size / 1e6:.1f} MB of the {there / 1e6:.1f} MB that are free, and "
+            "would leave too little for records and the model",
+        )
 
 
 # -- files ---------------------------------------------------------------------------------------

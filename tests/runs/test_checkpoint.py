@@ -1,13 +1,15 @@
-"""Checkpoints on disk: whole, checked, and two of them."""
+"""Checkpoints on disk: whole, checked, and no more than there is room for."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ def pieces(step: int) -> torch.Tensor:
     return torch.arange(1000) + step
 
 
-def save(folder: Path, step: int) -> Path:
+def save(folder: Path, step: int, keep: int = 2) -> Path:
     def write_learner(path: Path) -> None:
         path.mkdir()
         for name in RANKS:
@@ -35,7 +37,7 @@ def save(folder: Path, step: int) -> Path:
             shard_files.write(path / name, state)
 
     driver = partial(write, state={"step": step, "numbers": [step, 2.5, None]})
-    return checkpoint.save(folder, step, {"driver.pt": driver, "learner": write_learner})
+    return checkpoint.save(folder, step, {"driver.pt": driver, "learner": write_learner}, keep)
 
 
 def load(folder: Path) -> tuple[int, list[str]]:
@@ -59,6 +61,45 @@ def test_the_two_newest_stay(tmp_path: Path) -> None:
         assert save(tmp_path, step).name == f"step-{step:06d}"
     assert names(tmp_path) == ["step-000009", "step-000010"]
     assert load(tmp_path) == (10, [])
+
+
+def test_as_many_stay_as_are_asked_for(tmp_path: Path) -> None:
+    for step in (5, 9):
+        save(tmp_path, step)
+    save(tmp_path, 10, keep=1)
+    assert names(tmp_path) == ["step-000010"]
+
+
+@pytest.mark.parametrize(
+    ("room", "during"),
+    [
+        (1.6, [1, 2]),  # checkpoints, beside the two that are there: half of one is to be left
+        (1.4, [2]),
+        (0.6, [2]),
+        (0.4, [1, 2]),  # which would not make enough room
+    ],
+)
+def test_where_the_disk_is_small_the_older_one_makes_room_for_the_new(
+    room: float, during: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    size = checkpoint.size_of(tmp_path / "step-000002")
+    disk = room * size + sum(map(checkpoint.size_of, tmp_path.iterdir()))
+
+    def usage(_: object) -> SimpleNamespace:
+        return SimpleNamespace(free=disk - sum(map(checkpoint.size_of, tmp_path.glob("step-*"))))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    seen: list[str] = []
+
+    def write_driver(file: Path) -> None:
+        seen.extend(names(tmp_path)[: len(during)])
+        file.write_bytes(b"state")
+
+    checkpoint.save(tmp_path, 3, {"driver.pt": write_driver})
+    assert seen == [f"step-{step:06d}" for step in during]
+    assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
 @pytest.mark.parametrize("half", ["step-000010.tmp", "step-000012.tmp"])

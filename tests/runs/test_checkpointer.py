@@ -173,6 +173,19 @@ def test_there_is_one_at_the_end_unless_there_are_none(
     assert case.fake.staged == [False] * len(taken)  # nothing changes any more
 
 
+def test_at_the_end_the_last_one_stays(tmp_path: Path) -> None:
+    async def work(case: Case) -> None:
+        for step in (STEPS - 2, STEPS - 1, STEPS):
+            case.fake.go_on.set()
+            await case.checkpointer.after(step)
+            if step < STEPS:
+                await case.settle()
+
+    case = driven(work, Case(tmp_path, checkpoint_every=1))
+    assert case.steps == [STEPS]
+    assert case.fake.staged == [True, True, False]
+
+
 def test_by_time_the_next_one_is_put_off_while_one_is_written(tmp_path: Path) -> None:
     async def work(case: Case) -> None:
         for step in (1, 2, 3):

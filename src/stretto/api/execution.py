@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from stretto.api.settings import R, check_resumable, settled
-from stretto.checks import check_run, check_supervised
+from stretto.checks import check_run, check_supervised, disk
 from stretto.checks.memory import check_gpu
 from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfig, recipes
 from stretto.config.training import token_budget
@@ -66,17 +66,34 @@ def begin(
             beyond :data:`~stretto.api.RESUMABLE` is changed.
         StorageError: the folder cannot be written to.
     """
-    task = None
-    if isinstance(config, Config):
-        task = check_run(config, **_brought(given))
-    else:
-        check_supervised(config)
     if not resume:
+        task = _checked(config, given, Path(config.out), resuming=False)
         return Begun(config, RunDirectory.create(config.out, name, config), task=task)
     assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
     run_dir = RunDirectory.open(resume)
     check_resumable(recipes.load(run_dir.config_file), config)
+    ended = given is None and run_dir.ended(config.steps) is not None
+    task = None if ended else _checked(config, given, run_dir.path, resuming=True)
     return Begun(config, run_dir, resuming=True, task=task)
+
+
+def _checked(
+    config: Config | SftConfig | RewardModelConfig,
+    given: Given | None,
+    folder: Path,
+    *,
+    resuming: bool,
+) -> Task | None:
+    """Look for what would fail; return the task, where it was opened for that."""
+    task = None
+    with make_progress(config.observe.progress).working("looking at settings, models and data"):
+        if isinstance(config, Config):
+            task = check_run(config, **_brought(given))
+        else:
+            check_supervised(config)
+        if given is None or given.actor is None:
+            disk.check(config, folder, resuming=resuming)
+    return task
 
 
 def _brought(given: Given | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stretto.checks import disk
 from stretto.config import Config, SupervisedConfig
 from stretto.models.info import model_info
 from stretto.models.memory import format_count, measure
@@ -44,6 +45,8 @@ def opening(
         dtype, device = str(weight.dtype).removeprefix("torch."), weight.device.type
     model = ", ".join(filter(None, (size, f"{dtype} on {device}")))
     where = f"{'goes on' if resuming else 'results'} in {run_dir.path}"
+    if actor is None and (taken := disk.said(config, run_dir.path)):
+        where = f"{where}; {taken}"
     return headline(config, model, where)
 
 

@@ -42,6 +42,12 @@ from stretto.types import Stats
 METRICS = "metrics.jsonl"
 """The file of a run's metrics."""
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints."""
+
+KEPT = 2
+"""Checkpoints of a run under way that stay, where the disk has room; older ones go."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -145,7 +151,7 @@ class RunDirectory:
         self.samples_file = path / "samples.jsonl"
         self.rollouts_file = path / "rollouts.jsonl"
         self.trace = TraceFile(path / "trace.json")
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.warmup = path / "warmup.safetensors"
         self.model = path / "model"
 

@@ -12,7 +12,8 @@
 Earlier versions wrote a file ``learner.pt`` in place of the folder, which is still read.
 
 A checkpoint appears under its name once all of it is on disk, and is read only if it is as it was
-written. The two newest are kept: the older one is read if the newest is damaged.
+written. While a run is under way the two newest are kept: the older one is read if the newest is
+damaged. One is kept where the disk has no room for another, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -30,10 +31,8 @@ import torch
 
 from stretto import files
 from stretto.errors import StateError
+from stretto.observe.run_directory import KEPT
 from stretto.runtime.state import DRIVER, LEARNER, Writer
-
-KEPT = 2
-"""Checkpoints of a run that stay; older ones go."""
 
 INPUTS = "inputs.json"
 """The file with fingerprints, which earlier versions did not write."""
@@ -43,16 +42,18 @@ _NAME = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
 
 
-def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
+def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT) -> Path:
     """Write ``<folder>/step-<N>``, and remove what it makes superfluous once it is on disk.
 
-    Superfluous are all but the :data:`KEPT` newest, and those of later steps: the run was resumed
-    before them. What a killed run has left half-written goes first.
+    Superfluous are all but the newest, and those of later steps: the run was resumed before them.
+    What a killed run has left half-written goes first, and on a disk without room for another
+    checkpoint, what is superfluous beside the newest one.
 
     Args:
         folder: of all checkpoints of a run.
         step: after which the state was taken.
         parts: what writes each file or folder, by its name.
+        keep: so many stay, this one included.
 
     Raises:
         StorageError: the checkpoint cannot be written; nothing is left of it.
@@ -60,6 +61,8 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
     target = folder / f"step-{step:06d}"
     for left in folder.glob("step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
+    with files.explained(target):
+        _make_room(folder, step)
     with files.explained(target), files.new_folder(target) as scratch:
         for name, write in parts.items():
             write(scratch / name)
@@ -67,12 +70,29 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
         described = {path.relative_to(scratch).as_posix(): _described(path) for path in paths}
         manifest = {"format": _FORMAT, "step": step, "files": described}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    found = _found(folder)
-    kept = sorted(n for n in found if n <= step)[-KEPT:]
-    for number, path in found.items():
-        if number not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+    for path in _superfluous(folder, step, keep):
+        shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+def _make_room(folder: Path, step: int) -> None:
+    """Remove all checkpoints but the newest, where another one fits then and not before."""
+    old = _found(folder)
+    before = [number for number in old if number <= step]
+    if not before:
+        return
+    needed = (1 + files.SPARE) * size_of(old[max(before)])  # they are all about as large
+    free, superfluous = files.free(folder), _superfluous(folder, step, 1)
+    if free < needed <= free + sum(map(size_of, superfluous)):
+        for path in superfluous:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
+    """Return the checkpoints of later steps, and of those up to ``step`` all but the newest."""
+    found = _found(folder)
+    kept = sorted(number for number in found if number <= step)[-keep:]
+    return [path for number, path in found.items() if number not in kept]
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:

@@ -15,6 +15,7 @@ from stretto.clock import Clock, RealClock
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError
 from stretto.models.memory import format_size
+from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs import checkpoint
 from stretto.runs.inputs import Identities
@@ -35,8 +36,8 @@ class Checkpointer:
     One checkpoint is written at a time. With ``observe.checkpoint_every`` the next one waits for
     that; with ``observe.checkpoint_minutes`` it is put off to the first step after that, and a run
     that has none yet gets one after :data:`FIRST_MINUTES`. After the last step there is one in
-    either case. One that cannot be written, as on a full disk, does not
-    end the run: a line says so, and the ones before it stay.
+    either case, and those before it go. One that cannot be written, as on a full disk, does not end
+    the run: a line says so, and the ones before it stay.
 
     A context manager, to be left while the event loop runs: it waits for what is being written, so
     that this is whole.
@@ -126,13 +127,14 @@ class Checkpointer:
     def _begin(self, step: int, staged: Staged) -> Future[Path]:
         """Have a thread write, which does not keep the process alive."""
         future: Future[Path] = Future()
+        keep = 1 if step == self._steps else KEPT
         parts = {**staged.files, checkpoint.INPUTS: self._write_inputs}
         future.set_running_or_notify_cancel()  # whoever stops waiting does not stop the thread
 
         def work() -> None:
             try:
                 with self._running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
-                    path = checkpoint.save(self._folder, step, parts)
+                    path = checkpoint.save(self._folder, step, parts, keep)
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from stretto import files
 from stretto.assembly.checks import look_at_prompts
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
 from stretto.assembly.models import NOTHING, Given, prepare_torch
@@ -31,7 +32,7 @@ from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
 from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.groups.processes import Processes
-from stretto.runtime.state import DRIVER, Staged, copied, leave_room, write
+from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FOLDER
 from stretto.saying import Say, working
 from stretto.schedules.schedule import Schedule
@@ -97,7 +98,7 @@ class GroupRun:
         loop = asyncio.get_running_loop()
 
         def write_learner(folder: Path) -> None:
-            leave_room(folder, size)
+            files.leave_room(folder, size)
             folder.mkdir()
             asyncio.run_coroutine_threadsafe(self._write_learner(folder), loop).result()
 
