@@ -12,6 +12,9 @@ Say = Callable[[str], None]
 LOADING = "loading PyTorch and what else is needed"
 """Work that most commands begin with."""
 
+CHECKING = "looking at settings, models and data"
+"""Work before that."""
+
 Advance = Callable[[int], None]
 """Takes note that so much more of some work is done."""
 

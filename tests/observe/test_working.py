@@ -125,10 +125,13 @@ def test_on_a_terminal_there_is_a_bar_while_work_goes_on() -> None:
         assert len(display._bars.task_ids) == 2
     display.step(1, 3, {"objective/scores": 0.5}, [])
     assert display._bars.task_ids == []
+    display.note("a [bold]note[/]")  # is shown as it is, and the panel beside it is not
     display.close()
     text = stream.getvalue()
     for shown in ("loading libraries", "the headline", "warming up", "30/100", "a note", "reading"):
         assert shown in text
+    assert text.count("[bold]") == 1
+    assert "a [bold]note[/]" in text
     last = text[text.rindex("step 1/3") :]
     assert "warming up" not in last
     assert "reading" not in last

@@ -498,13 +498,11 @@ def test_the_command_line(
     rows = [*digits_win(20), {"prompt": "q", "chosen": "same", "rejected": "same"}]
     common = ("--data.name", write(tmp_path, rows), "--model.name", str(tiny_folder))
     assert main(["reward", *common]) == 2
-    said = capsys.readouterr()
-    assert "row 20: chosen and rejected are equal" in said.err
-    assert "a reward model from" in said.out
-    assert not list((tmp_path / "runs").iterdir())
+    assert "row 20: chosen and rejected are equal" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
     assert main(["reward", *common, "--data.on-error", "drop", "--steps", "1"]) == 0
     text = capsys.readouterr().out
-    assert "a reward model from" not in text  # the run before it has said so
+    assert "a reward model from" in text
     assert "1 of 21 rows cannot be used and are left out" in text
     assert "training on 18 rows, 1 updates; 2 rows are held out" in text
     assert "held out (2 pairs): accuracy" in text

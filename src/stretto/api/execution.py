@@ -17,7 +17,7 @@ from stretto.config.training import token_budget
 from stretto.errors import OutOfMemoryError, StateError, first_line, is_out_of_memory
 from stretto.machine import Machine, usable_gpus
 from stretto.observe import Progress, RunDirectory, make_progress
-from stretto.saying import LOADING
+from stretto.saying import CHECKING, LOADING
 from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _checked(
 ) -> Task | None:
     """Look for what would fail; return the task, where it was opened for that."""
     task = None
-    with make_progress(config.observe.progress).working("looking at settings, models and data"):
+    with make_progress(config.observe.progress).working(CHECKING):
         if isinstance(config, Config):
             task = check_run(config, **_brought(given))
         else:

@@ -176,7 +176,7 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     from stretto.observe.progress import on_stderr
 
     def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-        return load_tokenizer(resolve(model.name, on_stderr), model.trust_remote_code)
+        return load_tokenizer(resolve(model.name, on_stderr), model.trust_remote_code, on_stderr)
 
     tokenizer = tokenizer_of(stages.sft.model)
     for model in (stages.reward.model, stages.train.model):

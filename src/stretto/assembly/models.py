@@ -166,7 +166,7 @@ def load_reward_model(
     """Load a reward model and its tokenizer by name, frozen."""
     path = resolve(name, say)
     model = _loaded(load_sequence_classifier, path, config, say, in_files)
-    return model.requires_grad_(False), load_tokenizer(path, config.model.trust_remote_code)
+    return model.requires_grad_(False), load_tokenizer(path, config.model.trust_remote_code, say)
 
 
 def make_critic(
@@ -191,7 +191,7 @@ def make_critic(
         critic = mapped.copied(first.model).requires_grad_(True)
     else:
         path = resolve(init, say)
-        own = load_tokenizer(path, config.model.trust_remote_code)
+        own = load_tokenizer(path, config.model.trust_remote_code, say)
         _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
         critic = _loaded(load_sequence_classifier, path, config, say, given.in_files)
     return critic

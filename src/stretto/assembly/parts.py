@@ -106,14 +106,8 @@ def open_task(
         StrettoError: a setting, the tokenizer or the dataset is at fault.
     """
     trust = config.model.trust_remote_code
-    if given.tokenizer is None:
-        path = resolve(config.model.name, say)
-        with working(say, "loading the tokenizer"):
-            tokenizer = load_tokenizer(path, trust)
-    else:
-        tokenizer = given.tokenizer
-    with working(say, f"reading {config.task.name}"):
-        task = given.task or given.opened or tasks.load(config.task, config.seed)
+    tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust, say)
+    task = given.task or given.opened or tasks.load(config.task, config.seed, say)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
     if given.looks_at:
         given.looks_at(prompts)

@@ -26,7 +26,7 @@ from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
 from stretto.observe.progress import on_stderr
 from stretto.observe.report import evaluations
-from stretto.saying import LOADING, working
+from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
     from stretto.evaluation import EvalResult, Measured
@@ -85,7 +85,8 @@ def run(arguments: Sequence[str]) -> int:
     trained = trained_with(own["model"], own["recipe"], config)
     by = [own["win_rate_by"]] if own["win_rate_by"] else []
     rows = sampled or not benchmarks
-    check_measured(config, model, rows=rows, sources=by, sft=own["sft"])
+    with working(on_stderr, CHECKING):
+        check_measured(config, model, rows=rows, sources=by, sft=own["sft"])
     if benchmarks:
         require("lm_eval", "lm-eval", "--lm-eval")
     if own["judge"]:

@@ -13,7 +13,7 @@ from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import ConfigError
 from stretto.observe.progress import on_stderr
-from stretto.saying import LOADING, working
+from stretto.saying import CHECKING, LOADING, working
 
 _MOST_AT_ONCE = 32
 
@@ -75,7 +75,8 @@ def _generate(
         raise ConfigError(f"{name} {first['input']!r}: {rule}") from error
 
     config = ModelConfig(name=model, dtype=dtype, device=device)
-    check_measured(Config.model_construct(model=config), model, rows=False)
+    with working(on_stderr, CHECKING):
+        check_measured(Config.model_construct(model=config), model, rows=False)
     with working(on_stderr, LOADING):
         from stretto.evaluation.answers import generate
 

@@ -24,7 +24,7 @@ from stretto.cli.settings import (
 from stretto.config import RewardModelConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe.progress import on_stderr
-from stretto.saying import LOADING, working
+from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
     from stretto.evaluation import LabelResult
@@ -137,7 +137,8 @@ def _label_responses(arguments: Sequence[str]) -> LabelResult:
     _check(own)
     if own["prompts"] < 1:
         raise ConfigError(f"--prompts {own['prompts']}: must be 1 or more")
-    check_measured(config, own["responses_from"], sources=[own["by"]])
+    with working(on_stderr, CHECKING):
+        check_measured(config, own["responses_from"], sources=[own["by"]])
 
     with working(on_stderr, LOADING):
         from stretto import evaluation

@@ -109,7 +109,7 @@ def generate(
         seed=seed, model=config, rollout=options, task=TaskConfig(chat=chat)
     )
     prepare_torch(settings)
-    tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr))
+    tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr), say=on_stderr)
     rollouts = [
         Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i), i)
         for i, text in enumerate(prompts)

@@ -63,7 +63,7 @@ def require_tokenizer(sft: str, config: Config, tokenizer: PreTrainedTokenizerBa
         ConfigError: it has another tokenizer.
         ModelError: it cannot be found.
     """
-    own = load_tokenizer(resolve(sft, on_stderr), config.model.trust_remote_code)
+    own = load_tokenizer(resolve(sft, on_stderr), config.model.trust_remote_code, on_stderr)
     if not same_tokenizer(own, tokenizer):
         raise ConfigError(
             f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "

@@ -181,8 +181,10 @@ def label_responses(
     _check_out(out, config.task.name)
     config = of_model(config, policy)
     prepare_torch(config)
-    tokenizer = load_tokenizer(resolve(policy, on_stderr), config.model.trust_remote_code)
-    task = tasks.load(config.task, config.seed)
+    tokenizer = load_tokenizer(
+        resolve(policy, on_stderr), config.model.trust_remote_code, on_stderr
+    )
+    task = tasks.load(config.task, config.seed, on_stderr)
     with ExitStack() as stack:
         gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
         actor = load_actor(config, on_stderr)
@@ -304,7 +306,7 @@ def _tokens_for(
     if not by.startswith(MODEL):
         return byte_tokenizer(), None
     path, trust = resolve(by.removeprefix(MODEL), on_stderr), config.model.trust_remote_code
-    tokenizer = load_tokenizer(path, trust)
+    tokenizer = load_tokenizer(path, trust, on_stderr)
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 
 

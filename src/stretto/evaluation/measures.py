@@ -104,9 +104,9 @@ def measure(
     with ExitStack() as stack:
         prepare_torch(config)
         path, trust = resolve(policy, on_stderr), config.model.trust_remote_code
-        tokenizer = load_tokenizer(path, trust)
+        tokenizer = load_tokenizer(path, trust, on_stderr)
         ends = end_tokens_of(path, tokenizer, trust)
-        task = tasks.load(config.task, config.seed)
+        task = tasks.load(config.task, config.seed, on_stderr)
         first = task.row(0).data
         if sources or judge:  # the others are looked at when it is known which they are
             reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)

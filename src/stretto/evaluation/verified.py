@@ -75,8 +75,10 @@ def evaluate(
     )
     with ExitStack() as stack:
         prepare_torch(read)
-        tokenizer = load_tokenizer(resolve(model, on_stderr), read.model.trust_remote_code)
-        task = tasks.load(read.task, read.seed)
+        tokenizer = load_tokenizer(
+            resolve(model, on_stderr), read.model.trust_remote_code, on_stderr
+        )
+        task = tasks.load(read.task, read.seed, on_stderr)
         function = open_function("task", read, task.row(0).data.keys(), tokenizer, stack)
         asked = questions(config, task, tokenizer, samples, trained or config)
         answers = answer(read, load_actor(read, on_stderr), tokenizer, asked.prompts)

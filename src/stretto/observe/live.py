@@ -77,7 +77,8 @@ class RichProgress:
     def note(self, text: str) -> None:
         """Print a message above the panel."""
         if text:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            # As an object: markup=False would be for the panel, too, which is drawn anew with it.
+            self._console.print(Text(text), soft_wrap=True)
 
     @contextmanager
     def working(self, what: str, total: int = 0) -> Iterator[Advance]:
