@@ -2,7 +2,7 @@
 # make test    sets up .venv with all the tools, and runs style, types, import rules and tests
 # make slow    runs the tests that take minutes or fetch the real model
 # make vllm    sets up .venv-vllm with vLLM's CPU build, and runs the tests that drive it
-# make docs    builds the documentation as a site, in site/
+# make docs    builds the documentation as a site, which opens from its files: site/index.html
 # make hooks   has git run 'make check' before each commit
 PYTHON ?= python3
 VENV   := .venv
@@ -55,6 +55,7 @@ check: $(VENV)/.developing
 
 docs: $(VENV)/.developing
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html; while you write: $(BIN)/mkdocs serve, and http://127.0.0.1:8000"
 
 hooks: $(VENV)/.developing
 	$(BIN)/pre-commit install

@@ -11,6 +11,7 @@ import pytest
 from stretto.models.tiny import make_tiny
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # tests share some of its tables
+pytest.register_assert_rewrite("run_helpers")  # its assertions say what differs, too
 
 
 def pytest_configure() -> None:

@@ -1,13 +1,16 @@
 """Hooks of mkdocs: pages that stand elsewhere in the repository, and links to them.
 
-The README is the site's first page; CONTRIBUTING, the changelog and the measured tables of
-``benchmarks/results`` are pages.
-Files are read where they are, so that none stands twice.
+The README is the site's first page; CONTRIBUTING, the changelog, the examples' README and the
+measured tables of ``benchmarks/results`` are pages. Files are read where they are, so that none
+stands twice. The reference of the settings is made of their classes.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +19,47 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(Path(__file__).parent))
+
+import settings_page  # noqa: E402
+
+PAGES = {
+    "index.md": "README.md",
+    "examples.md": "examples/README.md",
+    **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE")},
+}
+"""Pages of the site that are files outside of ``docs/``."""
 
 LINKS = (
     (re.compile(r"\]\((?:\.\./)*benchmarks/results/"), "results/"),
+    (re.compile(r"\]\((?:\.\./)*examples/(?:README\.md)?(?=[)#])"), "examples.md"),
     (re.compile(r"\]\((?:\.\./)*docs/"), ""),
     (re.compile(r"\]\((?:\.\./)+(?=CONTRIBUTING\.md|CHANGELOG\.md)"), ""),
 )
-"""Links between files of the repository, and the folder of the site that they lead to."""
+"""Links between files of the repository, and the page or folder of the site that they lead to."""
+
+MODULES = ("stretto.api", "stretto.types", "stretto.protocols", "stretto.errors", "stretto.testing")
+"""Where the names are looked for that docstrings of the reference mention without a module."""
+
+MENTION = re.compile(r":\w+:<code>~?([\w.]+)</code>")
+"""A cross-reference of a docstring, as it comes out of Markdown."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what stands outside of ``docs/`` as pages."""
-    files.append(_page("index.md", ROOT / "README.md", config))
-    for table in sorted((ROOT / "benchmarks/results").glob("*.md")):
-        files.append(_page(f"results/{table.name}", table, config))
-    for name in ("CONTRIBUTING.md", "CHANGELOG.md", "LICENSE"):
-        files.append(_page(name, ROOT / name, config))
+    """Add what stands outside of ``docs/``, or is made, as pages."""
+    found = {name: ROOT / source for name, source in PAGES.items()}
+    found |= {f"results/{t.name}": t for t in sorted((ROOT / "benchmarks/results").glob("*.md"))}
+    for name, source in found.items():
+        files.append(File.generated(config, name, abs_src_path=str(source)))
+    settings = File.generated(config, "reference/settings.md", content=settings_page.page())
+    files.append(settings)
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Point links to where the pages are."""
+    """Point links to where the pages are, and show the examples."""
+    if page.file.src_uri == "examples.md":
+        markdown = _with_sources(markdown)
     up = "../" * page.file.src_uri.count("/")
     for pattern, folder in LINKS:
         markdown = pattern.sub(f"]({up}{folder}", markdown)
@@ -44,9 +67,33 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Show cross-references of docstrings as code, by their last part."""
-    return re.sub(r":\w+:<code>~?([\w.]*?)(\w+)</code>", r"<code>\2</code>", html)
+    """Make links of the cross-references of docstrings; of those that lead nowhere, code."""
+    return MENTION.sub(lambda found: _link(found[1]), html)
 
 
-def _page(name: str, source: Path, config: MkDocsConfig) -> File:
-    return File.generated(config, name, abs_src_path=str(source))
+def _with_sources(markdown: str) -> str:
+    """The examples' README with the text of each file that it links to below."""
+    names = list(dict.fromkeys(re.findall(r"\]\(([\w.]+)\)", markdown)))
+    shown = [f"## {name} {{#{name}}}\n\n{_source(ROOT / 'examples' / name)}" for name in names]
+    linked = re.sub(r"\]\(([\w.]+)\)", r"](#\1)", markdown)
+    return "\n\n".join([linked, *shown])
+
+
+def _source(file: Path) -> str:
+    """A file as a block of code; of a notebook its cells."""
+    text, kind = file.read_text(encoding="utf-8").rstrip("\n"), file.suffix[1:]
+    if kind != "ipynb":
+        return f"```{kind.replace('jsonl', 'json')}\n{text}\n```"
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(text)["cells"]]
+    return "\n\n".join(
+        f"```python\n{text}\n```" if kind == "code" else re.sub("^#+ (.*)", r"**\1**", text)
+        for kind, text in cells
+    )
+
+
+def _link(name: str) -> str:
+    """A link to what a docstring mentions, for mkdocs-autorefs, which knows all that is shown."""
+    homes = [m for m in MODULES if hasattr(importlib.import_module(m), name.partition(".")[0])]
+    full = f"{homes[0]}.{name}" if homes else name
+    shown = name.rpartition(".")[2]
+    return f'<autoref identifier="{full}" optional><code>{shown}</code></autoref>'

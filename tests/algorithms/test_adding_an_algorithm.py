@@ -78,7 +78,7 @@ for wrong in ({"samples": 1}, {"samples": 2, "name": "zzz"}):
         print(error)
 assert "torch" not in sys.modules
 from stretto.cli.main import main
-main(["train", "tiny", "--help"])
+main(["train", "tiny", "--help-all"])
 """
 
 

@@ -4,8 +4,10 @@ computes, or refused in a line.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from stretto.assembly.engines import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError, StrettoError
 from stretto.evaluation.answers import completed
-from stretto.models.cached import CachedPass, slots_within
+from stretto.models.cached import CHECKED, CachedPass, check_cache, slots_within
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, set_checkpointing
@@ -27,6 +29,7 @@ from stretto.models.logits import token_logprobs
 from stretto.models.masks import LayerMasks
 from stretto.models.slots import SlotCache
 from stretto.rollout.engine import TorchEngine
+from stretto.rollout.step import ModelPass
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import critic_scorer, reference_scorer
 from stretto.testing import make_chunk
@@ -223,6 +226,33 @@ def windowed(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config = hf.Gemma3TextConfig(**{**WINDOWS, "sliding_window": 512})
     return hf.AutoModelForCausalLM.from_config(config).to(dtype).eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("dtype", "wrong", "refused"),
+    [
+        (torch.bfloat16, {1}, False),
+        (torch.bfloat16, {1, 2}, False),
+        (torch.bfloat16, {1, 2, 3}, True),
+        (torch.bfloat16, {1, 2, 3, 4, 5}, True),
+        (torch.float32, {1}, True),
+    ],
+)
+def test_in_low_precision_single_tokens_may_be_rounded_far(
+    dtype: torch.dtype, wrong: set[int], refused: bool
+) -> None:
+    """As control tokens without a text around them are; of five draws three must agree."""
+    own = ModelPass(windowed(dtype), SlotCache(2), RolloutConfig())
+    own.cache.reserve(CHECKED)
+    calls = itertools.count(1)
+
+    def newest(ids: Tensor, at: Tensor, read: int) -> Tensor:
+        logits = own.next_logits(ids, at, read)
+        return logits * 2 if next(calls) in wrong else logits
+
+    with pytest.raises(EngineError, match="differ by") if refused else nullcontext():
+        check_cache(own, newest, own._head.logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -207,8 +208,9 @@ def test_a_schedule_overlaps_the_same_script(folders: dict[str, Path], tmp_path:
 def test_the_same_script_trains_in_processes_of_its_own(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    torch.set_num_threads(usable_cores())  # as processes do; other tests may have set fewer
     few = {"total_episodes": 2 * BATCH}
+    # As many threads as new processes take: a test before this one may have left another number.
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", usable_cores())))
     here = make_trainer(folders, tmp_path, few)
     there = make_trainer(folders, tmp_path, {**few, "runtime": "local"})
     for trainer in (here, there):

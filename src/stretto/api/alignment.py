@@ -99,7 +99,7 @@ def align(
         pairs: prompts that the fine-tuned model answers twice, for the gold reward to choose.
         samples: held-out prompts to evaluate on, at most.
         reference_column: with the responses to win against; empty takes the task's own answers.
-        sft, reward, train: changes of the settings of each stage; see :mod:`stretto.api`.
+        sft, reward, train: changes of the settings of each stage; as in :func:`train`.
 
     Raises:
         StrettoError: a setting, a model, the data, a judge, the numbers or the disk are at fault;

@@ -30,12 +30,12 @@ def evaluate(
     mean score. What ``stretto eval`` does without further options; :func:`measure` has the others.
 
     Args:
-        settings: see :mod:`stretto.api`; they name the task.
+        settings: as in :func:`train`; they name the task.
         model: a name, a folder, or a run's folder; without one the settings' model, or the trained
             one where ``settings`` is a run's folder.
         samples: prompts answered, at most.
         dataset: a file or a hub dataset in place of the settings' one.
-        changes: see :mod:`stretto.api`.
+        changes: as in :func:`train`.
     """
     config = named(settings, dataset, changes)
     chosen = model_of(model, settings, config)
@@ -100,7 +100,7 @@ def label(
         data: the file, or settings whose ``data`` names it.
         by: 'file.py:name' or 'model:NAME'; a run's folder too.
         out: file for the pairs, JSON Lines.
-        changes: of those settings, see :mod:`stretto.api`.
+        changes: of those settings, as in :func:`train`.
     """
     from stretto.evaluation import label_pairs
 

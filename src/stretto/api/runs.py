@@ -54,11 +54,11 @@ def compare(
     ``stretto compare`` does in processes of their own.
 
     Args:
-        settings: see :mod:`stretto.api`.
+        settings: as in :func:`train`.
         variants: presets of the schedule, or settings of the schedule by a name for them.
         seeds: each variant runs with each.
         target: reward to be reached; without it, most of the way that the first variant goes.
-        changes: see :mod:`stretto.api`.
+        changes: as in :func:`train`.
 
     Returns:
         its ``table()`` is for people, its ``data()`` for programs.

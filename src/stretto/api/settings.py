@@ -32,7 +32,7 @@ def load_recipe(name: str | Path, **changes: Any) -> Config:
 
     Args:
         name: of a packaged recipe, a ``.toml`` file or a run's folder.
-        changes: as in :mod:`stretto.api`.
+        changes: as in :func:`train`.
 
     Raises:
         ConfigError: no such recipe, an unknown setting, or a value out of range.

@@ -47,7 +47,8 @@ def train(
     """Train a model with reinforcement learning; what ``stretto train`` does.
 
     Args:
-        settings: see :mod:`stretto.api`.
+        settings: a :class:`~stretto.config.Config`, a recipe's name, a ``.toml`` file or a run's
+            folder.
         reward: a function with TRL's, OpenRLHF's or verl's parameters, which is called in this
             process; a source as ``reward.sources`` takes it; or several of both, which are summed.
             They take the place of the settings' sources. A mapping changes the section instead.
@@ -59,7 +60,8 @@ def train(
             model's name. A mapping changes the section instead.
         tokenizer: of ``model``.
         progress: a display; without one what ``observe.progress`` says.
-        changes: see :mod:`stretto.api`.
+        changes: of settings: a section as a mapping (``rollout={"batch": 64}``), or one setting
+            behind its section's name (``rollout__batch=64``).
 
     Returns:
         the number of steps, the last one's metrics, and the folder of the trained model, which is
@@ -131,7 +133,7 @@ def sft(
     Args:
         settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
         progress: as in :func:`train`.
-        changes: see :mod:`stretto.api`.
+        changes: as in :func:`train`.
 
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
@@ -147,7 +149,7 @@ def train_reward_model(
     Args:
         settings: its settings, a recipe's name, a ``.toml`` file or a run's folder.
         progress: as in :func:`train`.
-        changes: see :mod:`stretto.api`.
+        changes: as in :func:`train`.
 
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.

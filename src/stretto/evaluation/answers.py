@@ -21,6 +21,7 @@ from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.base import TaskRow
+from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
 from stretto.types import FinishReason, Prompt, Response, Score
 
@@ -110,8 +111,9 @@ def generate(
     )
     prepare_torch(settings)
     tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr), say=on_stderr)
+    encoder = Encoder(tokenizer)
     rollouts = [
-        Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i), i)
+        Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i, encoder=encoder), i)
         for i, text in enumerate(prompts)
     ]
     if given.actor is None and config.dtype == "auto":

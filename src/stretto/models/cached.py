@@ -81,8 +81,8 @@ def check_cache(
     """Check that passes over the cache give what a plain pass gives.
 
     Prefill, continued prefill and a last token are checked, over rows of two lengths, through all
-    layers. Sliding windows are narrowed to a few tokens, to look beyond them. Other effects that
-    begin late in a sequence are not seen.
+    layers; in low precision the median of five draws of tokens counts. Sliding windows are narrowed
+    to a few tokens, to look beyond them. Other effects that begin late in a sequence are not seen.
 
     Args:
         own: over a cache of its own, with 2 slots and :data:`CHECKED` positions.
@@ -95,16 +95,28 @@ def check_cache(
     model: Any = own.backbone
     with _explained(model):
         vocabulary = len(model.get_input_embeddings().weight)
-        rows = [[(3 * i + k) % vocabulary for i in range(n)] for k, n in ((0, 7), (1, 3))]
+    seeded = torch.Generator().manual_seed(0)
+
+    def gap() -> tuple[float, float]:
+        """The largest difference over random tokens, and what is allowed of it."""
+        rows = [torch.randint(vocabulary, (n,), generator=seeded).tolist() for n in (7, 3)]
         own.prefill([0, 1], [0, 0], [rows[0][:3], rows[1][:1]])
         own.prefill([1, 0], [1, 3], [rows[1][1:2], rows[0][3:6]])
         ids = torch.tensor([row[-1] for row in rows], device=own.device)
         at = torch.tensor([len(row) - 1 for row in rows], device=own.device)
         cached = newest(ids, at, 7)
         plain = torch.cat([head(_plain(own, row)[-1:]) for row in rows])
-    worst = (cached - plain).abs().max().item()
-    scale = 1e-3 if own.dtype == torch.float32 else 0.1
-    if not worst <= scale * plain.abs().max().item() + 1e-4:
+        scale = 1e-3 if own.dtype == torch.float32 else 0.1
+        allowed = scale * plain.abs().max().item() + 1e-4
+        return (cached - plain).abs().nan_to_num(torch.inf).max().item(), allowed
+
+    with _explained(model):
+        worst, allowed = gap()
+        if not worst <= allowed and own.dtype != torch.float32:
+            # Rounding is large on some tokens, as on control tokens without a text around them.
+            gaps = sorted([(worst, allowed), *(gap() for _ in range(4))], key=lambda g: g[0] / g[1])
+            worst, allowed = gaps[2]
+    if not worst <= allowed:
         raise EngineError(
             f"{type(model).__name__} computes something else over a key-value cache in slots than "
             f"without one (its outputs differ by {worst:.3g}). {ADVICE}"
