@@ -111,3 +111,8 @@ def test_a_start_says_what_checkpoints_take_and_how_many_are_kept(
         file.write_bytes(bytes(size))
     assert disk.said(tiny(), tmp_path) == f"checkpoints: {said}"
     assert disk.said(tiny(observe={"checkpoint_minutes": 0}), tmp_path) == ""
+
+
+def test_so_does_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny", "--dry-run"]) == 0
+    assert "checkpoints: 2.765 MB each, " in capsys.readouterr().out
