@@ -215,7 +215,7 @@ class Run:
                 continue
             cost = generator_cost(shape, tensor, on, length=208, free_bytes=free)
             rows = BATCH * tensor / GPUS
-            found.append((cost.decode.step_s + rows * cost.decode.row_s, tensor, cost))
+            found.append((cost.decode.seconds(rows, 0, 1), tensor, cost))
         _, tensor, cost = min(found, key=lambda each: each[0])
         mesh = self.mesh(self.actor)
         size = max(wire.reshard_bytes(shape, mesh, Mesh(GPUS // tensor, tensor)), 0.0)

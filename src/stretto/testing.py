@@ -119,13 +119,19 @@ class FakeGenerator:
         self.world, self.name = world, name
         self.done: dict[int, int] = {}
         self.idle = False
+        self._turn = asyncio.Lock()  # calls are answered in the order in which they were made
         world.loaded[name] = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        self.world.write(f"{self.name} admit {[r.id for r in responses]}")
-        self.done |= {r.id: len(r) for r in responses}
+        async with self._turn:
+            self.world.write(f"{self.name} admit {[r.id for r in responses]}")
+            self.done |= {r.id: len(r) for r in responses}
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
+        async with self._turn:
+            return await self._decode(max_tokens, stop_after)
+
+    async def _decode(self, max_tokens: int, stop_after: int) -> list[Chunk]:
         length = self.world.length
         ends = sorted(length(i) - n for i, n in self.done.items())
         steps = min(max_tokens, ends[-1]) if ends else 0
@@ -147,21 +153,25 @@ class FakeGenerator:
         return chunks
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        for id_ in rollout_ids:
-            self.done.pop(id_, None)
+        async with self._turn:
+            for id_ in rollout_ids:
+                self.done.pop(id_, None)
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
-        self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
-        return [KVTransfer(i, self.done.pop(i)) for i in rollout_ids]
+        async with self._turn:
+            self.world.write(f"{self.name} export {list(rollout_ids)} {with_cache}")
+            return [KVTransfer(i, self.done.pop(i)) for i in rollout_ids]
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        await asyncio.sleep(1)
-        self.world.write(f"{self.name} accept {[r.id for r in responses]}")
-        self.done |= {p.rollout_id: p.cache for p in transfers}
+        async with self._turn:
+            await asyncio.sleep(1)
+            self.world.write(f"{self.name} accept {[r.id for r in responses]}")
+            self.done |= {p.rollout_id: p.cache for p in transfers}
 
     async def load(self, weights: WeightsRef) -> None:
-        self.world.loaded[self.name] = weights.version
-        self.world.write(f"{self.name} load {weights.version}")
+        async with self._turn:
+            self.world.loaded[self.name] = weights.version
+            self.world.write(f"{self.name} load {weights.version}")
 
     async def restart(self) -> None:
         self.done.clear()
@@ -170,7 +180,7 @@ class FakeGenerator:
 
 
 class FakeScorer:
-    """A scorer that takes half a second a call, and a tenth of one for each new token.
+    """A scorer that takes half a second a call, or as given, and a tenth of one a new token.
 
     Its methods are those of :class:`~stretto.protocols.Scorer`. The score of rollout i is
     ``i + 0.5``; one that follows a model gives its version for each token. What it is given is
@@ -182,6 +192,7 @@ class FakeScorer:
         kind: of its scores.
         follows: the trained model whose weights it loads; empty for none.
         worthwhile_tokens: that make a call worth its cost.
+        seconds: that a call takes besides its tokens.
 
     Attributes:
         hangs: set it to have :meth:`finish` take 30 years.
@@ -194,12 +205,13 @@ class FakeScorer:
         kind: ScoreKind = "reward",
         follows: str = "",
         worthwhile_tokens: int = 0,
+        seconds: float = 0.5,
     ) -> None:
         self.worthwhile_tokens, self.streams, self.reads_text = worthwhile_tokens, True, False
         self.world, self.name, self.kind, self.follows = world, name, kind, follows
         self.tokens: dict[int, list[int]] = {}
         self.new: dict[int, int] = {}
-        self.hangs = False
+        self.seconds, self.hangs = seconds, False
         world.loaded[name] = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
@@ -208,7 +220,7 @@ class FakeScorer:
             self.new[r.id] = len(r)
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
-        await asyncio.sleep(0.5 + 0.1 * sum(len(c.tokens) for c in chunks))
+        await asyncio.sleep(self.seconds + 0.1 * sum(len(c.tokens) for c in chunks))
         for c in chunks:
             assert c.start == len(self.tokens[c.rollout_id])
             self.tokens[c.rollout_id] += c.tokens.tolist()
@@ -216,7 +228,7 @@ class FakeScorer:
     async def finish(self, rollout_ids: Sequence[int]) -> list[Score]:
         version = self.world.loaded[self.name]
         await asyncio.sleep(
-            1e9 if self.hangs else 0.5 + 0.1 * sum(self.new[i] for i in rollout_ids)
+            1e9 if self.hangs else self.seconds + 0.1 * sum(self.new[i] for i in rollout_ids)
         )
         assert version == self.world.loaded[self.name]
         self.world.write(f"{self.name} finish {list(rollout_ids)}")

@@ -285,6 +285,28 @@ def test_a_file_of_settings_takes_the_place_of_the_recipes(
     assert "rollout.engines = 3: the run to resume has 2" in capsys.readouterr().err
 
 
+def test_settings_of_a_file_and_the_command_line_are_checked_together(
+    runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What contradicts the recipe in a file is mended by an option; nothing else mends itself."""
+    file = tmp_path / "groups.toml"
+    file.write_text("[rollout]\nsamples_per_prompt = 5\n")
+    given = ["train", "tiny", "--overrides", str(file)]
+    assert run(*given, "--rollout.batch", "20") == 0
+    assert runtime.calls[0]["config"].rollout.batch == 20
+    assert run(*given) == 2
+    error = capsys.readouterr().err
+    assert f"'{file}' and the command line: rollout.batch" in error
+    for text, message in (
+        ("[rollout]\nengines = 0\n", "rollout.engines = 0: must be greater than 0"),
+        ("[rollout]\nbatsch = 2\n", "unknown setting 'rollout.batsch'"),
+        ("rollout = 3\n", "rollout = 3: "),
+    ):
+        file.write_text(text)
+        assert run(*given, "--rollout.batch", "20") == 2
+        assert f"'{file}' and the command line: {message}" in capsys.readouterr().err
+
+
 def test_eval_prints_and_writes_the_figures(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -450,8 +472,43 @@ def test_memory_names_the_phase_that_bursts(capsys: pytest.CaptureFixture[str]) 
     assert run("memory", "70B", "--gpus", "16", "--tp", "8", "--offload") == 2
     printed = capsys.readouterr()
     assert "training takes 161.9 GB of each GPU, of which 72 GB can be filled; most" in printed.err
-    assert "learner's states. Give more --gpus, another --fsdp or --tp\n" in printed.err
+    assert "learner's states. All phases fit with --gpus 64\n" in printed.err
     assert "training     161.9 GB" in printed.out
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        (["70B", "--gpus", "64"], "--tp 8 --offload, or with --gpus 256 --tp 8"),
+        (["13B", "--gpus", "8"], "--offload, or with --gpus 16 --tp 2"),
+        (
+            ["70B", "--gpus", "128", "--fsdp", "16", "--tp", "4"],
+            "--tp 8 --offload, or with --gpus 256 --tp 8",
+        ),
+    ],
+)
+def test_memory_names_options_with_which_all_fits(
+    options: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("memory", *options) == 2
+    assert capsys.readouterr().err.endswith(f"All phases fit with {remedy}\n")
+    first, *_ = remedy.split(", or with ")
+    changed = dict(zip(options[1::2], options[2::2], strict=True))
+    words = first.split()
+    changed |= {w: words[i + 1] for i, w in enumerate(words) if w in ("--gpus", "--tp")}
+    flags = ["--offload"] if "--offload" in words else []
+    assert run("memory", options[0], *(x for pair in changed.items() for x in pair), *flags) == 0
+
+
+def test_memory_says_how_many_responses_are_decoded_at_a_time(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Beside all else, 7B leaves 3.6 GB, and a response's keys and values take 0.54 GB."""
+    assert run("memory", "7B", "--gpus", "8") == 0
+    out = capsys.readouterr().out
+    assert "A generator decodes 6 of its 64 responses at a time, in 11 goes: there is" in out
+    assert run("memory", "7B", "--gpus", "32", "--tp", "2") == 0
+    assert "at a time" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

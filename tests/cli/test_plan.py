@@ -225,6 +225,14 @@ def test_the_command_prints_plans_and_writes_one(
         (["tiny", "--gpus", "2", "--gpu", "h1000"], "unknown GPU 'h1000'"),
         (["tiny", "--gpus", "2", "--model-shape", "qwen"], "unknown model 'qwen'"),
         (["tiny", "--gpus", "2", "--minutes", "-1"], "must be 0 or more"),
+        (
+            ["tiny", "--gpus", "2", "--response-tokens", "0", "0"],
+            "error: --response-tokens 0 0: median = 0.0: must be greater than 0\n",
+        ),
+        (
+            ["tiny", "--gpus", "2", "--response-tokens", "9", "3"],
+            "error: --response-tokens 9 3: a lognormal is fitted to its median and either p95",
+        ),
         (["nothing", "--gpus", "2"], "there is no recipe 'nothing'"),
     ],
 )

@@ -353,7 +353,7 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
     tokenizer.add_tokens(["question"])
     tokenizer.save_pretrained(other)
     refused(ConfigError, "has another tokenizer", sft=str(other))
-    refused(ConfigError, "'gold' is none of 'task'", by="gold")
+    refused(ConfigError, "'gold' is no source of rewards", by="gold")
     refused(ModelError, "no folder", by="model:./nowhere")
     refused(ModelError, "scalar|num_labels|lacks", by=f"model:{tiny_folder}")
     refused(TaskError, "no column of the dataset.*answer, chat, empty", by="task",
@@ -789,7 +789,7 @@ def test_the_command_asks_the_judge(
         (["--lm-eval-limit", "-1"], "--lm-eval-limit -1: must be 0 or more"),
         (["--lm-eval-limit", "3"], "no effect without --lm-eval"),
         (["--win-rate-by", "task", "--temperature", "-1"], "--temperature -1.0: must be 0"),
-        (["--win-rate-by", "gold"], "'gold' is none of 'task'"),
+        (["--win-rate-by", "gold"], "'gold' is no source of rewards"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(

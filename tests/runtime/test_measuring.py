@@ -13,6 +13,7 @@ from stretto.errors import ModelError, StateError
 from stretto.planning import compute
 from stretto.planning.hardware import Assumptions, Gpu, Hardware, Links
 from stretto.planning.layout import Mesh
+from stretto.planning.memory import cache_bytes
 from stretto.planning.shapes import shape_of
 from stretto.runtime.measuring import model, moves, passes
 from stretto.runtime.measuring.model import subject_of
@@ -49,7 +50,7 @@ def points() -> list[Point]:
         point("product", flops=1e10),
         point("copy", size=1e9),
         *(point("prefill", flops=flops) for flops in (1e8, 1e9, 4e9)),
-        *(point("decode", f, s) for f, s in ((1e7, 1e7), (4e7, 3e7), (4e7, 8e7), (2e8, 5e7))),
+        *(point("decode", f, s) for f, s in ((1e7, 1e7), (4e7, 3e7), (4e7, 8e7), (2e9, 5e7))),
         *(point("training", flops=flops) for flops in (1e9, 8e9)),
         point("update", size=1e8),
         *(point("broadcast", size=size) for size in (1e7, 1e8)),
@@ -105,17 +106,18 @@ def test_every_kind_of_point_is_needed() -> None:
         fitted([p for p in points() if p.kind != "decode"], PLACE)
 
 
-def test_points_are_predicted_as_plans_cost_them() -> None:
+@pytest.mark.parametrize("rows", [1, 4, 64])
+def test_points_are_predicted_as_plans_cost_them(rows: int) -> None:
     shape, one = shape_of("smollm2-135m"), Mesh(1)
     prefill = point("prefill", flops=compute.forward_flops(shape, 256, 64, 1))
     assert prefill.seconds == pytest.approx(prefill_cost(shape, one, TRUE, length=64).seconds(256))
     decode = point(
         "decode",
-        compute.decode_flops(shape, 4, 0, 1),
-        compute.decode_read_bytes(shape, 4, 100, 1),
+        compute.decode_flops(shape, rows, 100, 1),
+        compute.decode_read_bytes(shape, rows, 100, 1),
     )
     cost = generator_cost(shape, 1, TRUE).decode
-    assert decode.seconds == pytest.approx(cost.seconds(rows=4, context=400, steps=1))
+    assert decode.seconds == pytest.approx(cost.seconds(rows, context=100 * rows, steps=1))
     flops = compute.training_flops(shape, 256, 64, 1, checkpointing=False)
     work = [
         point("training", flops=flops),
@@ -171,7 +173,8 @@ def test_work_is_counted_as_the_formulas_do() -> None:
         compute.forward_flops(shape, tokens, 16, 1) for tokens in (32, 64)
     ]
     small, large = passes.decodes(subject, SMALL_SIZES)
-    assert small.flops == compute.decode_flops(shape, 2, 0, 1)
+    tokens = (small.size - compute.decode_read_bytes(shape, 0, 0, 1)) / cache_bytes(shape, 1)
+    assert small.flops == pytest.approx(compute.decode_flops(shape, 2, tokens / 2, 1))
     assert compute.decode_read_bytes(shape, 2, 8, 1) < small.size
     assert large.size < compute.decode_read_bytes(shape, 4, 16 + 70, 1)
     *trainings, update = passes.trainings(subject, SMALL_SIZES)

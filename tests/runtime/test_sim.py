@@ -18,9 +18,11 @@ from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.observe.spans import Span, Spans
+from stretto.planning import layout as planning
 from stretto.planning import wire
-from stretto.planning.layout import Mesh
-from stretto.planning.shapes import shape_of
+from stretto.planning.estimate import estimate
+from stretto.planning.layout import Layout, Mesh
+from stretto.planning.shapes import Models, shape_of
 from stretto.runtime.sim.calibration import calibrate, fit_costs
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -100,16 +102,41 @@ def test_decoding_costs_by_hand() -> None:
     ]  # fmt: skip
 
 
+def test_a_decode_step_takes_the_longer_of_reading_and_computing() -> None:
+    """Two rows: 5 + 0.5 a token of context to read, 4 + 0.6 a token to compute, and 1 beside."""
+    cost = DecodeCost(step_s=1.0, weights_s=5.0, cache_s=0.5, product_s=2.0, attention_s=0.6)
+    # with 6, 8, 10, 12 and 14 tokens: 8, 9, 10, 11, 12 to read, and 7.6, 8.8, 10, 11.2, 12.4
+    assert cost.seconds(2, 6, 5) == pytest.approx(5 + 8 + 9 + 10 + 11.2 + 12.4)
+    assert [cost.steps_within(2, 6, s) for s in (9.0, 9.1, 30.0, 30.1, 42.2, 42.3)] == [
+        1, 2, 3, 4, 4, 5,
+    ]  # fmt: skip
+    assert cost.at_least(5, 10, 50) == 5 + 50  # 25 + 25 to read, 20 + 30 to compute
+    # Of 10 tokens each: 1 + 5 + 5 R to read, 1 + 8 R to compute.
+    assert cost.rows_within(21.0, 10) == pytest.approx(2.5)
+    assert cost.rows_within(6.5, 10) == pytest.approx(0.1)
+
+
 @given(
-    st.floats(1e-6, 1), st.floats(0, 1e-2), st.floats(0, 1e-4), st.integers(1, 500),
-    st.integers(0, 10**6), st.integers(1, 3000),
+    st.floats(1e-6, 1), st.floats(0, 1e-2), st.floats(0, 1e-4), st.floats(0, 1), st.floats(0, 1e-4),
+    st.floats(0, 1e-2), st.floats(0, 1e-4), st.integers(1, 500), st.integers(0, 10**6),
+    st.integers(1, 3000),
 )  # fmt: skip
 def test_steps_and_seconds_are_inverse(
-    step_s: float, row_s: float, context_s: float, rows: int, context: int, steps: int
-) -> None:
-    cost = DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s)
-    naive = sum(step_s + row_s * rows + context_s * (context + i * rows) for i in range(steps))
+    step_s: float, row_s: float, context_s: float, weights_s: float, cache_s: float,
+    product_s: float, attention_s: float, rows: int, context: int, steps: int,
+) -> None:  # fmt: skip
+    cost = DecodeCost(
+        step_s=step_s, row_s=row_s, context_s=context_s, weights_s=weights_s, cache_s=cache_s,
+        product_s=product_s, attention_s=attention_s,
+    )  # fmt: skip
+    contexts = [context + i * rows for i in range(steps)]
+    naive = sum(
+        step_s + row_s * rows + context_s * c
+        + max(weights_s + cache_s * c, product_s * rows + attention_s * c)
+        for c in contexts
+    )  # fmt: skip
     assert cost.seconds(rows, context, steps) == pytest.approx(naive, rel=1e-9)
+    assert cost.at_least(steps, rows * steps, sum(contexts)) <= naive * (1 + 1e-9)
     assert cost.steps_within(rows, context, cost.seconds(rows, context, steps)) == steps
     halfway = cost.seconds(rows, context, steps) - step_s / 2
     assert cost.steps_within(rows, context, halfway) == steps
@@ -147,10 +174,12 @@ def test_roofline_costs_are_what_the_data_sheets_say() -> None:
     cost = generator_cost(QWEN, 1, on)
     # All but the embedding is read, and multiplied with.
     used = 7.615e9 - 152_064 * 3584
-    assert cost.decode.step_s == pytest.approx(2 * used / 4.8e12, rel=1e-3)  # 2.9 ms
-    assert cost.decode.row_s == pytest.approx(2 * used / 989e12, rel=1e-3)
+    assert cost.decode.weights_s == pytest.approx(2 * used / 4.8e12, rel=1e-3)  # 2.9 ms
+    assert cost.decode.product_s == pytest.approx(2 * used / 989e12, rel=1e-3)
+    assert cost.decode.attention_s == pytest.approx(4 * 28 * 3584 / 989e12)
+    assert (cost.decode.step_s, cost.decode.row_s, cost.decode.context_s) == (0, 0, 0)
     assert cost.cache_bytes == 2 * 28 * 4 * 128 * 2  # keys and values, 28 layers, 4 heads of 128
-    assert cost.decode.context_s == pytest.approx(57344 / 4.8e12)
+    assert cost.decode.cache_s == pytest.approx(57344 / 4.8e12)
     assert cost.prefill.seconds(1000) == pytest.approx(1000 * 2 * used / 989e12, rel=1e-3)
     assert cost.cache_tokens == int((141e9 - 2 * QWEN.parameters) / 57344)
     assert generator_cost(QWEN, 1, on, free_bytes=57344 * 7).cache_tokens == 7
@@ -167,12 +196,35 @@ def test_tensor_parallel_copies_share_weights_and_reduce() -> None:
     head = 152_064 * 3584 + 3584
     sent = 28 * 2 * 2 * 3584 * 2 * 3 / 4 / 450e9  # of a token, two all-reduces a layer
     cost = generator_cost(QWEN, 4, on)
-    assert cost.decode.step_s == pytest.approx(2 * (layers / 4 + head) / 4.8e12 + 56e-5)
-    assert cost.decode.row_s == pytest.approx(2 * (layers / 4 + head) / 989e12 + sent)
-    assert cost.decode.context_s == pytest.approx(57344 / 4 / 4.8e12)
+    assert cost.decode.step_s == pytest.approx(56e-5)
+    assert cost.decode.row_s == pytest.approx(sent)
+    assert cost.decode.weights_s == pytest.approx(2 * (layers / 4 + head) / 4.8e12)
+    assert cost.decode.product_s == pytest.approx(2 * (layers / 4 + head) / 989e12)
+    assert cost.decode.cache_s == pytest.approx(57344 / 4 / 4.8e12)
+    assert cost.decode.attention_s == pytest.approx(4 * 28 * 3584 / 4 / 989e12)
     scored = prefill_cost(QWEN.valued(), Mesh(3, 4), on)
     assert scored.call_s == pytest.approx(56e-5)
     assert scored.token_s == pytest.approx((2 * (layers / 4 + 3584 * 2) / 989e12 + sent) / 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "rows"),
+    [
+        ("llama-3.1-70b", 8, 16),
+        ("llama-3.1-70b", 8, 256),
+        ("qwen2.5-7b", 1, 4),
+        ("qwen2.5-7b", 2, 512),
+    ],
+)
+def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: int) -> None:
+    """The simulator's generator, and the estimate of a step that the planner prints."""
+    shape, on, one = shape_of(name), Efficiency().on("h200"), Mesh(1, tensor)
+    layout = Layout(one, one, one, "none")
+    load = planning.Workload(rows, prompt_tokens=256, response_tokens=512)
+    _, decoding = estimate(Models.of_one_size(shape), layout, load, on).generation.work
+    cost = generator_cost(shape, tensor, on, free_bytes=1e12).decode
+    once = cost.seconds(rows, rows * (256 + 512 / 2), 1)
+    assert sum(decoding.by_limit.values()) == pytest.approx(512 * once)
 
 
 def test_training_takes_its_operations_or_its_links() -> None:

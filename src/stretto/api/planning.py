@@ -344,10 +344,8 @@ def _lengths(config: Config, question: Question, assumed: list[str]) -> Mapping[
             f"responses with a median of {median:.0f} tokens and a 95th percentile of {p95:.0f} "
             "(--response-tokens, or --like RUN)"
         )
-    try:
-        response = Lognormal(median=median, p95=p95)
-    except ValueError as error:
-        raise ConfigError(f"--response-tokens {median:g} {p95:g}: {error}") from None
+    given = f"--response-tokens {median:g} {p95:g}"
+    response = recipes.build({"median": median, "p95": p95}, given, Lognormal)
     low = max(mean // 2, 1)
     return {
         "prompt_tokens": Uniform(low=low, high=max(2 * mean - low, low)),

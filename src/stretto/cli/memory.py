@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from itertools import product
+from math import ceil
 from typing import Annotated
 
 import tyro
@@ -21,6 +23,7 @@ from stretto.models.memory import (
 from stretto.planning.estimate import Estimate, estimate
 from stretto.planning.hardware import Hardware, Links, gpu_of
 from stretto.planning.layout import Layout, Mesh, Workload
+from stretto.planning.memory import rows_in_flight
 from stretto.planning.shapes import LLAMAS, Models, Shape
 
 
@@ -110,6 +113,18 @@ class _Wanted:
         learner, generator = Mesh(self.fsdp, self.tp), Mesh(rest, self.tp)
         return Layout(learner, generator, Mesh(1, self.tp), "none", self.offload)
 
+    def within(self, other: _Wanted) -> bool:
+        """Return whether no option asks for more than another's."""
+        return all(a <= b for a, b in zip(astuple(self), astuple(other), strict=True))
+
+    def beyond(self, other: _Wanted) -> str:
+        """Return the options that differ from another's, as they are written."""
+        return " ".join(
+            f"--{name}" if name == "offload" else f"--{name} {getattr(self, name)}"
+            for name in ("gpus", "fsdp", "tp", "offload")
+            if getattr(self, name) != getattr(other, name)
+        )
+
 
 def _on_gpus(model: str, wanted: _Wanted) -> str:
     """The memory of a GPU in each phase.
@@ -121,18 +136,41 @@ def _on_gpus(model: str, wanted: _Wanted) -> str:
     hardware = Hardware(gpu, Links.of(gpu))
     models = Models.of_one_size(_shape(model))
     found = estimate(models, wanted.layout(), Workload(), hardware)
-    table = _format(found, gpu.memory_bytes)
+    table = _format(found, models, hardware)
     if found.bursts:
         print(table)
         most = max(found.bursts, key=lambda phase: phase.memory_bytes)
         part = max(most.parts, key=lambda name: most.parts[name])
-        might_offload = found.layout.colocated and not wanted.offload
         raise ConfigError(
             f"{most.name} takes {format_size(round(most.memory_bytes))} of each GPU, of which "
             f"{format_size(round(found.usable_bytes))} can be filled; most of it: {part}. "
-            f"Give more --gpus, another --fsdp or --tp{', or --offload' if might_offload else ''}"
+            f"{_remedy(models, wanted, hardware)}"
         )
     return table
+
+
+def _remedy(models: Models, wanted: _Wanted, hardware: Hardware) -> str:
+    """Say with which options all phases fit, the nearest to those that were given."""
+    doubled = [2**k for k in range(7)]
+    every = [
+        replace(wanted, gpus=n * wanted.gpus, fsdp=m * wanted.fsdp, tp=t * wanted.tp, offload=o)
+        for n, m, t, o in product(
+            doubled, doubled if wanted.fsdp else [1], doubled, {wanted.offload, True}
+        )
+    ]
+    fitting = [each for each in every if _fits(models, each, hardware)]
+    least = [e for e in fitting if not any(o != e and o.within(e) for o in fitting)]
+    if not least:
+        return f"Neither {every[-1].gpus:,} GPUs nor --tp nor --offload helps: take a smaller model"
+    least.sort(key=lambda each: (each.beyond(wanted).count("--"), each.gpus, each.tp))
+    return f"All phases fit with {', or with '.join(each.beyond(wanted) for each in least[:3])}"
+
+
+def _fits(models: Models, wanted: _Wanted, hardware: Hardware) -> bool:
+    try:
+        return not estimate(models, wanted.layout(), Workload(), hardware).bursts
+    except ConfigError:  # such as --tp that does not divide the heads
+        return False
 
 
 def _shape(model: str) -> Shape:
@@ -146,7 +184,7 @@ def _shape(model: str) -> Shape:
     return described(model).shape
 
 
-def _format(found: Estimate, gpu_bytes: float) -> str:
+def _format(found: Estimate, models: Models, hardware: Hardware) -> str:
     layout, load = found.layout, Workload()
     roles = (
         ("learner", layout.learner),
@@ -156,7 +194,7 @@ def _format(found: Estimate, gpu_bytes: float) -> str:
     where = "all on the same GPUs" if layout.colocated else "apart"
     lines = [
         f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(found.usable_bytes))} "
-        f"of {format_size(round(gpu_bytes))} can be filled",
+        f"of {format_size(round(hardware.gpu.memory_bytes))} can be filled",
         f"  {', '.join(f'{name} {mesh.data}x{mesh.tensor}' for name, mesh in roles)}, {where}",
     ]
     for phase in found.phases:
@@ -165,6 +203,13 @@ def _format(found: Estimate, gpu_bytes: float) -> str:
         lines.append(f"  {phase.name:<10} {phase.memory_bytes / 1e9:>7.1f} GB   {held}")
     if layout.offload:
         lines.append(f"  {'host':<10} {found.host_bytes / 1e9:>7.1f} GB   for each GPU")
+    rows, goes = rows_in_flight(models, layout, load, hardware)
+    if goes > 1 and found.generation not in found.bursts:
+        share = ceil(load.responses / layout.generator.data)
+        lines.append(
+            f"  A generator decodes {rows} of its {share} responses at a time, in {goes} goes: "
+            "there is no room for keys and values of more."
+        )
     lines.append(
         f"  A step of {load.responses} responses of {load.prompt_tokens} + {load.response_tokens} "
         f"tokens; micro-batches of {layout.micro_tokens} tokens, layers recomputed."

@@ -66,7 +66,9 @@ def merged(
         field = section.model_fields.get(key)
         inner = field.annotation if field else None
         if isinstance(inner, type) and issubclass(inner, Section) and isinstance(value, Mapping):
-            value = merged(both.get(key, {}), value, inner)
+            former = both.get(key, {})
+            # What is no section stays, for the check of all settings to refuse it.
+            value = merged(former, value, inner) if isinstance(former, Mapping) else former
         both[key] = value
     return both
 

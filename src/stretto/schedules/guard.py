@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from stretto.clock import Clock
 from stretto.errors import RoleLostError, StalledError, StrettoError
 from stretto.protocols import Replaceable
 from stretto.schedules.fleet import Fleet, Member, MemberState
-from stretto.schedules.waits import Phases, answered
+from stretto.schedules.waits import Phases, Waits, answered
 from stretto.types import WeightsRef, short_name
 
 T = TypeVar("T")
@@ -29,12 +29,16 @@ class Surroundings:
         fleet: has the budget, and the tickets of the weights that are held.
         deadline_s: for each call.
         clock, phases: times of a loss are recorded by these.
+        waits: the account of all waits.
+        decoding: generators that have something to decode, so that their devices are not free.
     """
 
     fleet: Fleet
     deadline_s: float
     clock: Clock
     phases: Phases
+    waits: Waits
+    decoding: set[int] = field(default_factory=set)
 
 
 class Guard:

@@ -7,11 +7,11 @@ devices of the others are free to score.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
 
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Generator
@@ -19,6 +19,7 @@ from stretto.schedules.feedback import DecodeSample
 from stretto.schedules.guard import GoneError, Guard, Surroundings
 from stretto.schedules.migration import MigrationPolicy, Move
 from stretto.schedules.rollout import Rollout
+from stretto.schedules.waits import Work
 from stretto.types import Chunk, WeightsRef
 
 
@@ -30,6 +31,12 @@ class Pool:
     lost, and where losses end the run, all of this comes to nothing.
 
     Nothing here is saved: which generator holds which rollout is decided anew after a restart.
+
+    Args:
+        generators: to decode.
+        migration: when stragglers move; ``None`` for never.
+        around: shared with other guards.
+        freed: called when a generator's device has become free.
     """
 
     def __init__(
@@ -37,11 +44,12 @@ class Pool:
         generators: Sequence[Generator],
         migration: MigrationPolicy | None,
         around: Surroundings,
-        freed: Callable[[int, bool], None],
+        freed: Callable[[], None],
     ) -> None:
         self._generators, self._migration = generators, migration
-        self._clock, self._phases = around.clock, around.phases
+        self._clock, self._phases, self._waits = around.clock, around.phases, around.waits
         self._freed, self._replaces = freed, around.fleet.restarts > 0
+        self._decoding = around.decoding
         self._held: list[dict[int, Rollout]] = [{} for _ in generators]
         self._untold: list[dict[int, Rollout]] = [{} for _ in generators]  # held, not admitted yet
         self._orphans: dict[int, Rollout] = {}  # while nobody serves
@@ -113,11 +121,14 @@ class Pool:
         """
         self._migrated, self._moves = False, {}
         for i, since_s in enumerate(self._idle_since_s):
-            self._freed(i, False)
+            self._decoding.add(i)
             self._phases.waited(self._names[i], since_s)
-        async with asyncio.TaskGroup() as group:
-            for i in range(len(self._generators)):
-                group.create_task(self._run(i, chunk_tokens, missing, take))
+        await self._waits.all_of(
+            [partial(self._run, i, chunk_tokens, missing, take) for i in range(len(self._held))],
+            "generation",
+            lambda: f"the round to be complete, {missing()} responses short",
+            lambda: chain(*self._held, self._orphans),
+        )
 
     async def _run(
         self,
@@ -147,19 +158,20 @@ class Pool:
                 break
         await self._move(i)  # others may wait for what was planned
         self._idle_since_s[i] = self._clock.now()
-        self._freed(i, True)
+        self._decoding.remove(i)
+        self._freed()
         for arrival in self._arrivals if self._replaces else ():
             arrival.set()  # nothing is missing, and they need not wait for it
 
     async def _arrival(self, i: int) -> None:
         """Wait for rollouts; the device is free meanwhile, unless some are on the way."""
-        free = not self._inbound[i]
-        if free:
-            self._freed(i, True)
-        self._arrivals[i].clear()
-        await self._arrivals[i].wait()
-        if free:
-            self._freed(i, False)
+        if not self._inbound[i]:
+            self._decoding.remove(i)
+            self._freed()
+        arrival = self._arrivals[i]
+        arrival.clear()
+        await self._waits.until(arrival.is_set, arrival, self._names[i], "responses to decode")
+        self._decoding.add(i)
 
     async def _decode(self, i: int, max_tokens: int, stop_after: int) -> Sequence[Chunk]:
         held, start_s = self._held[i], self._clock.now()
@@ -243,9 +255,9 @@ class Pool:
 
     # -- losses -------------------------------------------------------------------------------
 
-    def keepers(self) -> Sequence[Coroutine[Any, Any, None]]:
+    def keepers(self) -> Sequence[Work]:
         """Return what replaces lost generators, to be run beside the rounds."""
-        return [self._keep(i) for i in range(len(self._guards))] if self._replaces else ()
+        return [partial(self._keep, i) for i in range(len(self._guards))] if self._replaces else ()
 
     async def _keep(self, i: int) -> None:
         """Replace generator ``i`` whenever it is lost.
@@ -257,7 +269,8 @@ class Pool:
         """
         guard = self._guards[i]
         while not guard.retired:
-            await guard.lost.wait()
+            keeper = f"the keeper of {self._names[i]}"
+            await self._waits.until(guard.lost.is_set, guard.lost, keeper, "its loss")
             try:
                 await guard.replace()
             except StrettoError:

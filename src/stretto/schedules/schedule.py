@@ -31,7 +31,7 @@ from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import Rollout, RolloutState, restored, train_batch
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.settings import Controls, Step
-from stretto.schedules.waits import Phases, answered, first_of
+from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef
 
 
@@ -73,9 +73,10 @@ class Schedule:
         self.ledger = Ledger()
         self._buffer = Buffer(s.max_carries)
         self._fleet = Fleet(s.restarts, initial)
-        around = Surroundings(self._fleet, s.deadline_s, clock, self._phases)
+        self._waits, self._changed = Waits(), asyncio.Event()
+        around = Surroundings(self._fleet, s.deadline_s, clock, self._phases, self._waits)
         self._scoring = Scoring(replicas, s.score_on, around)
-        self._pool = Pool(generators, controls.migration, around, self._scoring.freed)
+        self._pool = Pool(generators, controls.migration, around, self._scoring.look)
         self._rollouts: dict[int, Rollout] = {}  # all in flight
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
@@ -87,7 +88,6 @@ class Schedule:
         self.weights_lock = asyncio.Lock()
         self.abandoned: Sequence[Rollout] = ()
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
-        self._changed = asyncio.Condition()
         self._work = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
         self._meter = Meter(clock)
@@ -133,7 +133,7 @@ class Schedule:
         """
         while self._rounds < self._rounds_in_all or self._round_open:
             if not self._round_open:  # else it was taken up again in the middle of one
-                await self._until(self._may_generate)
+                await self._until(self._may_generate, "generation", self._lacks_weights)
                 delta = self._overcommit.delta
                 await self._load()
                 missing = self._round_size + delta - len(self._buffer)
@@ -143,7 +143,7 @@ class Schedule:
             with self._meter.generating():
                 await self._pool.decode(self._chunk_tokens, self._missing, self._take)
             self._close_round()
-            await self._notify()
+            self._changed.set()
 
     async def _gather(self) -> None:
         """Turn rounds into batches.
@@ -151,10 +151,10 @@ class Schedule:
         Consumes rounds of responses that have ended. Waits for all their scores.
         """
         while True:
-            await self._until(lambda: bool(self._generated))
+            await self._until(lambda: bool(self._generated), "scoring", "a round")
             await self._scoring.all_scored(self._generated[0])
             self._split(self._generated.popleft())
-            await self._notify()
+            self._changed.set()
 
     # -- generation ---------------------------------------------------------------------------
 
@@ -169,9 +169,13 @@ class Schedule:
     def _may_generate(self) -> bool:
         return self._version >= self._rounds - self._settings.lag
 
+    def _lacks_weights(self) -> str:
+        wanted = self._rounds - self._settings.lag
+        return f"version {wanted} of the weights ({self._version} is published)"
+
     async def _load(self) -> None:
         """Bring generators, and scorers that follow a trained model, to the newest version."""
-        async with self.weights_lock:
+        async with self._waits.holding(self.weights_lock, "generation", "the checkpoint"):
             if self._loaded < self._version:
                 version, weights = self._version, self._weights
                 await self._pool.load(weights["actor"])
@@ -263,9 +267,14 @@ class Schedule:
 
     async def _next_batch(self) -> Sequence[Rollout]:
         since_s = self._clock.now()
-        await self._until(lambda: bool(self._ready))
+        await self._until(lambda: bool(self._ready), "training", self._lacks_batch)
         self._phases.waited("learner", since_s)
         return self._ready.popleft()
+
+    def _lacks_batch(self) -> str:
+        done = f"{self._steps} of {self._settings.steps} steps are done"
+        begun = f"{self._rounds} of {self._rounds_in_all} rounds begun"
+        return f"a batch with all its scores ({done}, {begun})"
 
     def _sort_out(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
         """Split scored rollouts into those to train on and those that are left out.
@@ -320,7 +329,7 @@ class Schedule:
             deadline_s = self._settings.deadline_s
             self._weights = await answered(self._learner.publish(), deadline_s, "the learner")
             self._version += 1
-            await self._notify()
+            self._changed.set()
 
     def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         self.ledger.move(rollout, state, because)
@@ -332,20 +341,15 @@ class Schedule:
 
     # -- the loops' life ----------------------------------------------------------------------
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    async def _until(self, condition: Callable[[], bool], who: str, what: Text) -> None:
+        await self._waits.until(condition, self._changed, who, what)
 
     async def __aenter__(self) -> Self:
         self._ask_again()
         await self._work.__aenter__()
-        feeds = (feed.run() for feed in self._scoring.feeds)
-        loops = (self._generate(), self._gather(), *feeds, *self._pool.keepers())
-        self._loops = [self._work.create_task(loop) for loop in loops]
+        feeds = (feed.run for feed in self._scoring.feeds)
+        loops = (self._generate, self._gather, *feeds, *self._pool.keepers())
+        self._loops = [self._waits.begin(loop, self._work) for loop in loops]
         return self
 
     async def __aexit__(

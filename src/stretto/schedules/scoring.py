@@ -38,10 +38,10 @@ class ScorerReplica:
 class Feed:
     """A feed that hands one scorer whatever has arrived.
 
-    Consumes admissions, chunks and requests for scores. Waits for the scorer, one call at a time,
-    and until there is enough to make a call worth its cost. Unblocked by that, by :meth:`hurry`
-    when someone waits for a score, and by :meth:`load_weights` after a :meth:`pause`. A replica
-    that draws whole rollouts looks when the backlog is worth it, and when its host becomes free.
+    Consumes admissions, chunks and requests for scores. Waits until there is enough to make a call
+    worth its cost. Unblocked by that, by :meth:`hurry` when someone waits for a score, and by
+    :meth:`load_weights` after a :meth:`pause`. A replica that draws whole rollouts looks when the
+    backlog is worth it, and when its host becomes free.
 
     If the scorer is lost, a new one is given all rollouts that have no score, with the tokens that
     they have by then, and is asked again. If none comes in its place, other replicas take over.
@@ -54,15 +54,13 @@ class Feed:
         around: Surroundings,
     ) -> None:
         scorer = self.scorer = replica.scorer
-        self.host = replica.host
+        self.host, self._decoding = replica.host, around.decoding
         self._role = replica.role or short_name(scorer.name)
         self._guard = Guard(
             scorer, replica.role or scorer.name, scorer.follows, around, self._begin_anew
         )
-        self.free = replica.host is None
+        self.group: _ScorerGroup
         self.load = 0  # rollouts given to it and not scored
-        self.draw: Callable[[], Sequence[Rollout]] = list
-        self.leave: Callable[[Feed], bool] = lambda feed: False
         self._deliver, self._clock, self._phases = deliver, around.clock, around.phases
         self.unscored: dict[int, Rollout] = {}  # all that it was given
         self.asked_for: dict[int, None] = {}  # those of them whose score is wanted
@@ -70,9 +68,13 @@ class Feed:
         self._chunks: list[Chunk] = []
         self._wanted: list[int] = []
         self._tokens = 0  # in all of these
-        self._worthwhile = asyncio.Event()
-        self._turn = asyncio.Lock()
-        self.paused = self._left = False
+        self._waits, self._changed = around.waits, asyncio.Event()
+        self._worthwhile = self._serving = self.paused = self._left = False
+
+    @property
+    def free(self) -> bool:
+        """Return whether it may draw whole rollouts: its host has nothing to decode."""
+        return self.host not in self._decoding
 
     def admit(self, rollout: Rollout) -> None:
         """Take a rollout whose chunks will follow; the tokens it has now are in it already."""
@@ -95,34 +97,57 @@ class Feed:
     def look(self) -> None:
         """Look for rollouts to draw, if the replica is free."""
         if self.free:
-            self._worthwhile.set()
+            self._call()
 
     def hurry(self) -> None:
         """Ask for the wanted scores now, as someone waits for them."""
         if self._wanted:
-            self._worthwhile.set()
+            self._call()
 
     def _arrived(self, tokens: int) -> None:
         self._tokens += tokens
         if self._tokens >= self.scorer.worthwhile_tokens:  # fewer while it streams
-            self._worthwhile.set()
+            self._call()
+
+    def _call(self) -> None:
+        self._worthwhile = True
+        self._changed.set()
 
     async def run(self) -> None:
         """Serve for ever, or until the scorer is given up and other replicas go on."""
         while not self._left:
             idle_since_s = self._clock.now()
-            await self._worthwhile.wait()
-            async with self._turn:
-                self._phases.waited(self._role, idle_since_s)
-                self._worthwhile.clear()
-                await self.serve()
+            await self._waits.until(
+                self._may_serve, self._changed, self._role, self._lacks, self._unscored
+            )
+            self._phases.waited(self._role, idle_since_s)
+            self._worthwhile, self._serving = False, True
+            await (self.catch_up() if self.free else self._serve())
+            self._serving = False
+            self._changed.set()
 
-    async def serve(self) -> None:
-        """Hand over what has arrived, now. The caller must hold the scorer's turn."""
-        for rollout in self.draw() if self.free else ():
+    def _may_serve(self) -> bool:
+        return self._worthwhile and not self.paused
+
+    def _unscored(self) -> Sequence[int]:
+        return [*self.unscored, *self.group.backlog]
+
+    def _lacks(self) -> str:
+        if self.paused:
+            return "its next weights"
+        if self.group.backlog and not self.free:
+            return f"generator {self.host}, beside which it sits, to have nothing left to decode"
+        return "enough to make a call worth its cost" if self.unscored else "something to score"
+
+    async def catch_up(self) -> None:
+        """Draw a share of the backlog, and hand over all that has arrived. It must be idle."""
+        for rollout in () if self._left else self.group.draw():
             self.admit(rollout)
             self.finish(rollout.id)
-            self._worthwhile.set()  # look again afterwards: there may be more
+            self._call()  # look again afterwards: there may be more
+        await self._serve()
+
+    async def _serve(self) -> None:
         while not self._left:
             if not self._guard.serves:
                 await self._replace()
@@ -172,17 +197,17 @@ class Feed:
         try:
             await self._guard.replace()
         except StrettoError:
-            if not self._guard.retired or not self.leave(self):
+            if not self._guard.retired or not self.group.leave(self):
                 raise
-            self._left, self.draw = True, list
+            self._left = True
             self.unscored, self.asked_for = {}, {}
             self._begin_anew()
 
-    async def pause(self) -> None:
-        """Return when the scorer is idle, and keep it so."""
-        if not self.paused:
-            await self._turn.acquire()
-            self.paused = True
+    async def pause(self, who: str) -> None:
+        """Return when the scorer is idle, and keep it so; ``who`` waits for that."""
+        self.paused = True
+        idle = f"{self._role} to end its call"
+        await self._waits.until(lambda: not self._serving, self._changed, who, idle)
 
     async def load_weights(self, weights: WeightsRef) -> None:
         """Give the paused scorer new weights, and let it work again."""
@@ -191,7 +216,7 @@ class Feed:
         except GoneError:
             await self._replace()
         self.paused = False
-        self._turn.release()
+        self._changed.set()
 
     @property
     def asked(self) -> bool:
@@ -217,7 +242,12 @@ class _ScorerGroup:
         self._backlog: deque[Rollout] = deque()
         self._tokens = 0  # in the backlog
         for feed in feeds:
-            feed.draw, feed.leave = self._draw, self._leave
+            feed.group = self
+
+    @property
+    def backlog(self) -> Sequence[int]:
+        """Ids of rollouts that no replica has drawn."""
+        return [r.id for r in self._backlog]
 
     def admit(self, rollout: Rollout) -> None:
         """Give a rollout that will grow to the replica with the least to do."""
@@ -256,16 +286,16 @@ class _ScorerGroup:
         feeds = list(self.feeds)
         late = [feed for feed in feeds if not feed.paused]
         for feed in late:
-            await feed.pause()
+            await feed.pause("generation")
         while late and (self._backlog or any(feed.asked for feed in feeds)):
             for feed in feeds:
-                await feed.serve()
+                await feed.catch_up()
         async with asyncio.TaskGroup() as group:  # together: it may be one broadcast to all
             for feed in feeds[1:]:
                 group.create_task(feed.load_weights(weights))
             await feeds[0].load_weights(weights)
 
-    def _leave(self, lost: Feed) -> bool:
+    def leave(self, lost: Feed) -> bool:
         """Give the work of a replica that is not replaced to the others, if there are any."""
         others = [feed for feed in self.feeds if feed is not lost]
         if not others:
@@ -281,7 +311,7 @@ class _ScorerGroup:
                 self.admit(rollout)
         return True
 
-    def _draw(self) -> list[Rollout]:
+    def draw(self) -> list[Rollout]:
         """A replica's next share: small enough that another replica, free later, finds work too."""
         share = -(-len(self._backlog) // len(self.feeds))
         drawn = [self._backlog.popleft() for _ in range(share)]
@@ -306,7 +336,7 @@ class Scoring:
     ) -> None:
         self._score_on = score_on
         self._rollouts: dict[int, Rollout] = {}
-        self._delivered = asyncio.Event()
+        self._waits, self._delivered = around.waits, asyncio.Event()
         self.feeds = [Feed(s, self._deliver, around) for s in replicas]
         by_name: dict[str, list[Feed]] = {}
         for feed in self.feeds:
@@ -318,7 +348,7 @@ class Scoring:
         """Keep scorers idle that follow a trained model, until they load its next weights."""
         for group in self._groups:
             for feed in group.feeds if group.follows else ():
-                await feed.pause()
+                await feed.pause("training")
 
     async def load(self, weights: Mapping[str, WeightsRef]) -> None:
         """Give new weights to scorers that follow a trained model."""
@@ -355,11 +385,8 @@ class Scoring:
         for group in self._groups:
             group.hurry()
 
-    def freed(self, host: int, free: bool = True) -> None:
-        """Note that a generator's device is free for scoring, or no longer so."""
-        for feed in self.feeds:
-            if feed.host == host:
-                feed.free = free
+    def look(self) -> None:
+        """Note that a generator's device has become free for scoring."""
         for group in self._groups:
             group.wake()
 
@@ -369,10 +396,16 @@ class Scoring:
 
     async def all_scored(self, rollouts: Sequence[Rollout]) -> None:
         """Wait until every scorer has answered on each of these."""
-        missing = list(rollouts)
-        while missing := [r for r in missing if not self.is_scored(r)]:
-            self._delivered.clear()
-            await self._delivered.wait()
+        left = list(rollouts)
+
+        def scored() -> bool:
+            left[:] = [r for r in left if not self.is_scored(r)]
+            return not left
+
+        what = "the last scores of a round"
+        await self._waits.until(
+            scored, self._delivered, "scoring", what, lambda: [r.id for r in left]
+        )
 
     def _ask(self, rollout: Rollout, groups: Iterable[_ScorerGroup]) -> None:
         self._rollouts[rollout.id] = rollout

@@ -1,11 +1,13 @@
-"""Deadlines for answers, and the causes that idle roles wait for."""
+"""The account of all waits, deadlines for answers, and the causes that idle roles wait for."""
 
 from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from stretto.clock import Clock
@@ -13,6 +15,135 @@ from stretto.errors import StalledError, StrettoError
 from stretto.protocols import Tracer
 
 T = TypeVar("T")
+
+Work = Callable[[], Awaitable[None]]
+Text = str | Callable[[], str]
+Ids = Callable[[], Iterable[int]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Wait:
+    """One part of a schedule that waits.
+
+    Attributes:
+        who: the part.
+        what, rollouts: it waits for, as they are when someone asks.
+        over: whether that has come.
+    """
+
+    who: str
+    what: Text
+    rollouts: Ids
+    over: Callable[[], bool]
+
+    def __str__(self) -> str:
+        what = self.what if isinstance(self.what, str) else self.what()
+        ids = sorted(self.rollouts())
+        return f"  {self.who} waits for {what}" + (f"; {_listed(ids)}" if ids else "")
+
+
+class Waits:
+    """The account of a schedule's waits: its parts wait for each other here, and nowhere else.
+
+    A part that is not in the account works, or has called a role, which has a deadline. When all
+    parts are in it, and nothing that they wait for has come, nothing can ever happen again. So a
+    schedule that stands still is known at once, in real and in virtual time, without a timer.
+    """
+
+    def __init__(self) -> None:
+        self._active = 1  # parts that do not wait; whoever takes the steps is one
+        self._waits: dict[_Wait, None] = {}
+
+    def begin(self, work: Work, group: asyncio.TaskGroup) -> asyncio.Task[None]:
+        """Begin the work of one more part, as a task of a group."""
+        self._active += 1
+
+        async def part() -> None:
+            await work()
+            self._active -= 1
+            self._check()
+
+        return group.create_task(part())
+
+    async def all_of(
+        self, works: Iterable[Work], who: str, what: Text, rollouts: Ids = tuple
+    ) -> None:
+        """Do several works at the same time, each as a part of its own; wait for all of them."""
+        left, ended = 0, asyncio.Event()
+
+        async def counted(work: Work) -> None:
+            nonlocal left
+            await work()
+            left -= 1
+            ended.set()
+
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                left += 1
+                self.begin(partial(counted, work), group)
+            await self.until(lambda: not left, ended, who, what, rollouts)
+
+    async def until(
+        self,
+        condition: Callable[[], bool],
+        changed: asyncio.Event,
+        who: str,
+        what: Text,
+        rollouts: Ids = tuple,
+    ) -> None:
+        """Wait until a condition holds.
+
+        Args:
+            condition: depends on what parts do, and on nothing else.
+            changed: set by whoever makes the condition hold.
+            who: waits.
+            what: it waits for.
+            rollouts: it waits for.
+
+        Raises:
+            StalledError: every other part waits too, and none can go on.
+        """
+        wait = _Wait(who, what, rollouts, condition)
+        while not condition():
+            changed.clear()
+            with self._entered(wait):
+                await changed.wait()
+
+    @asynccontextmanager
+    async def holding(self, lock: asyncio.Lock, who: str, what: Text) -> AsyncIterator[None]:
+        """Wait for a lock, and hold it within a ``with`` statement; errors as of :meth:`until`."""
+        with self._entered(_Wait(who, what, tuple, lambda: not lock.locked())):
+            await lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    @contextmanager
+    def _entered(self, wait: _Wait) -> Iterator[None]:
+        self._waits[wait] = None
+        self._active -= 1
+        try:
+            self._check()
+            yield
+        finally:
+            self._active += 1
+            del self._waits[wait]
+
+    def _check(self) -> None:
+        """See that some part can go on.
+
+        Raises:
+            StalledError: none can.
+        """
+        if not self._active and not any(wait.over() for wait in self._waits):
+            raise StalledError(
+                "nothing is under way, and nothing can begin:\n"
+                + "\n".join(map(str, self._waits))
+                + "\nThis is a fault of the schedule, and of no role; please report it with these "
+                "lines. The run can be taken up again from its newest checkpoint (--resume)",
+                {id_ for wait in self._waits for id_ in wait.rollouts()},
+            )
 
 
 async def answered(

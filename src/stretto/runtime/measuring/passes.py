@@ -121,7 +121,7 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
             "decode",
             f"{rows} rows, {each:.0f} tokens each",
             seconds,
-            flops=compute.decode_flops(shape, rows, 0, 1),
+            flops=compute.decode_flops(shape, rows, each, 1),
             size=compute.decode_read_bytes(shape, rows, each, 1),
         )
 

@@ -27,8 +27,7 @@ class Point:
         kind: of work; a decode point is one step.
         what: its size, in words.
         seconds: that it took.
-        flops: its operations, by the formulas of :mod:`stretto.planning.compute`; of a decode step
-            without those of attention.
+        flops: its operations, by the formulas of :mod:`stretto.planning.compute`.
         size: its bytes, likewise.
     """
 
@@ -59,8 +58,9 @@ def fitted(points: Sequence[Point], place: Place) -> Hardware:
 
     Peaks are the highest rates of all points: of products and copies, and of a run's work, if that
     is faster. A forward pass and a decode step take seconds beside their work, which are fitted
-    with the rate by least squares of relative errors. Where seconds hardly grow with the work, a
-    pass is taken to go at the peak, and a decode step like a copy of about its size. Training,
+    with the rate by least squares of relative errors; a decode step takes the longer of reading and
+    computing. Where seconds hardly grow with the work, a pass is taken to go at the peak, and a
+    decode step to read like a copy of about its size. Training,
     updates and transfers take no such seconds in the formulas, so what they do take lowers their
     rates. Links get the rate that was reached, of which the share is 1.
 
@@ -80,10 +80,9 @@ def fitted(points: Sequence[Point], place: Place) -> Hardware:
     memory = max(p.size / p.seconds for p in [*of["copy"], *of["decode"], *of["update"]])
     call_s, prefill = _line(of["prefill"], [p.flops for p in of["prefill"]], flops, flops)
     training = _rate(of["training"], [p.flops for p in of["training"]], flops)
-    rows_s = [p.flops / prefill for p in of["decode"]]  # as the simulator takes a row's operations
-    sizes = [p.size for p in of["decode"]]
-    like = min(of["copy"], key=lambda p: abs(math.log(p.size / max(sizes))))
-    step_s, read = _line(of["decode"], sizes, memory, like.size / like.seconds, rows_s)
+    largest = max(p.size for p in of["decode"])
+    like = min(of["copy"], key=lambda p: abs(math.log(p.size / largest)))
+    step_s, read = _decoding(of["decode"], prefill, memory, like.size / like.seconds)
     update = _rate(of["update"], [p.size for p in of["update"]], memory)
     link = _rate(of["broadcast"], [p.size for p in of["broadcast"]])
     host = _rate(of["swap"], [p.size for p in of["swap"]])
@@ -113,9 +112,36 @@ def predicted_s(point: Point, on: Hardware) -> float:
     }
     beside_s = {"prefill": a.call_s, "decode": a.step_s, "reduce": a.reduce_s}.get(point.kind, 0.0)
     flops = gpu.flops * shares.get(point.kind, 1.0)
-    return (
-        beside_s + point.flops / flops + point.size / speeds.get(point.kind, gpu.memory_bytes_per_s)
-    )
+    speed = speeds.get(point.kind, gpu.memory_bytes_per_s)
+    return beside_s + max(point.flops / flops, point.size / speed)
+
+
+def _decoding(
+    points: Sequence[Point], flops: float, peak: float, otherwise: float
+) -> tuple[float, float]:
+    """Return seconds beside the work of a decode step, and the rate at which it reads.
+
+    The points with the fewest operations a byte read for longer than they compute. How many they
+    are is tried.
+
+    Args:
+        points: what was measured.
+        flops: rate of computing.
+        peak, otherwise: see :func:`_line`.
+    """
+    ordered = sorted(points, key=lambda p: p.flops / p.size)
+
+    def fit(reading: int) -> tuple[float, float]:
+        sizes = [p.size * (i < reading) for i, p in enumerate(ordered)]
+        computed_s = [p.flops / flops * (i >= reading) for i, p in enumerate(ordered)]
+        return _line(ordered, sizes, peak, otherwise, computed_s)
+
+    def error(found: tuple[float, float]) -> float:
+        beside_s, read = found
+        took = ((beside_s + max(p.size / read, p.flops / flops)) / p.seconds for p in points)
+        return sum((t - 1) ** 2 for t in took)
+
+    return min(map(fit, range(len(points), -1, -1)), key=error)
 
 
 def _line(

@@ -90,15 +90,15 @@ class Bounds:
     def _generating(self, candidate: Candidate, cost: GeneratorCost, work: Round) -> float:
         """Seconds of generating, as the average copy takes and as the longest response takes."""
         copies, decode, knobs = candidate.layout.generator.data, cost.decode, candidate.schedule
-        rows_s = (work.tokens * decode.row_s + work.context * decode.context_s) / copies
+        tokens, context = work.tokens / copies, work.context / copies
         known = work.prompts + (work.carried if knobs.carry == "recompute" else 0.0)
         prefill_s = cost.prefill.token_s * known / copies
         if knobs.knobs.on("overcommit"):
-            return work.steps * decode.step_s + rows_s + prefill_s
+            return decode.at_least(work.steps, tokens, context) + prefill_s
         # The copy that has the longest response may have few others.
         rows = self._setting.workload.batch * knobs.weight_sync_interval  # that decode together
-        average_s = work.tokens / rows * decode.step_s + rows_s + prefill_s
-        return max(average_s, decode.seconds(1, 0, int(work.steps)))
+        average_s = decode.at_least(work.tokens / rows, tokens, context)
+        return max(average_s + prefill_s, decode.seconds(1, 0, int(work.steps)))
 
     def _round(self, schedule: ScheduleConfig) -> Round:
         """The work of an average step, of those that count."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, Self
@@ -332,8 +333,8 @@ class Cluster(Section):
         everything = longest * w.batch * role.replicas
         prefill_s = _token_s(cost.prefill, longest) / role.replicas
         transfer_s = cost.cache_bytes / cost.transfer.bytes_per_s
-        row_s = cost.decode.row_s + cost.decode.context_s * longest / 2
-        best = max(int(RISE * cost.decode.step_s / row_s), 1) if row_s else 0
+        fit = cost.decode.rows_within((1 + RISE) * cost.decode.seconds(0, 0, 1), longest / 2)
+        best = max(int(fit), 1) if fit < inf else 0
         scoring_s = [
             _token_s(c, longest)
             for s in self.scorers

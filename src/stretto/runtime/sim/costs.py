@@ -1,7 +1,8 @@
 """Costs of work, in virtual seconds.
 
-Each cost is linear in the amounts of work. Its coefficients are given, derived from public figures
-of a device and a model (``hardware.py``), or fitted to a real run (``calibration.py``).
+Each cost is linear in the amounts of work, or the longer of two that are. Its coefficients are
+given, derived from public figures of a device and a model (``hardware.py``), or fitted to a real
+run (``calibration.py``).
 
 Legend: R rows (rollouts decoded together), C context (tokens in all rows whose keys and values a
 step reads), n decode steps.
@@ -9,7 +10,8 @@ step reads), n decode steps.
 
 from __future__ import annotations
 
-from math import ceil, sqrt
+from collections.abc import Iterator
+from math import ceil, inf, sqrt
 from typing import Annotated
 
 from pydantic import Field
@@ -20,10 +22,12 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class DecodeCost(Section):
-    """The cost of decoding: a step takes ``step_s + row_s * R + context_s * C`` seconds.
+    """The cost of decoding, by a roofline (Williams et al. 2009).
 
-    The three terms are reading the weights, the arithmetic of a token, and reading the cache. Over
-    n steps in which no row ends, C grows by R a step.
+    A step takes ``step_s + row_s * R + context_s * C`` seconds, and beside them the longer of what
+    it reads, ``weights_s + cache_s * C``, and of what it computes, ``product_s * R + attention_s *
+    C``. Costs that are fitted to a run have the first three terms alone. Over n steps in which no
+    row ends, C grows by R a step.
     """
 
     step_s: NonNegative = 0.0
@@ -32,25 +36,73 @@ class DecodeCost(Section):
     """Seconds a row."""
     context_s: NonNegative = 0.0
     """Seconds a token of context."""
+    weights_s: NonNegative = 0.0
+    """Seconds of reading the weights."""
+    cache_s: NonNegative = 0.0
+    """Seconds of reading keys and values of a token."""
+    product_s: NonNegative = 0.0
+    """Seconds of a row's products with the weights."""
+    attention_s: NonNegative = 0.0
+    """Seconds of a row's attention to a token."""
 
-    def seconds(self, rows: int, context: int, steps: int) -> float:
+    def seconds(self, rows: float, context: float, steps: int) -> float:
         """Seconds of n steps of R rows whose context is C before the first."""
-        first = self.step_s + self.row_s * rows + self.context_s * context
-        return steps * first + self.context_s * rows * (steps * (steps - 1) // 2)
+        total, left = 0.0, steps
+        for most, first, more in self._stretches(rows, context):
+            n = int(min(left, most))
+            total, left = total + n * first + more * (n * (n - 1) // 2), left - n
+        return total
+
+    def at_least(self, steps: float, tokens: float, context: float) -> float:
+        """Seconds, or fewer, of steps that give so many tokens and read so much context in all."""
+        reads = steps * self.weights_s + context * self.cache_s
+        computes = tokens * self.product_s + context * self.attention_s
+        beside = steps * self.step_s + tokens * self.row_s + context * self.context_s
+        return beside + max(reads, computes)
+
+    def rows_within(self, seconds: float, context: float) -> float:
+        """Return the most rows of so much context each of which a step takes no longer."""
+        reads = self.step_s + self.weights_s, self.context_s + self.cache_s, self.row_s
+        computes = self.step_s, self.context_s + self.attention_s, self.row_s + self.product_s
+        each = [(once, token_s * context + row_s) for once, token_s, row_s in (reads, computes)]
+        return min((seconds - once) / row_s if row_s else inf for once, row_s in each)
 
     def steps_within(self, rows: int, context: int, seconds: float) -> int:
         """Return the fewest steps that take at least so long; a step must cost something."""
-        if seconds <= 0:
-            return 0
-        # grow n^2 + first n = seconds, with the step's share of the growth in ``first``
-        grow = self.context_s * rows / 2
-        first = self.step_s + self.row_s * rows + self.context_s * context - grow
-        root = (
-            2 * seconds / (first + sqrt(first * first + 4 * grow * seconds))
-            if grow
-            else seconds / first
-        )
-        return ceil(root * (1 - 1e-12))  # a whole number of steps must not become one more
+        done, left_s = 0, seconds
+        for most, first, more in self._stretches(rows, context):
+            if left_s <= 0:
+                break
+            steps = _steps_within(first, more, left_s)
+            if steps <= most:
+                return done + steps
+            done += int(most)
+            left_s = seconds - self.seconds(rows, context, done)
+        return done
+
+    def _stretches(self, rows: float, context: float) -> Iterator[tuple[float, float, float]]:
+        """Yield stretches of steps with one bound: steps, seconds of the first, growth a step."""
+        beside_s = self.step_s + self.row_s * rows + self.context_s * context
+        reads = self.weights_s + self.cache_s * context, self.cache_s
+        computes = self.product_s * rows + self.attention_s * context, self.attention_s
+        (longer_s, token_s), (other_s, other_token_s) = max(reads, computes), min(reads, computes)
+        closing_s = rows * (other_token_s - token_s)
+        turn = (longer_s - other_s) // closing_s + 1 if closing_s > 0 else inf
+        yield turn, beside_s + longer_s, rows * (self.context_s + token_s)
+        if turn < inf:
+            more_s = rows * (self.context_s + other_token_s)
+            yield inf, beside_s + other_s + turn * more_s, more_s
+
+
+def _steps_within(first: float, more: float, seconds: float) -> int:
+    """Return the fewest steps that take at least so long, of which each takes ``more`` longer."""
+    # more / 2 n^2 + (first - more / 2) n = seconds
+    grow = more / 2
+    once = first - grow
+    root = (
+        2 * seconds / (once + sqrt(once * once + 4 * grow * seconds)) if grow else seconds / first
+    )
+    return ceil(root * (1 - 1e-12))  # a whole number of steps must not become one more
 
 
 class PrefillCost(Section):

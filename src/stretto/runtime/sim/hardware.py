@@ -1,7 +1,7 @@
 """Costs from public figures: a roofline of decoding, scoring and training on meshes of GPUs.
 
 Operations, bytes and memory are those of :mod:`stretto.planning`, which names the source of each
-formula; here they become costs that are linear in tokens and rows. The share of the peaks that a
+formula; here they become terms that are linear in tokens and rows. The share of the peaks that a
 real system reaches is assumed, and so a setting of its own.
 """
 
@@ -108,8 +108,9 @@ def generator_cost(
 ) -> GeneratorCost:
     """Return the cost of one copy of a generator: rows of different copies do not share a step.
 
-    A decode step reads the weights once, and keys and values of its rows (Pope et al. 2022); each
-    row adds its operations. New weights cost nothing here, see the hand-overs of ``layouts.py``.
+    A decode step reads the weights once, and keys and values of its rows (Pope et al. 2022), while
+    it computes: it takes the longer of the two, as in :class:`~stretto.planning.phases.Work`. New
+    weights cost nothing here, see the hand-overs of ``layouts.py``.
 
     Args:
         shape: of the actor.
@@ -134,14 +135,15 @@ def generator_cost(
     read = gpu.memory_bytes_per_s * assumed.memory
     work = gpu.flops * assumed.prefill
     token_s, pass_s = _reduced(shape, tensor, on, FORWARD)
-    attended_s = compute.decode_flops(shape, 1, 1, tensor) - compute.decode_flops(
-        shape, 1, 0, tensor
-    )
+    product = compute.decode_flops(shape, 1, 0, tensor)
     return GeneratorCost(
         decode=DecodeCost(
-            step_s=assumed.step_s + pass_s + compute.decode_read_bytes(shape, 0, 0, tensor) / read,
-            row_s=compute.decode_flops(shape, 1, 0, tensor) / work + token_s,
-            context_s=max(cache / read, attended_s / work),
+            step_s=assumed.step_s + pass_s,
+            row_s=token_s,
+            weights_s=compute.decode_read_bytes(shape, 0, 0, tensor) / read,
+            cache_s=cache / read,
+            product_s=product / work,
+            attention_s=(compute.decode_flops(shape, 1, 1, tensor) - product) / work,
         ),
         prefill=PrefillCost(
             call_s=assumed.call_s + pass_s,
