@@ -789,7 +789,7 @@ def test_the_command_asks_the_judge(
         (["--lm-eval-limit", "-1"], "--lm-eval-limit -1: must be 0 or more"),
         (["--lm-eval-limit", "3"], "no effect without --lm-eval"),
         (["--win-rate-by", "task", "--temperature", "-1"], "--temperature -1.0: must be 0"),
-        (["--win-rate-by", "gold"], "'gold' is no source of rewards"),
+        (["--win-rate-by", "gold"], "'gold' is none of 'task'"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(
