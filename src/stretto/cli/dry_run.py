@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from stretto.checks import check_run, check_supervised
+from stretto.checks import check_run, check_supervised, disk
 from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig, TaskConfig
 from stretto.config.sections import MODEL
@@ -48,6 +48,7 @@ def describe_run(config: Config) -> str:
     if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
     lines.append(f"evaluation: {_held_out(config.task)}")
+    lines += filter(None, [disk.said(config, Path(config.out))])
     plan = plan_for(config)
     return "\n".join([*lines, format_plan(plan), *_processes(config, plan)])
 
