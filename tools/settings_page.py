@@ -15,9 +15,9 @@ from stretto.config import Config, RewardModelConfig, SftConfig
 
 INTRO = """# Settings
 
-All of them, with default and range. In a file, `rollout.batch = 64` is `batch = 64` below `[rollout]`; on the command
-line it is `--rollout.batch 64`, and in Python `rollout={"batch": 64}` or `rollout__batch=64`. `stretto train --help-all`
-prints the same.
+All of them, with default and range. In a file, `rollout.batch = 64` is `batch = 64` below
+`[rollout]`; on the command line it is `--rollout.batch 64`, and in Python `rollout={"batch": 64}`
+or `rollout__batch=64`. `stretto train --help-all` prints the same.
 """
 
 COMMANDS = (
