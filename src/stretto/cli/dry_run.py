@@ -64,12 +64,13 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
     check_supervised(config, ask_hub=False)
     rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
     length = f"{config.steps} updates" if config.steps else f"{config.training.epochs} epoch(s)"
+    name = config.data.name
+    data = f"{name} ({_data(name)})" if name else "pairs that the gold reward labels"
     lines = [
         f"{length} of {config.batch} {rows}, at most "
         f"{config.batch * config.data.max_tokens * sides:,} tokens an update",
         *_model(config.model),
-        f"data: {config.data.name} ({_data(config.data.name)}), "
-        f"{config.data.held_out:.0%} of it held out",
+        f"data: {data}, {config.data.held_out:.0%} of it held out",
     ]
     return "\n".join([*lines, format_plan(plan_for_one(config.model))])
 

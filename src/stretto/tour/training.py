@@ -28,7 +28,7 @@ COLUMNS = (
     ("entropy", "policy/entropy_avg", ".3f"),
     ("seconds", "timing_s/step", ".2f"),
 )
-"""Label, metric and format of the table's columns; docs/reference/metrics.md has what they mean."""
+"""Label, metric and format of the table's columns; docs/reference/metrics.md explains them."""
 
 JUDGED = ("reward", "KL", "value loss", "entropy")
 """Columns of which is said whether they rose."""
