@@ -104,7 +104,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     trained = sum(roles[name].total_bytes for name in ("actor", "critic") if name in roles)
     reward = roles["reward"].total_bytes if "reward" in roles else 0
     yield f"Processes (runtime = '{config.runtime}'):"
-    yield table(found, {**frozen, "learner": trained, "reward": reward})
+    yield table(config, found, {**frozen, "learner": trained, "reward": reward})
     yield from remarks(config, found, usable_cores(), gpus)
     if loads := fitting.planned(config, found, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"
