@@ -1,10 +1,14 @@
-"""The reference of all settings as Markdown, out of their classes: choices and ranges in words."""
+"""The reference of all settings as Markdown, out of their classes: choices and ranges in words.
+
+Those of virtual clusters have a page of their own.
+"""
 
 from __future__ import annotations
 
+import inspect
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -12,12 +16,19 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from stretto.config import Config, RewardModelConfig, SftConfig
+from stretto.runtime.sim.cluster import Cluster
 
-INTRO = """# Settings
+INTRO = """# Settings: every option with its default and range
 
-All of them, with default and range. In a file, `rollout.batch = 64` is `batch = 64` below
-`[rollout]`; on the command line it is `--rollout.batch 64`, and in Python `rollout={"batch": 64}`
-or `rollout__batch=64`. `stretto train --help-all` prints the same.
+In a file, `rollout.batch = 64` is `batch = 64` below `[rollout]`; on the command line it is
+`--rollout.batch 64`, and in Python `rollout={"batch": 64}` or `rollout__batch=64`. `stretto train
+--help-all` prints the same.
+"""
+
+CLUSTERS = """# Files of virtual clusters, for stretto compare --sim
+
+Who works where, and what work costs ([the simulator](../simulator.md)). `benchmarks/clusters` has
+examples; `stretto.simulate` takes the same as an object.
 """
 
 COMMANDS = (
@@ -34,7 +45,7 @@ COMMANDS = (
 
 def page() -> str:
     """Write the page."""
-    seen: set[type[BaseModel]] = set()
+    seen: dict[type[BaseModel], str] = {}
     parts = [INTRO]
     for command, kind, title, who in COMMANDS:
         first = command == "train"
@@ -43,37 +54,74 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def clusters() -> str:
+    """Write the page on files of virtual clusters."""
+    return "\n".join([CLUSTERS, *_section(Cluster, "", "", {})])
+
+
 def _section(
-    kind: type[BaseModel], path: str, anchor: str, seen: set[type[BaseModel]]
+    kind: type[BaseModel], path: str, anchor: str, seen: dict[type[BaseModel], str]
 ) -> Iterator[str]:
-    """The settings of a section, then its sections; one that was shown before by its name alone."""
-    inner: list[tuple[str, type[BaseModel]]] = []
+    """The settings of a section, then its sections; one that was shown before by its name alone.
+
+    Args:
+        kind: the class of the section.
+        path: its dotted name and a dot; empty for the settings outside of sections.
+        anchor: what links to its settings begin with, before their dotted names.
+        seen: links to the sections that were shown, which this adds to.
+    """
+    inner: list[tuple[str, FieldInfo]] = []
     for name, field in kind.model_fields.items():
         dotted = path + name
-        if section := _section_of(field.annotation):
-            inner.append((dotted, section))
+        if list(_sections_of(field.annotation)):
+            inner.append((dotted, field))
             continue
-        default = "" if field.is_required() else f"; default {_value(field.default)}"
-        rule = in_words(field.annotation, field.metadata)
-        yield f"#### `{dotted}` {{#{anchor}{dotted}}}\n\n*{rule}{default}.* {field.description}\n"
-    for dotted, section in inner:
-        title = f"### `[{dotted}]`"
-        if section in seen:
-            yield f"{title}\n\nAs [above](#{dotted}).\n"
-            continue
-        seen.add(section)
-        tables = section.__name__ == "ProcessConfig"
-        brackets = f"[[{dotted}]]` (in a file only)" if tables else f"[{dotted}]`"
-        yield f"### `{brackets} {{#{anchor}{dotted}}}\n\n{section.__doc__}\n"
-        yield from _section(section, f"{dotted}.", anchor, seen)
+        if name == "kind" and len(typing.get_args(field.annotation)) == 1:
+            continue  # it stands in the title
+        rule = in_words(field.annotation, field.metadata) + _default(field)
+        yield f"#### `{dotted}` {{#{anchor}{dotted}}}\n\n*{rule}.* {field.description or ''}\n"
+    for dotted, field in inner:
+        sections = list(_sections_of(field.annotation))
+        for section in sections:
+            name = f"`{_table(dotted, field)}`"
+            place = anchor
+            if len(sections) > 1:
+                name, place = f"{name}: {_label(section)}", f"{anchor}{section.__name__}."
+            if section in seen:
+                yield f"### {name}\n\nAs [above](#{seen[section]}).\n"
+                continue
+            seen[section] = f"{place}{dotted}"
+            only = " (in a file only)" if _table(dotted, field).startswith("[[") else ""
+            yield f"### {name}{only} {{#{place}{dotted}}}\n\n{inspect.getdoc(section)}\n"
+            yield from _section(section, f"{dotted}.", place, seen)
 
 
-def _section_of(kind: Any) -> type[BaseModel] | None:
-    """The class of a section, or of the tables in a list; ``None`` for a setting."""
+def _sections_of(kind: Any) -> Iterator[type[BaseModel]]:
+    """The class of a section, those of several to choose from, or of the tables in a list."""
     for each in (kind, *typing.get_args(kind)):
         if isinstance(each, type) and issubclass(each, BaseModel):
-            return each
-    return None
+            yield each
+
+
+def _table(dotted: str, field: FieldInfo) -> str:
+    """What stands over a section in a file."""
+    origin = typing.get_origin(field.annotation)
+    if origin is tuple:
+        return f"[[{dotted}]]"
+    return f"[{dotted}.NAME]" if origin is Mapping else f"[{dotted}]"
+
+
+def _label(section: type[BaseModel]) -> str:
+    """What tells a section from others that may stand in its place."""
+    kind = section.model_fields.get("kind")
+    return f"`kind = {_value(kind.default).strip('`')}`" if kind else section.__name__
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "; must be set"
+    value = field.get_default(call_default_factory=True)
+    return "; may be left out" if value is None else f"; default {_value(value)}"
 
 
 def in_words(kind: Any, limits: Iterable[Any] = ()) -> str:
@@ -91,13 +139,19 @@ def in_words(kind: Any, limits: Iterable[Any] = ()) -> str:
         choices = [_value(value) for value in inner]
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(in_words(each) for each in inner).replace(" or one of ", ", ")
+        words = [in_words(each) for each in inner if each is not type(None)]
+        return " or ".join(words).replace(" or one of ", ", ")
     if origin is tuple and not inner:
         return "empty list"
     if origin is tuple and inner[-1] is Ellipsis:
         return f"list; each {in_words(inner[0])}"
     if origin is tuple:
-        return f"list of {len(inner)}; each {in_words(inner[0])}"
+        each = list(dict.fromkeys(in_words(one) for one in inner))
+        return (
+            f"list of {', '.join(each)}"
+            if len(each) == len(inner)
+            else f"list of {len(inner)}; each {each[0]}"
+        )
     if origin is dict:
         return "table"
     if kind in (int, float):

@@ -51,8 +51,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     found |= {f"results/{t.name}": t for t in sorted((ROOT / "benchmarks/results").glob("*.md"))}
     for name, source in found.items():
         files.append(File.generated(config, name, abs_src_path=str(source)))
-    settings = File.generated(config, "reference/settings.md", content=settings_page.page())
-    files.append(settings)
+    made = {"settings": settings_page.page, "clusters": settings_page.clusters}
+    for page, text in made.items():
+        files.append(File.generated(config, f"reference/{page}.md", content=text()))
     return files
 
 
