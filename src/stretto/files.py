@@ -18,6 +18,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 _BLOCK = 1 << 16
 
+SPARE = 0.5
+"""Room that what is large leaves on the disk, as a share of its size: records and the model at the
+end go there as well."""
+
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room there"),
     **dict.fromkeys(
@@ -39,6 +43,34 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "see that the disk is there and can be written to")
         raise StorageError(f"cannot write '{path}': {error.strerror or error}; {remedy}") from error
+
+
+# -- room --------------------------------------------------------------------------------------
+
+
+def free(path: Path) -> int:
+    """Return the free bytes of the disk that a file or folder is on, or would be on."""
+    path = path.absolute()
+    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+
+
+def leave_room(path: Path, size: int) -> None:
+    """Refuse to fill a disk: :data:`SPARE` is to be left.
+
+    Args:
+        path: of a file or folder, to be written.
+        size: of it in bytes.
+
+    Raises:
+        OSError: too little room would be left.
+    """
+    there = free(path)
+    if there < (1 + SPARE) * size:
+        raise OSError(
+            errno.ENOSPC,
+            f"{path.name} takes {size / 1e6:.1f} MB of the {there / 1e6:.1f} MB that are free, and "
+            "would leave too little for records and the model",
+        )
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -102,6 +134,17 @@ def whole_lines(content: bytes) -> list[bytes]:
     """Split into lines with their ends, leaving out a last one without an end."""
     lines = content.splitlines(keepends=True)
     return lines[:-1] if lines and not lines[-1].endswith(b"\n") else lines
+
+
+def last_line(file: Path) -> bytes:
+    """Read the last whole line, with its end; empty where there is none."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        end = _end_of_lines(descriptor, os.fstat(descriptor).st_size)
+        start = _end_of_lines(descriptor, end - 1) if end else 0
+        return os.pread(descriptor, end - start, start)
+    finally:
+        os.close(descriptor)
 
 
 def _end_of_lines(descriptor: int, size: int) -> int:

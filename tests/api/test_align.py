@@ -100,6 +100,15 @@ def test_a_dry_run_derives_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.012B parameters a model (all trained in actor)" in out
 
 
+def test_a_dry_run_of_an_alignment_needs_no_pairs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["align", "posts", "--dry-run"]) == 0
+    assert "data: pairs that the gold reward labels, 10% of it held out" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_dry_run_of_supervised_training(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["reward", "tldr", "--model.lora-rank", "8", "--dry-run"]
     assert main(arguments) == 0

@@ -169,7 +169,8 @@ def test_train_runs_the_recipe_with_overrides(
     assert call["resume"] is False
     assert recipes.load(tmp_path / "runs" / "tiny-001") == config
     text = capsys.readouterr().out
-    assert "K parameters a model (all trained" in text
+    assert text.startswith("ppo with tiny: 115.2K parameters, float32 on cpu\n7 steps on ")
+    assert "; results in runs/tiny-001; checkpoints: 2.765 MB each, " in text
     assert "step 1/7  reward 0.500" in text
 
 

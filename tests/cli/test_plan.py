@@ -301,7 +301,7 @@ def test_the_command_calibrates(
     monkeypatch.setattr(
         calibrating,
         "calibrate",
-        lambda config, file, *, command: asked.append((config.model.name, file, command)),
+        lambda config, file, *, command, say: asked.append((config.model.name, file, command)),
     )
     assert stretto(["plan", "tiny", "--calibrate", "my box.toml"]) == 0
     assert asked == [("tiny", "my box.toml", "stretto plan tiny --calibrate 'my box.toml'")]

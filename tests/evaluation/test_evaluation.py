@@ -353,7 +353,7 @@ def test_what_cannot_be_measured_is_refused_before_sampling(
     tokenizer.add_tokens(["question"])
     tokenizer.save_pretrained(other)
     refused(ConfigError, "has another tokenizer", sft=str(other))
-    refused(ConfigError, "'gold' is none of 'task'", by="gold")
+    refused(ConfigError, "'gold' is no source of rewards", by="gold")
     refused(ModelError, "no folder", by="model:./nowhere")
     refused(ModelError, "scalar|num_labels|lacks", by=f"model:{tiny_folder}")
     refused(TaskError, "no column of the dataset.*answer, chat, empty", by="task",

@@ -121,32 +121,56 @@ def test_remarks_go_to_the_display_after_the_step(tmp_path: Path) -> None:
     assert shown == ["line 1", "step 1", "line 2"]
 
 
-# -- README's own example ------------------------------------------------------------------------
+# -- Four sources, with responses that were cut --------------------------------------------------
+
+REWARDS = """
+def brief(completions, **columns):
+    return [-len(c[0]["content"]) / 1000 for c in completions]
 
 
-def test_the_readmes_own_task_teaches_something_and_says_what_was_cut(
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(ground_truth in solution_str)
+"""
+
+SUMS = """
+[model]
+name = "./my-model"
+
+[task]
+kind = "dataset"
+name = "sums.jsonl"
+prompt_column = "question"
+answer_column = "ground_truth"
+extract = "last_number"
+
+[reward]
+sources = ["task", "rewards.py:brief", "rewards.py:compute_score", "model:./my-reward-model"]
+weights = [1.0, 0.2, 0.5, 1.0]
+
+[rollout]
+max_new_tokens = 256
+"""
+
+
+def test_four_sources_teach_something_and_what_was_cut_is_said(
     tiny_folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Its files, as they stand there, with an untrained model for chats."""
+    """Functions of TRL's and verl's kind and a reward model, with an untrained model for chats."""
     from transformers import AutoModelForCausalLM
 
     from helpers import critic_of
     from stretto.cli.main import main
     from stretto.models.load import load_tokenizer
 
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    part = readme.partition("## Your own task, rewards and model")[2].partition("\n## ")[0]
-    row = json.loads(part.partition("in `sums.jsonl`: `")[2].partition("`")[0])
-    rewards = part.partition("```python\n")[2].partition("```")[0]
-    toml = part.partition("```toml\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
+    row = {"data_source": "sums"}
     sums = [{**row, "question": f"What is 3 + {n}?", "ground_truth": str(3 + n)} for n in range(8)]
     Path("sums.jsonl").write_text("".join(json.dumps(each) + "\n" for each in sums))
-    Path("rewards.py").write_text(rewards)
-    Path("sums.toml").write_text(toml)
+    Path("rewards.py").write_text(REWARDS)
+    Path("sums.toml").write_text(SUMS)
     auto: Any = AutoModelForCausalLM
     actor, tokenizer = auto.from_pretrained(tiny_folder), load_tokenizer(tiny_folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"

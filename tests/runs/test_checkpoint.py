@@ -1,13 +1,15 @@
-"""Checkpoints on disk: whole, checked, and two of them."""
+"""Checkpoints on disk: whole, checked, and no more than there is room for."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ def pieces(step: int) -> torch.Tensor:
     return torch.arange(1000) + step
 
 
-def save(folder: Path, step: int) -> Path:
+def save(folder: Path, step: int, keep: int = 2) -> Path:
     def write_learner(path: Path) -> None:
         path.mkdir()
         for name in RANKS:
@@ -35,14 +37,14 @@ def save(folder: Path, step: int) -> Path:
             shard_files.write(path / name, state)
 
     driver = partial(write, state={"step": step, "numbers": [step, 2.5, None]})
-    return checkpoint.save(folder, step, {"driver.pt": driver, "learner": write_learner})
+    return checkpoint.save(folder, step, {"driver.pt": driver, "learner": write_learner}, keep)
 
 
 def load(folder: Path) -> tuple[int, list[str]]:
     """The step of the one that is taken, and what is said of others."""
     notes: list[str] = []
     step, parts = checkpoint.load_latest(folder, notes.append)
-    assert parts.keys() == {"driver.pt", "learner"}
+    assert parts.keys() == {"driver.pt", "learner", "inputs.json"}
     assert parts["driver.pt"] == {"step": step, "numbers": [step, 2.5, None]}
     assert parts["learner"] == folder / f"step-{step:06d}" / "learner"
     for name in RANKS:
@@ -59,6 +61,45 @@ def test_the_two_newest_stay(tmp_path: Path) -> None:
         assert save(tmp_path, step).name == f"step-{step:06d}"
     assert names(tmp_path) == ["step-000009", "step-000010"]
     assert load(tmp_path) == (10, [])
+
+
+def test_as_many_stay_as_are_asked_for(tmp_path: Path) -> None:
+    for step in (5, 9):
+        save(tmp_path, step)
+    save(tmp_path, 10, keep=1)
+    assert names(tmp_path) == ["step-000010"]
+
+
+@pytest.mark.parametrize(
+    ("room", "during"),
+    [
+        (1.6, [1, 2]),  # checkpoints, beside the two that are there: half of one is to be left
+        (1.4, [2]),
+        (0.6, [2]),
+        (0.4, [1, 2]),  # which would not make enough room
+    ],
+)
+def test_where_the_disk_is_small_the_older_one_makes_room_for_the_new(
+    room: float, during: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    size = checkpoint.size_of(tmp_path / "step-000002")
+    disk = room * size + sum(map(checkpoint.size_of, tmp_path.iterdir()))
+
+    def usage(_: object) -> SimpleNamespace:
+        return SimpleNamespace(free=disk - sum(map(checkpoint.size_of, tmp_path.glob("step-*"))))
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    seen: list[str] = []
+
+    def write_driver(file: Path) -> None:
+        seen.extend(names(tmp_path)[: len(during)])
+        file.write_bytes(b"state")
+
+    checkpoint.save(tmp_path, 3, {"driver.pt": write_driver})
+    assert seen == [f"step-{step:06d}" for step in during]
+    assert names(tmp_path) == ["step-000002", "step-000003"]
 
 
 @pytest.mark.parametrize("half", ["step-000010.tmp", "step-000012.tmp"])
@@ -132,7 +173,9 @@ def test_the_former_format_is_read(tmp_path: Path) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 3}))
     step, found = checkpoint.load_latest(tmp_path, print)
     assert step == 1
-    assert found == {"driver.pt": {"step": 1}, "learner": file.parent / "learner.pt"}
+    assert found["driver.pt"] == {"step": 1}
+    assert found["learner"] == file.parent / "learner.pt"
+    assert found["inputs.json"] == {}
 
 
 def test_going_on_before_a_damaged_one_replaces_it(tmp_path: Path) -> None:

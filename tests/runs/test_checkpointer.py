@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,7 @@ class Case:
         self.checkpointer = Checkpointer(
             cast(Running, self.fake),
             folder,
+            {"task": {"number of rows": "5"}},
             ObserveConfig(**observe),
             STEPS,
             self.notes.append,
@@ -92,10 +94,12 @@ def driven(work: Callable[[Case], Any], case: Case) -> Case:
     return case
 
 
-def test_minutes_are_counted_from_the_start_and_from_the_last_one(tmp_path: Path) -> None:
+def test_the_first_comes_after_a_minute_and_others_after_minutes_from_the_last(
+    tmp_path: Path,
+) -> None:
     async def work(case: Case) -> None:
         taken = []
-        for step, minutes in ((1, 9.9), (2, 0.1), (3, 9.9), (4, 25), (5, 9.9), (6, 0.1)):
+        for step, minutes in ((1, 0.9), (2, 0.1), (3, 9.9), (4, 25), (5, 9.9), (6, 0.1)):
             case.clock.advance(60 * minutes)
             await case.checkpointer.after(step)
             await case.settle()
@@ -105,6 +109,39 @@ def test_minutes_are_counted_from_the_start_and_from_the_last_one(tmp_path: Path
     case = driven(work, Case(tmp_path))
     assert case.steps == [4, 6]
     assert case.fake.staged == [True, True, True]
+    size = sum(file.stat().st_size for file in (tmp_path / "step-000004").iterdir())
+    where = tmp_path / "step-000002"
+    assert case.notes == [f"the first checkpoint, of step 2, takes {size} B: {where}"]
+    assert json.loads((tmp_path / "step-000006" / "inputs.json").read_text()) == {
+        "task": {"number of rows": "5"}
+    }
+
+
+@pytest.mark.parametrize(
+    ("minutes", "every", "before", "taken"),
+    [
+        (10, 3600.0, False, [1, 2]),  # steps of an hour
+        (0.5, 30.0, False, [1, 2]),
+        (10, 61.0, True, []),  # a resumed run has one
+        (0, 3600.0, False, []),
+    ],
+)
+def test_a_run_that_has_none_gets_one_early(
+    minutes: float, every: float, before: bool, taken: list[int], tmp_path: Path
+) -> None:
+    if before:
+        checkpoint.save(tmp_path, 1, {})
+
+    async def work(case: Case) -> None:
+        found = []
+        for step in (1, 2):
+            case.clock.advance(every)
+            await case.checkpointer.after(step)
+            found += [step] * (len(case.fake.staged) > len(found))
+            await case.settle()
+        assert found == taken
+
+    driven(work, Case(tmp_path, checkpoint_minutes=minutes))
 
 
 def test_steps_are_counted_where_they_are_set(tmp_path: Path) -> None:
@@ -134,6 +171,19 @@ def test_there_is_one_at_the_end_unless_there_are_none(
     case = driven(work, Case(tmp_path, **observe))
     assert case.steps == taken
     assert case.fake.staged == [False] * len(taken)  # nothing changes any more
+
+
+def test_at_the_end_the_last_one_stays(tmp_path: Path) -> None:
+    async def work(case: Case) -> None:
+        for step in (STEPS - 2, STEPS - 1, STEPS):
+            case.fake.go_on.set()
+            await case.checkpointer.after(step)
+            if step < STEPS:
+                await case.settle()
+
+    case = driven(work, Case(tmp_path, checkpoint_every=1))
+    assert case.steps == [STEPS]
+    assert case.fake.staged == [True, True, False]
 
 
 def test_by_time_the_next_one_is_put_off_while_one_is_written(tmp_path: Path) -> None:

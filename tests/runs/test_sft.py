@@ -545,12 +545,11 @@ def test_plain_progress_shows_what_supervised_runs_have(
     import sys
 
     progress = PlainProgress(sys.stdout)
-    progress.start(SftConfig(), "")
+    progress.start(SftConfig(), "the headline")
     progress.step(0, 9, {"held_out/loss": 2.0}, [])
     progress.step(3, 9, {"train/loss": 1.25, "perf/throughput": 50.0, "timing_s/step": 2.0}, [])
     assert capsys.readouterr().out.splitlines() == [
-        "supervised fine-tuning from smollm2-135m, 1 epoch(s)",
-        "a step: 32 sequences",
+        "the headline",
         "step 0/9  held-out loss 2.0000",
         "step 3/9  loss 1.2500  tokens/s 50  step_s 2.00  eta 12s",
     ]

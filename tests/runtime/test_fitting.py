@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stretto.config import Config
 from stretto.errors import ConfigError
+from stretto.models.load import load_causal_lm
+from stretto.models.lora import add_lora
 from stretto.planning.shapes import Shape
-from stretto.runtime.groups.fitting import CACHE, Load, Shapes, check, loads, table
+from stretto.runtime.groups.fitting import (
+    CACHE,
+    FROZEN,
+    Load,
+    Shapes,
+    check,
+    loads,
+    planned,
+    table,
+)
 from stretto.runtime.groups.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
@@ -61,6 +74,55 @@ def test_shards_and_slices_hold_their_parts() -> None:
     assert held["learner's states"] == round(16 * slices / 2) + round(16 * (slices + 8) / 2)
     assert held["published weights"] == 0  # who follows reads the shards
     assert held["reference's weights"] == 4 * (2 * LAYER / 4 + ROOT)
+
+
+@pytest.mark.parametrize(("width", "lag", "copies"), [(2, 0, 2), (4, 1, 3)])
+def test_adapters_are_trained_and_travel_alone(width: int, lag: int, copies: int) -> None:
+    """The weights beside them stay as they are; adapters have four bytes whatever the type."""
+    config = Config.model_validate({"runtime": "local", "schedule": {"lag": lag}})
+    shapes = Shapes(SHAPE, SHAPE.valued(), adapters=100)
+    by_device = {load.device: load for load in loads(config, places(config, 8, 4), shapes, width)}
+    learner, generator, reference, scorer = (by_device[f"cuda:{i}"] for i in range(4))
+    actor = 2 * LAYER + ROOT
+    assert learner.held == {
+        "processes": PROCESS_BYTES,
+        FROZEN: width * (2 * actor + 8),
+        "learner's states": 16 * 2 * 100,
+        "published weights": copies * 4 * 2 * 100,
+    }
+    assert generator.held["generator's weights"] == width * actor + 4 * 100
+    assert reference.held["reference's weights"] == width * actor
+    assert scorer.held["critic's weights"] == width * (actor + 8) + 4 * 100
+    assert learner.work["hand-over"]["buckets"] == 2 * 4 * 2 * 100
+    assert generator.work["hand-over"]["buckets"] == 2 * 4 * 100
+
+
+def test_a_learner_of_adapters_shares_frozen_weights_out_and_gathers_no_gradients() -> None:
+    config = Config.model_validate(
+        {"runtime": "local", "cluster": {"processes": [{"roles": ["learner"], "fsdp": 2}]}}
+    )
+    found = places(config, 8, 5)
+    (adapted, *_), (whole, *_) = (
+        loads(config, found, Shapes(SHAPE, None, adapters=adapters), 2) for adapters in (100, None)
+    )
+    actor = 2 * LAYER + ROOT
+    assert adapted.held[FROZEN] == actor  # two bytes each, in two shards
+    assert adapted.held["learner's states"] == 16 * 100 / 2
+    assert whole.held["learner's states"] == 16 * actor / 2
+    assert adapted.work["training"]["gathered"] == 2 * (2 * LAYER + ROOT)
+    assert whole.work["training"]["gathered"] == 2 * (2 * LAYER + ROOT) + 6 * (LAYER + ROOT)
+
+
+def test_a_run_with_adapters_is_planned(tiny_folder: Path) -> None:
+    """Rank 2 on all linear layers: 2 (inputs + outputs) of each, as peft counts them."""
+    model = {"name": str(tiny_folder), "lora_rank": 2}
+    config = Config.model_validate({"runtime": "local", "model": model})
+    adapters = Shapes.of(config).adapters
+    actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
+    wrapped = add_lora(actor, config.model, "CAUSAL_LM")
+    assert adapters == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
+    (load,) = planned(config, places(config, 8, 0), 4)
+    assert load.held["learner's states"] == 16 * 2 * adapters
 
 
 def test_what_rests_on_the_host_counts_in_its_phases() -> None:

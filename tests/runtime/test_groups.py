@@ -89,6 +89,7 @@ def assert_same(one: RunDirectory, two: RunDirectory) -> None:
         ("local", {}),
         ("ray", {}),
         ("local", {"schedule": {"preset": "async"}, "cluster": COPIES}),
+        ("local", {"model": {"lora_rank": 2}, "warmup_examples": 8}),
         pytest.param("local", {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
         pytest.param("local", RLOO, marks=pytest.mark.slow),
         pytest.param("local", {"cluster": {"scorers": "together"}}, marks=pytest.mark.slow),

@@ -384,10 +384,8 @@ def test_a_reward_that_hangs_ends_the_run_and_names_what_it_waited_for(
         observe={"progress": "plain"},
     )
     (tmp_path / "hang.toml").write_text(recipes.dump(config))
-    begun_s = time.monotonic()
     process = start(["hang.toml"], tmp_path)
-    _, err = process.communicate(timeout=60)
-    assert time.monotonic() - begun_s < 30  # starting takes some of it
+    _, err = process.communicate(timeout=240)  # far less than the reward function may take
     assert process.returncode == 2, err
     assert "has not answered for 4 s" in err
     assert "rollout(s): 0" in err

@@ -187,10 +187,13 @@ def test_the_table_says_what_each_process_holds() -> None:
     found = places(fused, 2, 0)
     sizes = {"learner": 32_000_000, "actor": 2_000_000, "reference": 2_000_000, "critic": 3_000_000}
     assert [memory(p, sizes) for p in found] == [32_000_000, 7_000_000, 7_000_000]
-    lines = table(found, sizes).splitlines()
+    lines = table(fused, found, sizes).splitlines()
     assert lines[1].split() == ["learner", "cpu", "2", "32", "MB"]
     assert lines[2].split()[-4:] == ["cpu", "1", "7", "MB"]
     assert lines[2].lstrip().startswith("generator 0, reference 0, critic 0")
+    assert "KV cache, and for the learner 2 copies of the trained weights" in lines[-1]
+    behind = config(rollout={"engines": 2}, schedule={"preset": "async"})
+    assert "3 copies" in table(behind, places(behind, 2, 0), sizes)
 
 
 def test_roles_share_the_ranks_of_a_learner() -> None:
@@ -202,6 +205,7 @@ def test_roles_share_the_ranks_of_a_learner() -> None:
     assert place.devices == ("cpu",) * 4
     assert learner_layout(one) == Layout(2, 2)
     assert lends(one, [place])
+    assert "copies" not in table(one, [place], {})
     assert memory(place, {"learner": 100, "actor": 10, "reference": 7, "critic": 11}) == 32
 
 
@@ -246,7 +250,7 @@ def test_a_learner_in_shards_has_a_rank_each() -> None:
     found = places(sharded, 8, 4)
     assert [p.devices for p in found[:3]] == [("cuda:0", "cuda:1"), ("cuda:2",), ("cuda:3",)]
     assert memory(found[0], {"learner": 101}) == 51
-    lines = table(found, {"learner": 100}).splitlines()
+    lines = table(sharded, found, {"learner": 100}).splitlines()
     assert [line.split("  ")[1] for line in lines[1:3]] == ["learner, rank 0", "learner, rank 1"]
     there = config(cluster={"processes": [{**by_hand, "device": "cuda:2"}]})
     assert places(there, 8, 4)[0].devices == ("cuda:2", "cuda:3")

@@ -165,7 +165,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
     result = runs.train(config, run_dir=again, resume=True, progress=notes)
     assert result.steps == 4
     assert_same_run(again, whole)
-    assert sorted(p.name for p in again.checkpoints.iterdir()) == ["step-000002", "step-000004"]
+    assert [p.name for p in again.checkpoints.iterdir()] == ["step-000004"]
     names = "metrics.jsonl, samples.jsonl, rollouts.jsonl"
     assert f"dropped a last line that was never finished, of {names}" in notes.notes
 

@@ -207,6 +207,21 @@ def test_tensor_parallel_copies_share_weights_and_reduce() -> None:
     assert scored.token_s == pytest.approx((2 * (layers / 4 + 3584 * 2) / 989e12 + sent) / 3)
 
 
+@pytest.mark.parametrize(("rows", "longer_s"), [(16, 5.8184e-3), (256, 10.0343e-3)])
+def test_a_decode_step_of_a_large_model_by_hand(rows: int, longer_s: float) -> None:
+    """Llama 3.1 70B on 8 H200, 512 tokens of context a row: few rows read, many compute.
+
+    An eighth of 80 layers of 855,654,400 parameters each, and head and norm of 1,050,681,344, are
+    9,607,225,344. At 3.36 TB/s they take 5.7186 ms to read, and 40,960 bytes a token of context
+    6.2415 us a row; at 494.5 TFLOP/s a row takes 39.196 us to compute. Beside that: 2 ms, 160
+    all-reduces of 20 us, and 4,587,520 bytes a row over 315 GB/s.
+    """
+    on = Efficiency().on("h200")
+    cost = generator_cost(shape_of("llama-3.1-70b"), 8, on).decode
+    beside_s = 0.002 + 160 * 20e-6 + rows * 4_587_520 / 315e9
+    assert cost.seconds(rows, 512 * rows, 1) == pytest.approx(beside_s + longer_s, rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "rows"),
     [

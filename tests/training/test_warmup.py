@@ -43,8 +43,7 @@ def test_runs_are_the_same_with_a_shared_warm_up_as_with_their_own(
         torch.rand(3)
         return own(*args)
 
-    for module in (assembled, warmup):
-        monkeypatch.setattr(module, "warm_up", drawing)
+    monkeypatch.setattr(assembled, "warm_up", drawing)
     file = tmp_path / "warmup.safetensors"
     alone, said = reinforce(tiny_folder, tmp_path, model=model)
     first, _ = reinforce(tiny_folder, tmp_path, file, model=model)
@@ -54,7 +53,8 @@ def test_runs_are_the_same_with_a_shared_warm_up_as_with_their_own(
     assert_same_run(first, alone)
     assert_same_run(second, alone)
     (line,) = [note for note in said.notes if note.startswith("warmed up on 40 examples: ")]
-    assert line in says.notes
+    loss = line.rpartition(": ")[2]
+    assert f"warmed up already on 40 examples ({loss}): {file}" in says.notes
 
 
 def test_variants_of_a_schedule_share_a_warm_up_and_others_do_not(

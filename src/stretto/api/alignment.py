@@ -105,7 +105,7 @@ def align(
         StrettoError: a setting, a model, the data, a judge, the numbers or the disk are at fault;
             or another process is at work in the folder.
     """
-    from stretto.evaluation.answers import say
+    from stretto.observe.progress import on_stderr
 
     stages = stages_of(settings, sft=sft, reward=reward, train=train)
     folder = Path(folder)
@@ -122,7 +122,7 @@ def align(
         settled(stages.sft, tell), settled(stages.reward, tell), settled(stages.train, tell)
     )
     for line in lines:
-        say(line)
+        on_stderr(line)
     asked = {"pairs": pairs, "samples": samples, "reference_column": reference_column}
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -225,11 +225,11 @@ class _Alignment:
     def run(self) -> Aligned:
         """Do what is not done yet."""
         from stretto.evaluation import LabelResult
-        from stretto.evaluation.answers import say
+        from stretto.observe.progress import on_stderr
         from stretto.runs import RewardModelResult, SftResult, TrainResult
 
         for line in replaced(self._stages):
-            say(line)
+            on_stderr(line)
         once = self._record.once
         tuned = once("sft", SftResult, self._tune)
         start = self._there(tuned.model)
@@ -238,7 +238,7 @@ class _Alignment:
         learned = once("reward", RewardModelResult, lambda: self._learn_reward(start, pairs))
         proxy = f"model:{self._there(learned.model)}"
         least = penalty(learned, self._stages.train.reward)
-        say(f"reward.missing_eos_penalty = {least:.4f}, on the learned reward model's scale")
+        on_stderr(f"reward.missing_eos_penalty = {least:.4f}, on the learned reward model's scale")
         result = once("train", TrainResult, lambda: self._reinforce(start, proxy, least))
         policy = self._there(result.model)
         before, after = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -13,6 +13,7 @@ from stretto.api.settings import Settings, config_of
 from stretto.machine import Machine, usable_cores
 from stretto.planning import hardware_file
 from stretto.planning.hardware import Hardware
+from stretto.saying import LOADING, Say, working
 
 if TYPE_CHECKING:
     from stretto.runtime.measuring.model import Subject
@@ -31,7 +32,7 @@ def calibrate(
     *,
     sizes: Sizes | None = None,
     command: str = "",
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> Hardware:
     """Measure this machine, and write what plans read; what ``stretto plan --calibrate`` does.
 
@@ -52,13 +53,14 @@ def calibrate(
         RankError: the processes that exchange weights did not start, or failed.
         StorageError: the file cannot be written.
     """
-    import torch
+    with working(say, LOADING):
+        import torch
 
-    from stretto.assembly.models import prepare_torch
-    from stretto.models.load import pick_device
-    from stretto.runtime.measuring.model import subject_of
-    from stretto.runtime.measuring.passes import Sizes
-    from stretto.runtime.measuring.points import fitted
+        from stretto.assembly.models import prepare_torch
+        from stretto.models.load import pick_device
+        from stretto.runtime.measuring.model import subject_of
+        from stretto.runtime.measuring.passes import Sizes
+        from stretto.runtime.measuring.points import fitted
 
     config, began_s = config_of(settings), time.perf_counter()
     threads = torch.get_num_threads()
@@ -70,9 +72,10 @@ def calibrate(
         for line in _head(subject, place):
             say(line)
         points = []
-        for point in _points(subject, sizes):
-            points.append(point)
-            say(f"  {point.kind:<9} {point.what:<28} {_seconds(point.seconds):>9}")
+        with working(say, "measuring"):
+            for point in _points(subject, sizes):
+                points.append(point)
+                say(f"  {point.kind:<9} {point.what:<28} {_seconds(point.seconds):>9}")
     finally:
         torch.set_num_threads(threads)
     hardware = fitted(points, place)

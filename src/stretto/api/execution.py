@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from stretto.api.settings import R, check_resumable, settled
-from stretto.checks import check_run, check_supervised
+from stretto.checks import check_run, check_supervised, disk
 from stretto.checks.memory import check_gpu
 from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfig, recipes
 from stretto.config.training import token_budget
 from stretto.errors import OutOfMemoryError, StateError, first_line, is_out_of_memory
 from stretto.machine import Machine, usable_gpus
 from stretto.observe import Progress, RunDirectory, make_progress
+from stretto.saying import CHECKING, LOADING
 from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
@@ -65,17 +66,34 @@ def begin(
             beyond :data:`~stretto.api.RESUMABLE` is changed.
         StorageError: the folder cannot be written to.
     """
-    task = None
-    if isinstance(config, Config):
-        task = check_run(config, **_brought(given))
-    else:
-        check_supervised(config)
     if not resume:
+        task = _checked(config, given, Path(config.out), resuming=False)
         return Begun(config, RunDirectory.create(config.out, name, config), task=task)
     assert isinstance(config, Config), "runs of supervised training keep no checkpoints"
     run_dir = RunDirectory.open(resume)
     check_resumable(recipes.load(run_dir.config_file), config)
+    ended = given is None and run_dir.ended(config.steps) is not None
+    task = None if ended else _checked(config, given, run_dir.path, resuming=True)
     return Begun(config, run_dir, resuming=True, task=task)
+
+
+def _checked(
+    config: Config | SftConfig | RewardModelConfig,
+    given: Given | None,
+    folder: Path,
+    *,
+    resuming: bool,
+) -> Task | None:
+    """Look for what would fail; return the task, where it was opened for that."""
+    task = None
+    with make_progress(config.observe.progress).working(CHECKING):
+        if isinstance(config, Config):
+            task = check_run(config, **_brought(given))
+        else:
+            check_supervised(config)
+        if given is None or given.actor is None:
+            disk.check(config, folder, resuming=resuming)
+    return task
 
 
 def _brought(given: Given | None) -> dict[str, Any]:
@@ -109,7 +127,9 @@ def execute(
 def execute(
     run: Begun[Any], *, given: Given | None = None, progress: Progress | None = None
 ) -> Any:
-    """Execute a run that was begun: plan, display, training, and where the results are.
+    """Execute a run that was begun: display, training, and where the results are.
+
+    One that is resumed and has ended already is not: what came of it is returned at once.
 
     Args:
         run: its folder is removed again if it is new and ends before its first step. The settings
@@ -124,21 +144,29 @@ def execute(
     """
     config, run_dir = run.config, run.run_dir
     display = progress or make_progress(config.observe.progress)
+    if run.resuming and given is None and (ended := run_dir.ended(config.steps)) is not None:
+        display.note(
+            f"the run in {run_dir.path} has ended: all of its {ended.steps} steps are taken, and "
+            f"the trained model is in {ended.model}. More steps go on from there (--steps)"
+        )
+        return ended
 
     def work() -> Any:
         if run.resuming:
             run_dir.save_config(config)
-        from stretto import runs
-        from stretto.assembly.models import NOTHING
+        with display.working(LOADING):
+            from stretto import runs
+            from stretto.api.opening import opening
+            from stretto.assembly.models import NOTHING
 
-        # A model that the caller brings has a type of its own.
-        named = given is None or given.actor is None
-        final, decided = _settled(config, run_dir) if named else (config, [])
-        if isinstance(final, Config) and named:
-            check_gpu(final)
-        run_dir.save_machine(Machine.here())
-        display.start(final, _plan(final) if named else "")
-        display.note(f"{'resuming' if run.resuming else 'run directory'}: {run_dir.path}")
+            # A model that the caller brings has a type of its own.
+            actor = given.actor if given else None
+            final, decided = (config, []) if actor else _settled(config, run_dir)
+            if isinstance(final, Config) and actor is None:
+                check_gpu(final)
+            run_dir.save_machine(Machine.here())
+            text = opening(final, run_dir, actor, resuming=run.resuming)
+        display.start(final, text)
         for line in decided:
             display.note(line)
         if isinstance(final, Config):
@@ -188,15 +216,6 @@ def _remedies(config: Config | SupervisedConfig) -> str:
         if slots > _FEW_SLOTS:
             found.append(f"--rollout.slots {max(slots // 4, _FEW_SLOTS)}")
     return f"{', '.join([*found, 'or'])} a smaller model"
-
-
-def _plan(config: Config | SftConfig | RewardModelConfig) -> str:
-    """Describe the memory that a run takes; empty but for reinforcement learning."""
-    if not isinstance(config, Config):
-        return ""
-    from stretto.models.memory import format_plan, plan_for
-
-    return format_plan(plan_for(config))
 
 
 def _settled(config: R, run_dir: RunDirectory) -> tuple[R, list[str]]:

@@ -17,6 +17,7 @@ from stretto.config import Config, ModelConfig, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError, StrettoError
 from stretto.planning.hardware import Hardware, Links, gpu_of
 from stretto.planning.shapes import SHAPES, Models, Shape, shape_of
+from stretto.saying import Say, silent, working
 from stretto.types import short_name
 
 if TYPE_CHECKING:
@@ -94,12 +95,13 @@ class Plan:
     assumed: tuple[str, ...] = field(default=())
 
 
-def plan(settings: Settings, question: Question) -> Plan:
+def plan(settings: Settings, question: Question, *, say: Say = silent) -> Plan:
     """Search for the layouts and schedules with the shortest steps; what ``stretto plan`` does.
 
     Args:
         settings: see :mod:`stretto.api`.
         question: the GPUs, and what settings do not say.
+        say: shows how far the search is.
 
     Raises:
         ConfigError: nothing fits, or a model, a GPU or a length is unknown.
@@ -108,14 +110,20 @@ def plan(settings: Settings, question: Question) -> Plan:
         raise ConfigError(f"a plan for {question.gpus} GPUs: give 1 or more")
     if question.hardware is None:
         gpu_of(question.gpu)
-    from stretto.runtime.plans.candidates import Space
-    from stretto.runtime.plans.search import search
+    with working(say, "loading the simulator"):
+        from stretto.runtime.plans.candidates import Space
+        from stretto.runtime.plans.search import search
 
     config = config_of(settings)
     setting, assumed = setting_of(config, question)
     space = Space(question.gpus, variants_of(config), question.on_paper)
     found = search(
-        setting, space, keep=question.keep, limit_s=question.limit_s, workers=question.workers
+        setting,
+        space,
+        keep=question.keep,
+        limit_s=question.limit_s,
+        workers=question.workers,
+        say=say,
     )
     return Plan(config, setting, found, tuple(assumed))
 

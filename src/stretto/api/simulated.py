@@ -13,6 +13,7 @@ from stretto.config import recipes
 from stretto.observe.compare import Outcome
 from stretto.observe.idle import ALL_DEVICES
 from stretto.observe.progress import REWARD
+from stretto.saying import Advance, unseen
 
 if TYPE_CHECKING:
     from stretto.runtime.sim.cluster import Cluster
@@ -46,16 +47,17 @@ class Simulation:
         checked = recipes.build(workload, "--seeds", type(cluster.workload))
         return cluster.model_copy(update={"workload": checked})
 
-    def run(self, job: Job, cluster: Cluster) -> Outcome:
+    def run(self, job: Job, cluster: Cluster, advance: Advance = unseen) -> Outcome:
         """One run in virtual time.
 
         Args:
             job: what its outcome is called.
             cluster: of the run, see :meth:`asked`.
+            advance: told of each step.
         """
         from stretto.runtime.sim.simulate import simulate
 
-        result = simulate(cluster)
+        result = simulate(cluster, advance=advance)
         in_all = {ALL_DEVICES: fmean(result.device_utilisation)}
         if self.seed is not None:
             # A replay's devices stand for the workers of one process, of which a schedule that

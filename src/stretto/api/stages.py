@@ -168,14 +168,15 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
         StrettoError: one of these cannot be had, or the stages differ.
     """
     from stretto import tasks
-    from stretto.evaluation.answers import of_model, say
+    from stretto.evaluation.answers import of_model
     from stretto.evaluation.gold import open_gold, reference_text
     from stretto.evaluation.rows import measured_on
     from stretto.models.load import load_tokenizer
     from stretto.models.resolve import resolve
+    from stretto.observe.progress import on_stderr
 
     def tokenizer_of(model: ModelConfig) -> PreTrainedTokenizerBase:
-        return load_tokenizer(resolve(model.name, say), model.trust_remote_code)
+        return load_tokenizer(resolve(model.name, on_stderr), model.trust_remote_code, on_stderr)
 
     tokenizer = tokenizer_of(stages.sft.model)
     for model in (stages.reward.model, stages.train.model):

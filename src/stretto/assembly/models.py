@@ -30,10 +30,10 @@ from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.memory import format_size
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
+from stretto.saying import Say, working
 from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
-
-Say = Callable[[str], None]
+from stretto.tasks.prompts import PromptSource
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Given:
         end_tokens: that end a response; without them the tokenizer's and those of the generation
             config.
         warmup: a file that keeps the warm-up's outcome; it is read if it is there, else written.
+        looks_at: called with the run's prompts, before any model is loaded.
         in_files: whether models that are loaded stay in their files, as ranks that divide them
             keep but their parts; see :mod:`stretto.models.mapped`.
     """
@@ -68,6 +69,7 @@ class Given:
     )
     end_tokens: frozenset[int] | None = None
     warmup: Path | None = None
+    looks_at: Callable[[PromptSource], None] | None = None
     in_files: bool = False
 
 
@@ -137,7 +139,10 @@ def _loaded(
     """
     m = config.model
     device = pick_device(m.device)
-    model = load(path, pick_dtype(m.dtype, device), device, m.trust_remote_code, in_files=in_files)
+    with working(say, f"loading {path}"):
+        model = load(
+            path, pick_dtype(m.dtype, device), device, m.trust_remote_code, in_files=in_files
+        )
     if in_files:
         if m.lora_rank:  # adapters are made in the types of the weights beside them
             mapped.convert(model)
@@ -161,7 +166,7 @@ def load_reward_model(
     """Load a reward model and its tokenizer by name, frozen."""
     path = resolve(name, say)
     model = _loaded(load_sequence_classifier, path, config, say, in_files)
-    return model.requires_grad_(False), load_tokenizer(path, config.model.trust_remote_code)
+    return model.requires_grad_(False), load_tokenizer(path, config.model.trust_remote_code, say)
 
 
 def make_critic(
@@ -186,7 +191,7 @@ def make_critic(
         critic = mapped.copied(first.model).requires_grad_(True)
     else:
         path = resolve(init, say)
-        own = load_tokenizer(path, config.model.trust_remote_code)
+        own = load_tokenizer(path, config.model.trust_remote_code, say)
         _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
         critic = _loaded(load_sequence_classifier, path, config, say, given.in_files)
     return critic

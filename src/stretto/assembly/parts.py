@@ -22,7 +22,6 @@ from stretto.assembly.checks import (
 )
 from stretto.assembly.models import (
     Given,
-    Say,
     load_reward_model,
     make_actor,
     make_critic,
@@ -38,9 +37,13 @@ from stretto.models.forward import unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora
 from stretto.models.resolve import resolve
+from stretto.saying import Say, working
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import PromptSource
+
+STARTING_FUNCTIONS = "starting the reward functions"
+"""Work that is shown."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,8 @@ def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Part
     """
     prepare_torch(config)
     tokenizer, task, prompts = open_task(config, given, say)
-    functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
+    with working(say, STARTING_FUNCTIONS):
+        functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
     rewards = reward_models(config, tokenizer, given, say)
     models = trained_models(config, task, prompts, rewards[0], stack, say, given)
     return Parts(tokenizer, prompts, models, functions, rewards)
@@ -102,9 +106,12 @@ def open_task(
         StrettoError: a setting, the tokenizer or the dataset is at fault.
     """
     trust = config.model.trust_remote_code
-    tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust)
-    task = given.task or given.opened or tasks.load(config.task, config.seed)
-    return tokenizer, task, PromptSource(task, config.task, tokenizer, config.seed)
+    tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust, say)
+    task = given.task or given.opened or tasks.load(config.task, config.seed, say)
+    prompts = PromptSource(task, config.task, tokenizer, config.seed)
+    if given.looks_at:
+        given.looks_at(prompts)
+    return tokenizer, task, prompts
 
 
 def trained_models(
@@ -118,8 +125,8 @@ def trained_models(
 ) -> Models:
     """Make actor, critic and reference, as training starts.
 
-    The warm-up is done for a resumed run too: its outcome is the reference, and under LoRA the
-    frozen weights, and checkpoints hold only what changes afterwards.
+    A resumed run starts from the outcome of the warm-up, too: it is the reference, and under LoRA
+    the frozen weights, and checkpoints hold only what changes afterwards.
 
     Args:
         config, stack, say, given: as those of :func:`make_parts`.

@@ -11,11 +11,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.engines import scorer_slots
-from stretto.assembly.models import NOTHING, Given, Say, load_reward_model, made_ready
+from stretto.assembly.models import NOTHING, Given, load_reward_model, made_ready
 from stretto.config import Config
 from stretto.config.sections import MODEL
 from stretto.config.training import token_budget
 from stretto.models.load import pick_device
+from stretto.saying import Say
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from itertools import chain, count, islice
 
 import numpy as np
 from torch import nn
 
-from stretto.assembly.models import Given, Say
+from stretto.assembly.models import Given
 from stretto.config import Config
 from stretto.errors import TaskError
+from stretto.models.weights import fingerprint
+from stretto.saying import Say, working
 from stretto.tasks.base import INDEX_KEY, Task
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import PromptSource
-from stretto.training.warmup import warm_up, warm_up_once
+from stretto.training.warmup import keep, take, warm_up
 from stretto.types import FinishReason, Response
 
 
@@ -22,18 +26,45 @@ def warmed_up(
 ) -> None:
     """Train the model on the task's own answers, where the settings ask for it.
 
+    Where the caller names a file, what comes out is kept there, or taken from there.
+
     Raises:
         TaskError: the task has no answers of its own.
+        ConfigError: the file holds another warm-up.
+        StateError: the file is damaged.
+        StorageError: the file cannot be written.
     """
-    if not config.warmup_examples:
+    number, file = config.warmup_examples, given.warmup
+    if not number:
         return
-    examples = _examples(config, task, prompts)
-    loss = (
-        warm_up_once(model, examples, config, given.warmup)
-        if given.warmup
-        else warm_up(model, examples, config)
-    )
-    say(f"warmed up on {config.warmup_examples} examples: {loss:.3f} nats a token")
+    key = _key(model, config, task) if file else ""
+    if file and file.exists():
+        loss = take(model, key, file)
+        say(f"warmed up already on {number} examples ({loss:.3f} nats a token): {file}")
+        return
+    with working(say, "warming up on examples", number) as advance:
+        loss = warm_up(model, _examples(config, task, prompts), config, advance)
+    if file:
+        keep(model, loss, key, file)
+    say(f"warmed up on {number} examples: {loss:.3f} nats a token")
+
+
+def _key(model: nn.Module, config: Config, task: Task) -> str:
+    """A hash of all that a warm-up depends on.
+
+    Neither threads nor devices, nor versions of libraries, which change but the rounding: all
+    processes of a run take the same file, and so does a run that is resumed.
+    """
+    known = {
+        "model": fingerprint(model.named_parameters()),
+        "rows": dict(task.identity),
+        "task": config.task.model_dump(mode="json"),
+        "seed": config.seed,
+        "examples": config.warmup_examples,
+        "lr": config.warmup_lr,
+        "training": config.training.model_dump(mode="json", exclude={"ratio_tolerance"}),
+    }
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def _examples(config: Config, task: Task, prompts: PromptSource) -> list[Response]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.config import Config
+from stretto import files
+from stretto.config import Config, SupervisedConfig
 from stretto.errors import ModelError, StorageError
-from stretto.models.memory import TRAINED_ROLES, format_size, plan_for, width
+from stretto.models.memory import TRAINED_ROLES, format_size, plan_for, plan_for_one, width
+from stretto.observe.run_directory import CHECKPOINTS, KEPT
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,31 +17,38 @@ class Written:
     """What a run writes at most, in bytes.
 
     Attributes:
-        checkpoint: float32 masters and both moments of Adam of all that is trained.
-        model: the trained model.
+        checkpoint: float32 masters and both moments of Adam of all that is trained, and where
+            generation lags behind, the weights that it works with. 0 without checkpoints.
+        model: the trained model, and what the warm-up keeps.
     """
 
     checkpoint: int
     model: int
 
     @classmethod
-    def by(cls, config: Config) -> Written | None:
+    def by(cls, config: Config | SupervisedConfig) -> Written | None:
         """Return what a run writes; ``None`` where its models are not here to be counted."""
         try:
+            if not isinstance(config, Config):
+                return cls(0, width(config.model) * plan_for_one(config.model).parameters)
             plan = plan_for(config)
         except ModelError:
             return None
-        trained = sum(role.role in TRAINED_ROLES for role in plan.mixed.roles)
-        checkpoint = 12 * plan.trained * trained if config.observe.checkpoints else 0
-        return cls(checkpoint, width(config.model) * plan.parameters)
+        weights, checkpoint = width(config.model) * plan.parameters, 0
+        if config.observe.checkpoints:
+            trained = sum(role.role in TRAINED_ROLES for role in plan.mixed.roles)
+            lags = config.schedule.knobs.lag > 0
+            checkpoint = 12 * plan.trained * trained + (weights if lags else 0)
+        return cls(checkpoint, weights * (2 if config.warmup_examples else 1))
 
 
-def check(config: Config, folder: Path) -> None:
+def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = False) -> None:
     """Refuse a run whose checkpoint and model do not fit on the disk.
 
     Args:
         config: of the run.
-        folder: in which its own folder is, or will be.
+        folder: of the run, or that its folder will be in.
+        resuming: whether the run has a checkpoint already, so that it can do without another.
 
     Raises:
         StorageError: they do not.
@@ -48,13 +56,39 @@ def check(config: Config, folder: Path) -> None:
     written = Written.by(config)
     if written is None:
         return
-    folder = folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if written.checkpoint + written.model > free:
+    checkpoint, free = 0 if resuming else written.checkpoint, files.free(folder)
+    needed = round(max(checkpoint + written.model, (1 + files.SPARE) * checkpoint))
+    if needed > free:
+        also, remedy = "", "Make room, or choose another disk with --out"
+        if checkpoint:
+            also = f", {format_size(checkpoint)} for a checkpoint, and room for records"
+            remedy = f"{remedy}, or leave checkpoints out with --observe.checkpoint-minutes 0"
         raise StorageError(
-            f"'{folder}' is on a disk with {format_size(free)} free, and the run writes "
-            f"{format_size(written.model)} for its model and {format_size(written.checkpoint)} for "
-            "a checkpoint: make room, choose another disk with --out, or leave checkpoints out "
-            "with --observe.checkpoint-minutes 0"
+            f"'{folder}' is on a disk with {format_size(free)} free, and the run needs "
+            f"{format_size(needed)} there: {format_size(written.model)} for its model{also}. "
+            f"{remedy}"
         )
+
+
+def said(config: Config | SupervisedConfig, folder: Path) -> str:
+    """Say what a run's checkpoints take, and how many the disk has room for; empty without any.
+
+    Args:
+        config: of the run.
+        folder: of the run, or that its folder will be in.
+    """
+    written = Written.by(config)
+    if written is None or not written.checkpoint:
+        return ""
+    size = written.checkpoint
+    free = files.free(folder)
+    held = sum(f.stat().st_size for f in (folder / CHECKPOINTS).rglob("*") if f.is_file())
+    beside = int((free + held) / size - 1 - files.SPARE)
+    if beside >= KEPT:
+        return f"checkpoints: {format_size(size)} each, at most {KEPT} kept"
+    if beside == 1:
+        return f"checkpoints: {format_size(size)} each, 1 kept, as {format_size(free)} are free"
+    return (
+        f"checkpoints: {format_size(size)} each, and only the first is written, as "
+        f"{format_size(free)} are free: make room"
+    )

@@ -79,13 +79,14 @@ def check_supervised(config: SftConfig | RewardModelConfig, *, ask_hub: bool = T
     """Refuse a run of supervised training that is known to fail; see :func:`check_run`."""
     check_observation(config.observe)
     check_device(config.model)
-    if is_local(config.data.name):
+    name = config.data.name
+    if name and is_local(name):  # without a name, an alignment labels the pairs by then
         if isinstance(config, SftConfig):
             read_demonstrations(config.data)
         else:
             read_pairs(config.data)
-    else:
-        hub.check_dataset(config.data.name, ask=ask_hub)
+    elif name:
+        hub.check_dataset(name, ask=ask_hub)
     check_model(config.model.name, config.model, ask_hub=ask_hub)
 
 

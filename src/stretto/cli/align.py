@@ -28,7 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     if options["dry_run"]:
         print("\n".join(replaced(stages)))
         print(dry_run.describe_supervised(stages.sft))
-        print(dry_run.describe_supervised(stages.reward))
+        labelled = stages.reward.data.model_copy(update={"name": ""})
+        print(dry_run.describe_supervised(stages.reward.model_copy(update={"data": labelled})))
         print(dry_run.describe_run(stages.train))
         return 0
     folder = new_folder(options["out"], f"{options['name']}-align")

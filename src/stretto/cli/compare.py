@@ -40,7 +40,9 @@ from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.machine import Machine
 from stretto.observe.lock import locked
+from stretto.observe.progress import on_stderr
 from stretto.observe.report import MAX_RUNS
+from stretto.saying import CHECKING, LOADING, working
 
 _SIM = "--sim"
 
@@ -74,12 +76,14 @@ def _trained(arguments: Sequence[str]) -> int:
     )
     check_recipe_is_first(arguments, own["recipe"])
     check_task(config)
-    check_run(config)
+    with working(on_stderr, CHECKING):
+        check_run(config)
     jobs = plan(own["variants"], own["seeds"])
     for job in jobs:  # what is wrong with any of them is said before the first one starts
         config_of(config, job, "")
 
-    config = settled(config, print)  # once, as runs that decide for themselves may differ
+    with working(on_stderr, LOADING):
+        config = settled(config, print)  # once, as runs that decide for themselves may differ
     folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):
@@ -94,7 +98,7 @@ def _run_all(
     target: float | None,
 ) -> int:
     trainings = Trainings(config, jobs, folder)
-    collected = collect(jobs, trainings.run)
+    collected = collect(jobs, trainings.run, config.steps)
     publish(collected, target, folder, arguments, str(Machine.here()))
     first = [path for job, path in trainings.folders.items() if job.seed == jobs[0].seed][:MAX_RUNS]
     if first:

@@ -74,7 +74,12 @@ def run(arguments: Sequence[str]) -> int:
     jobs = plan(options.variants, seeds)
     # What is wrong with any of them is said before the first one starts.
     clusters = {job: simulation.asked(job, options.steps) for job in jobs}
-    collected = collect(jobs, lambda job: simulation.run(job, clusters[job]))
+    collected = collect(
+        jobs,
+        lambda job, advance: simulation.run(job, clusters[job], advance),
+        clusters[jobs[0]].workload.steps,
+        simulated=True,
+    )
     folder = new_folder(options.out, f"{recipes.name_of(options.sim)}-compare")
     where = f"virtual time, with costs and lengths of {options.sim}"
     if replayed:

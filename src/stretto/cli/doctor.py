@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 
 from stretto.extras import plain, requirements
 from stretto.machine import usable_cores
+from stretto.observe.progress import on_stderr
+from stretto.saying import working
 
 DEFAULT_MODEL = "smollm2-135m"
 _LOW_MEMORY_BYTES = 8 * 10**9
@@ -59,9 +61,10 @@ def run(arguments: Sequence[str]) -> int:
     tyro.cli(_describe, prog="stretto doctor", args=list(arguments))
     marks = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
     broken = 0
-    for finding in examine():
-        broken += finding.state == "broken"
-        print(f"[{marks[finding.state]}] {finding.topic:<13} {finding.text}", flush=True)
+    with working(on_stderr, "looking at this machine"):
+        for finding in examine():
+            broken += finding.state == "broken"
+            print(f"[{marks[finding.state]}] {finding.topic:<13} {finding.text}", flush=True)
     print(f"{broken} broken; nothing can be trained before that is repaired" if broken else "ready")
     return 1 if broken else 0
 

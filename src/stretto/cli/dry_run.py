@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from stretto.checks import check_run, check_supervised
+from stretto.checks import check_run, check_supervised, disk
 from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig, TaskConfig
 from stretto.config.sections import MODEL
@@ -48,6 +48,7 @@ def describe_run(config: Config) -> str:
     if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
     lines.append(f"evaluation: {_held_out(config.task)}")
+    lines += filter(None, [disk.said(config, Path(config.out))])
     plan = plan_for(config)
     return "\n".join([*lines, format_plan(plan), *_processes(config, plan)])
 
@@ -63,12 +64,13 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
     check_supervised(config, ask_hub=False)
     rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
     length = f"{config.steps} updates" if config.steps else f"{config.training.epochs} epoch(s)"
+    name = config.data.name
+    data = f"{name} ({_data(name)})" if name else "pairs that the gold reward labels"
     lines = [
         f"{length} of {config.batch} {rows}, at most "
         f"{config.batch * config.data.max_tokens * sides:,} tokens an update",
         *_model(config.model),
-        f"data: {config.data.name} ({_data(config.data.name)}), "
-        f"{config.data.held_out:.0%} of it held out",
+        f"data: {data}, {config.data.held_out:.0%} of it held out",
     ]
     return "\n".join([*lines, format_plan(plan_for_one(config.model))])
 
@@ -102,7 +104,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     trained = sum(roles[name].total_bytes for name in ("actor", "critic") if name in roles)
     reward = roles["reward"].total_bytes if "reward" in roles else 0
     yield f"Processes (runtime = '{config.runtime}'):"
-    yield table(found, {**frozen, "learner": trained, "reward": reward})
+    yield table(config, found, {**frozen, "learner": trained, "reward": reward})
     yield from remarks(config, found, usable_cores(), gpus)
     if loads := fitting.planned(config, found, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"

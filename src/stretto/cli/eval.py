@@ -24,7 +24,9 @@ from stretto.cli.settings import (
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
+from stretto.observe.progress import on_stderr
 from stretto.observe.report import evaluations
+from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
     from stretto.evaluation import EvalResult, Measured
@@ -83,7 +85,8 @@ def run(arguments: Sequence[str]) -> int:
     trained = trained_with(own["model"], own["recipe"], config)
     by = [own["win_rate_by"]] if own["win_rate_by"] else []
     rows = sampled or not benchmarks
-    check_measured(config, model, rows=rows, sources=by, sft=own["sft"])
+    with working(on_stderr, CHECKING):
+        check_measured(config, model, rows=rows, sources=by, sft=own["sft"])
     if benchmarks:
         require("lm_eval", "lm-eval", "--lm-eval")
     if own["judge"]:
@@ -111,7 +114,8 @@ def run(arguments: Sequence[str]) -> int:
 def _pass_at_1(
     config: Config, own: Mapping[str, Any], model: str, trained: Config
 ) -> dict[str, Any]:
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     result = evaluation.evaluate(
         config, model=model, samples=own["samples"] or SAMPLES, trained=trained
@@ -126,7 +130,8 @@ def _pass_at_1(
 
 
 def _sampled(config: Config, own: Mapping[str, Any], model: str, trained: Config) -> dict[str, Any]:
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     judge = None
     if own["judge"]:
@@ -156,7 +161,8 @@ def _sampled(config: Config, own: Mapping[str, Any], model: str, trained: Config
 def _benchmarks(
     config: Config, own: Mapping[str, Any], model: str, names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     figures = evaluation.benchmark(config, model=model, tasks=names, limit=own["lm_eval_limit"])
     for f in figures:

@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from stretto.checks import check_measured
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import ConfigError
+from stretto.observe.progress import on_stderr
+from stretto.saying import CHECKING, LOADING, working
 
 _MOST_AT_ONCE = 32
 
@@ -73,8 +75,10 @@ def _generate(
         raise ConfigError(f"{name} {first['input']!r}: {rule}") from error
 
     config = ModelConfig(name=model, dtype=dtype, device=device)
-    check_measured(Config.model_construct(model=config), model, rows=False)
-    from stretto.evaluation.answers import generate
+    with working(on_stderr, CHECKING):
+        check_measured(Config.model_construct(model=config), model, rows=False)
+    with working(on_stderr, LOADING):
+        from stretto.evaluation.answers import generate
 
     answers = generate(config, asked, rollout, seed=seed, chat=chat)
     for index, text in _in_order(answers):

@@ -23,6 +23,8 @@ from stretto.cli.settings import (
 )
 from stretto.config import RewardModelConfig, recipes
 from stretto.errors import ConfigError
+from stretto.observe.progress import on_stderr
+from stretto.saying import CHECKING, LOADING, working
 
 if TYPE_CHECKING:
     from stretto.evaluation import LabelResult
@@ -99,7 +101,8 @@ def _label_file(arguments: Sequence[str]) -> LabelResult:
     if not own["timeout"] > 0:
         raise ConfigError(f"--timeout {own['timeout']}: must be above 0")
 
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     return evaluation.label_pairs(
         config, by=own["by"], out=Path(own["out"]), timeout_s=own["timeout"]
@@ -134,9 +137,11 @@ def _label_responses(arguments: Sequence[str]) -> LabelResult:
     _check(own)
     if own["prompts"] < 1:
         raise ConfigError(f"--prompts {own['prompts']}: must be 1 or more")
-    check_measured(config, own["responses_from"], sources=[own["by"]])
+    with working(on_stderr, CHECKING):
+        check_measured(config, own["responses_from"], sources=[own["by"]])
 
-    from stretto import evaluation
+    with working(on_stderr, LOADING):
+        from stretto import evaluation
 
     return evaluation.label_responses(
         config,

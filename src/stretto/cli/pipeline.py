@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from stretto.errors import ConfigError
+from stretto.observe.progress import on_stderr
+from stretto.saying import working
 
 if TYPE_CHECKING:
     from stretto.pipelines.problem import Problem
@@ -152,16 +154,17 @@ def _from_sizes(options: Options) -> Problem:
 
 
 def _solve(problem: Problem, options: Options) -> Solution:
-    from stretto.pipelines.solve import solve
+    with working(on_stderr, f"compiling, then searching for {options.seconds:g} s at most"):
+        from stretto.pipelines.solve import solve
 
-    return solve(
-        problem,
-        seconds=options.seconds,
-        seed=options.seed,
-        method=options.method,
-        threads=options.threads,
-        keep_interrupted=True,
-    )
+        return solve(
+            problem,
+            seconds=options.seconds,
+            seed=options.seed,
+            method=options.method,
+            threads=options.threads,
+            keep_interrupted=True,
+        )
 
 
 def _lines(problem: Problem, solution: Solution, units: Units) -> list[str]:

@@ -20,9 +20,12 @@ from stretto.cli.settings import (
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.models.memory import format_size
+from stretto.observe import make_progress
+from stretto.observe.progress import on_stderr
 from stretto.planning import hardware_file
 from stretto.planning.hardware import GPUS
 from stretto.planning.layout import Mesh
+from stretto.saying import Saying
 
 if TYPE_CHECKING:
     from stretto.runtime.plans.candidates import Candidate
@@ -59,7 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     question = _question(own)
     if own["write"]:
         planning.check_writable(own["write"])
-    found = planning.plan(config, question)
+    found = planning.plan(config, question, say=on_stderr)
     print("\n".join(_lines(found, question, recipes.name_of(recipe))))
     if own["write"]:
         _write(found, own["write"], recipe, start)
@@ -67,7 +70,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _calibrate(config: Config, file: str, arguments: Sequence[str]) -> int:
-    calibrating.calibrate(config, file, command=shlex.join(["stretto", "plan", *arguments]))
+    command = shlex.join(["stretto", "plan", *arguments])
+    calibrating.calibrate(config, file, command=command, say=Saying(make_progress("auto")))
     print(f"wrote {file}: stretto plan {leading_recipe(arguments)} --gpus N --hardware {file}")
     return 0
 

@@ -11,6 +11,8 @@ import tyro
 from stretto.api.predicted import predicted
 from stretto.errors import ConfigError
 from stretto.observe import report
+from stretto.observe.progress import on_stderr
+from stretto.saying import working
 
 DEFAULT_OUT = "report.html"
 
@@ -45,9 +47,11 @@ def _report(
     """
     if step < 0:
         raise ConfigError(f"--step {step}: steps count from 1")
-    loaded = report.load(runs)
+    with working(on_stderr, "reading the runs"):
+        loaded = report.load(runs)
     if out or not timeline:
-        found = predicted(runs) if len(runs) <= report.MAX_RUNS else []
+        with working(on_stderr, "predicting the runs from their own records"):
+            found = predicted(runs) if len(runs) <= report.MAX_RUNS else []
         data = [each.data() for each in found]
         _write(out or DEFAULT_OUT, report.html_page(loaded, step or None, data))
         for run, each in zip(loaded, found, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from stretto.errors import ConfigError, nearest
+from stretto.observe.progress import on_stderr
+from stretto.saying import LOADING, silent, working
 
 if TYPE_CHECKING:
     from stretto.observe import RunDirectory
@@ -50,6 +53,8 @@ def _tour(
             f"--steps {steps}: the tour needs {LEAST_STEPS} or more, to leave the first one out"
         )
     chosen = [_part(word) for word in parts] or list(PARTS)
+    with working(on_stderr, LOADING):
+        importlib.import_module("stretto.runs")
     with _folder(out) as (scratch, runs):
         _show(chosen, scratch, runs, steps, kept=bool(out))
 
@@ -78,12 +83,11 @@ def _show(chosen: Sequence[str], scratch: Path, runs: Path, steps: int, *, kept:
 
 
 def _recorded(runs: Path, steps: int) -> RunDirectory:
-    """Train as part 3 does, without showing it."""
-    from stretto.observe.progress import NoProgress
+    """Train as part 3 does, without showing its steps."""
     from stretto.tour import training
 
     _say(f"Part 4 looks at a run of part 3, which is made first: {steps} steps ...\n")
-    return training.train(runs, steps, NoProgress())
+    return training.train(runs, steps, training.Lines(silent))
 
 
 def _part(word: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import TypeVar
 from stretto.api.processes import Failure
 from stretto.api.variants import ONE_ENGINE, OVERCOMMIT_RULES, VARIANTS, Job
 from stretto.errors import ConfigError, nearest
+from stretto.observe import make_progress
 from stretto.observe.compare import Comparison, Outcome
+from stretto.saying import Advance
 
 T = TypeVar("T", str, int)
 
@@ -78,23 +81,41 @@ def _once(given: Iterable[T], option: str) -> list[T]:
     return values
 
 
-def collect(jobs: Sequence[Job], execute: Callable[[Job], Outcome | Failure]) -> Collected:
-    """Do the runs one after the other; failed ones are left out, Ctrl-C ends with what there is."""
-    collected = Collected()
+def collect(
+    jobs: Sequence[Job],
+    execute: Callable[[Job, Advance], Outcome | Failure],
+    steps: int,
+    *,
+    simulated: bool = False,
+) -> Collected:
+    """Do the runs one after the other; failed ones are left out, Ctrl-C ends with what there is.
+
+    Args:
+        jobs: the runs.
+        execute: does one, and tells of its steps.
+        steps: of each.
+        simulated: whether their seconds are of virtual time.
+    """
+    collected, display = Collected(), make_progress("auto")
     for number, job in enumerate(jobs, 1):
-        print(f"[{number}/{len(jobs)}] {job.variant}, seed {job.seed}: ", end="", flush=True)
+        name = f"[{number}/{len(jobs)}] {job.variant}, seed {job.seed}"
+        since_s = time.monotonic()
         try:
-            outcome = execute(job)
+            with display.working(f"{name}, steps", steps) as advance:
+                outcome = execute(job, advance)
         except KeyboardInterrupt:
-            print("interrupted", flush=True)
+            display.note(f"{name}: interrupted")
             collected.interrupted = True
             break
         if isinstance(outcome, Failure):
-            print(f"failed, {outcome.text}", flush=True)
+            display.note(f"{name}: failed, {outcome.text}")
             collected.failed.append(job)
-        else:
-            collected.outcomes.append(outcome)
-            print(f"{len(outcome.times_s)} steps in {outcome.times_s[-1]:.1f} s", flush=True)
+            continue
+        collected.outcomes.append(outcome)
+        took = f"{len(outcome.times_s)} steps in {outcome.times_s[-1]:.1f} s"
+        if simulated:
+            took += f" of simulated time ({time.monotonic() - since_s:.1f} s here)"
+        display.note(f"{name}: {took}")
     return collected
 
 

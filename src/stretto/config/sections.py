@@ -209,7 +209,7 @@ class ObserveConfig(Section):
     samples: NonNegativeInt = 4
     """Responses per step written to samples.jsonl."""
     checkpoint_minutes: NonNegative = 10.0
-    """Minutes between checkpoints to resume from; there is one more at the end of a run. 0 writes none: only the model, at the end."""
+    """Minutes between checkpoints to resume from; the first comes after a minute already, the last at the end of the run. 0 writes none: only the model, at the end."""
     checkpoint_every: NonNegativeInt = 0
     """Steps between checkpoints, in place of checkpoint_minutes; 0 leaves it at those."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -16,7 +15,9 @@ from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, requi
 from stretto.errors import RewardError
 from stretto.models.load import fastest_dtype, load_tokenizer, pick_device
 from stretto.models.resolve import resolve
+from stretto.observe.progress import on_stderr
 from stretto.rollout.engine import TorchEngine
+from stretto.saying import working
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.base import TaskRow
@@ -76,7 +77,9 @@ def answer(
         for i in range(per_prompt)
     ]
     engine = make_engine(config, actor, tokenizer, config.rollout.batch)
-    list(completed(engine, rollouts))
+    with working(on_stderr, "answering prompts", len(rollouts)) as advance:
+        for _ in completed(engine, rollouts):
+            advance(1)
     return Answers(rollouts)
 
 
@@ -107,23 +110,21 @@ def generate(
         seed=seed, model=config, rollout=options, task=TaskConfig(chat=chat)
     )
     prepare_torch(settings)
-    tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, say))
+    tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr), say=on_stderr)
     encoder = Encoder(tokenizer)
     rollouts = [
         Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i, encoder=encoder), i)
         for i, text in enumerate(prompts)
     ]
     if given.actor is None and config.dtype == "auto":
-        dtype, because = fastest_dtype(pick_device(config.device))
-        say(f"computing in {str(dtype).removeprefix('torch.')}: {because}; --dtype takes another")
-    engine = make_engine(settings, make_actor(settings, given, say), tokenizer, options.batch)
+        with working(on_stderr, "trying which type is faster"):
+            dtype, because = fastest_dtype(pick_device(config.device))
+        kind = str(dtype).removeprefix("torch.")
+        on_stderr(f"computing in {kind}: {because}; --dtype takes another")
+    actor = make_actor(settings, given, on_stderr)
+    engine = make_engine(settings, actor, tokenizer, options.batch)
     for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
-
-
-def say(text: str) -> None:
-    """Print to standard error; standard output is for the answers."""
-    print(text, file=sys.stderr)
 
 
 class WholeScorer(Protocol):
@@ -144,20 +145,25 @@ def score_all(function: WholeScorer, rollouts: Sequence[Rollout], batch: int) ->
         RewardError: it failed on one, or does not apply to one.
     """
     values = []
-    for start in range(0, len(rollouts), batch):
-        part = rollouts[start : start + batch]
-        function.admit([r.response(text=True) for r in part])
-        for score in function.finish([r.id for r in part]):
-            if score.failure:
-                raise RewardError(score.failure, [score.rollout_id])
-            if score.scalar is None:
-                raise RewardError(
-                    f"'{score.source}' gave None for response {score.rollout_id}, so it does not "
-                    "apply there; here every response needs a number",
-                    [score.rollout_id],
-                )
-            values.append(score.scalar)
+    with working(on_stderr, "scoring responses", len(rollouts)) as advance:
+        for start in range(0, len(rollouts), batch):
+            part = rollouts[start : start + batch]
+            function.admit([r.response(text=True) for r in part])
+            values += [_number(score) for score in function.finish([r.id for r in part])]
+            advance(len(part))
     return values
+
+
+def _number(score: Score) -> float:
+    if score.failure:
+        raise RewardError(score.failure, [score.rollout_id])
+    if score.scalar is None:
+        raise RewardError(
+            f"'{score.source}' gave None for response {score.rollout_id}, so it does not "
+            "apply there; here every response needs a number",
+            [score.rollout_id],
+        )
+    return score.scalar
 
 
 def completed(

@@ -13,7 +13,8 @@ from stretto.assembly.scorers import open_function, reward_scorer
 from stretto.config import Config
 from stretto.config.sections import MODEL
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
-from stretto.evaluation.answers import WholeScorer, say, score_all
+from stretto.evaluation.answers import WholeScorer, score_all
+from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.base import INDEX_KEY
 from stretto.types import FinishReason, Prompt
@@ -46,7 +47,7 @@ def open_gold(
         ModelError: the reward model cannot be loaded, or has no scalar head.
     """
     if source.startswith(MODEL):
-        return reward_scorer(source, config, tokenizer, say, ends=ends)
+        return reward_scorer(source, config, tokenizer, on_stderr, ends=ends)
     if source != "task" and ".py:" not in source:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "

@@ -12,9 +12,10 @@ from typing import Any
 
 from stretto.config import Config
 from stretto.errors import ConfigError, require
-from stretto.evaluation.answers import say
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.resolve import resolve
+from stretto.observe.progress import on_stderr
+from stretto.saying import working
 
 FEWSHOT: Mapping[str, int] = {
     "arc_challenge": 0,
@@ -63,8 +64,9 @@ def benchmark(
         ModelError: the model cannot be found.
     """
     require("lm_eval", "lm-eval", "--lm-eval")
-    lm_eval: Any = import_module("lm_eval")
-    harness_tasks: Any = import_module("lm_eval.tasks")
+    with working(on_stderr, "loading lm-evaluation-harness"):
+        lm_eval: Any = import_module("lm_eval")
+        harness_tasks: Any = import_module("lm_eval.tasks")
     files = {task: Path(task) for task in tasks if task.endswith(".yaml")}
     names = {task: _name(files[task]) if task in files else task for task in tasks}
     manager = harness_tasks.TaskManager(include_path=[str(f.parent) for f in files.values()])
@@ -77,7 +79,7 @@ def benchmark(
     options = {
         "model": "hf",
         "model_args": {
-            "pretrained": str(resolve(model, say)),
+            "pretrained": str(resolve(model, on_stderr)),
             "dtype": str(pick_dtype(config.model.dtype, device)).removeprefix("torch."),
             "trust_remote_code": config.model.trust_remote_code,
         },

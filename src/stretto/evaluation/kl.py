@@ -18,7 +18,7 @@ from stretto.assembly.models import load_actor
 from stretto.config import Config
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError
-from stretto.evaluation.answers import of_model, say
+from stretto.evaluation.answers import of_model
 from stretto.evaluation.rates import standard_error
 from stretto.models.forward import (
     microbatches,
@@ -29,6 +29,7 @@ from stretto.models.forward import (
 from stretto.models.load import load_tokenizer
 from stretto.models.logits import token_logprobs
 from stretto.models.resolve import resolve
+from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import same_tokenizer
 
@@ -62,7 +63,7 @@ def require_tokenizer(sft: str, config: Config, tokenizer: PreTrainedTokenizerBa
         ConfigError: it has another tokenizer.
         ModelError: it cannot be found.
     """
-    own = load_tokenizer(resolve(sft, say), config.model.trust_remote_code)
+    own = load_tokenizer(resolve(sft, on_stderr), config.model.trust_remote_code, on_stderr)
     if not same_tokenizer(own, tokenizer):
         raise ConfigError(
             f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "
@@ -84,7 +85,7 @@ def drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[f
     Raises:
         ModelError: the SFT model cannot be loaded.
     """
-    model = load_actor(of_model(config, sft), say)
+    model = load_actor(of_model(config, sft), on_stderr)
     temperatures = (1.0, config.rollout.temperature)
     at_one, as_sampled = logprob_sums(model, rollouts, temperatures, config)
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]

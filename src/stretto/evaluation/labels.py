@@ -21,11 +21,12 @@ from stretto.assembly.models import load_actor, prepare_torch
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.config.sections import MODEL
 from stretto.errors import ConfigError, TaskError
-from stretto.evaluation.answers import answer, of_model, say
+from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
+from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.conversations import cells_of
@@ -180,11 +181,13 @@ def label_responses(
     _check_out(out, config.task.name)
     config = of_model(config, policy)
     prepare_torch(config)
-    tokenizer = load_tokenizer(resolve(policy, say), config.model.trust_remote_code)
-    task = tasks.load(config.task, config.seed)
+    tokenizer = load_tokenizer(
+        resolve(policy, on_stderr), config.model.trust_remote_code, on_stderr
+    )
+    task = tasks.load(config.task, config.seed, on_stderr)
     with ExitStack() as stack:
         gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
-        actor = load_actor(config, say)
+        actor = load_actor(config, on_stderr)
         asked = PromptSource(task, config.task, tokenizer, config.seed).first(prompts)
         rollouts = answer(config, actor, tokenizer, asked, per_prompt).rollouts
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
@@ -275,7 +278,7 @@ def _read(config: RewardModelConfig) -> list[_Row]:
 
 def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
     if reasons:
-        say(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
+        on_stderr(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
 
 
 def _of_pair(pair: Pair) -> _Row:
@@ -302,8 +305,8 @@ def _tokens_for(
     """Tokenizer and layout that turn rows into tokens: a reward model's, or for functions bytes."""
     if not by.startswith(MODEL):
         return byte_tokenizer(), None
-    path, trust = resolve(by.removeprefix(MODEL), say), config.model.trust_remote_code
-    tokenizer = load_tokenizer(path, trust)
+    path, trust = resolve(by.removeprefix(MODEL), on_stderr), config.model.trust_remote_code
+    tokenizer = load_tokenizer(path, trust, on_stderr)
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 
 

@@ -11,7 +11,7 @@ from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.config import Config, RowsConfig
 from stretto.errors import ConfigError
-from stretto.evaluation.answers import Answers, WholeScorer, answer, of_model, say
+from stretto.evaluation.answers import Answers, WholeScorer, answer, of_model
 from stretto.evaluation.gold import (
     as_rollout,
     end_tokens_of,
@@ -25,6 +25,7 @@ from stretto.evaluation.rates import WinRate, compare
 from stretto.evaluation.rows import Questions, measured_on, questions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
+from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.text import response_text
 from stretto.tasks.responses import PromptLayout
@@ -102,10 +103,10 @@ def measure(
     settings, config = config, of_model(measured_on(config), policy)
     with ExitStack() as stack:
         prepare_torch(config)
-        path, trust = resolve(policy, say), config.model.trust_remote_code
-        tokenizer = load_tokenizer(path, trust)
+        path, trust = resolve(policy, on_stderr), config.model.trust_remote_code
+        tokenizer = load_tokenizer(path, trust, on_stderr)
         ends = end_tokens_of(path, tokenizer, trust)
-        task = tasks.load(config.task, config.seed)
+        task = tasks.load(config.task, config.seed, on_stderr)
         first = task.row(0).data
         if sources or judge:  # the others are looked at when it is known which they are
             reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)
@@ -180,7 +181,7 @@ def _answers(
     """The policy's responses, and where asked their log-probabilities. It is then let go, which
     makes room for the SFT model.
     """
-    actor = load_actor(config, say)
+    actor = load_actor(config, on_stderr)
     answers = answer(config, actor, tokenizer, asked.prompts)
     if not sums:
         return answers, []

@@ -10,11 +10,12 @@ from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.assembly.scorers import open_function
 from stretto.config import Config
-from stretto.evaluation.answers import answer, of_model, say, score_all
+from stretto.evaluation.answers import answer, of_model, score_all
 from stretto.evaluation.rates import standard_error
 from stretto.evaluation.rows import measured_on, questions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
+from stretto.observe.progress import on_stderr
 from stretto.tasks.base import RIGHT
 
 
@@ -74,11 +75,13 @@ def evaluate(
     )
     with ExitStack() as stack:
         prepare_torch(read)
-        tokenizer = load_tokenizer(resolve(model, say), read.model.trust_remote_code)
-        task = tasks.load(read.task, read.seed)
+        tokenizer = load_tokenizer(
+            resolve(model, on_stderr), read.model.trust_remote_code, on_stderr
+        )
+        task = tasks.load(read.task, read.seed, on_stderr)
         function = open_function("task", read, task.row(0).data.keys(), tokenizer, stack)
         asked = questions(config, task, tokenizer, samples, trained or config)
-        answers = answer(read, load_actor(read, say), tokenizer, asked.prompts)
+        answers = answer(read, load_actor(read, on_stderr), tokenizer, asked.prompts)
         scores = score_all(function, answers.rollouts, read.rollout.batch)
     right = [float(score >= RIGHT) for score in scores]
     return EvalResult(

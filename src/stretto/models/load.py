@@ -20,6 +20,7 @@ from stretto.models.attention import use_short_attention
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite
+from stretto.saying import Say, silent, working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -70,16 +71,16 @@ def fastest_dtype(device: torch.device, threads: int = 0) -> tuple[torch.dtype, 
 
 
 def load_tokenizer(
-    name_or_path: Path | str, trust_remote_code: bool = False
+    name_or_path: Path | str, trust_remote_code: bool = False, say: Say = silent
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model.
+    """The tokenizer of a model; ``say`` shows the work.
 
     Raises:
         ModelError: there is none, or it cannot be fetched.
     """
-    from transformers import AutoTokenizer
+    with working(say, "loading the tokenizer"), _explained(name_or_path, "the tokenizer"):
+        from transformers import AutoTokenizer
 
-    with _explained(name_or_path, "the tokenizer"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(name_or_path), trust_remote_code=trust_remote_code
         )

@@ -214,14 +214,14 @@ def parse_parameters(text: str) -> int | None:
 
 def format_plan(plan: MemoryPlan) -> str:
     """The plan as a table, both countings side by side, with what each of them means."""
-    trained = (
-        "all trained" if plan.trained == plan.parameters else f"{_count(plan.trained)} trained"
-    )
+    parameters, trained = format_count(plan.parameters), f"{format_count(plan.trained)} trained"
+    if plan.trained == plan.parameters:
+        trained = "all trained"
     learned = " and ".join(r.role for r in plan.mixed.roles if r.role in TRAINED_ROLES)
     where = "" if learned == "model" else f" in {learned}"
     lines = [
-        f"Memory for weights, gradients and Adam states; {_count(plan.parameters)} parameters a "
-        f"model ({trained}{where})",
+        f"Memory for weights, gradients and Adam states; {parameters} parameters a model "
+        f"({trained}{where})",
         f"  {'model':<10} {'16-bit':>10}   {'mixed precision':>15}",
     ]
     pairs = zip(plan.sixteen_bit.roles, plan.mixed.roles, strict=True)
@@ -242,7 +242,8 @@ def format_plan(plan: MemoryPlan) -> str:
     return "\n".join(lines)
 
 
-def _count(number: int) -> str:
+def format_count(number: int) -> str:
+    """Return a number of parameters for people, to four digits."""
     for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:
             return f"{number / size:.4g}{unit}"

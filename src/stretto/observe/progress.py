@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import fmean
-from typing import Literal, Protocol, TextIO
+from typing import IO, Literal, Protocol, TextIO
+from weakref import WeakKeyDictionary
 
 from stretto.config import Config, RewardModelConfig, SupervisedConfig
 from stretto.observe.run_directory import Sample
+from stretto.observe.working import FIRST_S, SOON_S, Work, duration, repeated
+from stretto.saying import Advance, Saying, Shows, unseen
+from stretto.types import short_name
 
 REWARD = "objective/scores"
 KL = "objective/kl"
@@ -40,21 +45,17 @@ WINDOW = 10
 """Steps over which the trend and the time left are taken."""
 
 
-class Progress(Protocol):
+class Progress(Shows, Protocol):
     """Receiver of a run's reports."""
 
-    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
-        """Show what will run, and the memory it plans for."""
+    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
+        """Show what will run; ``headline`` says it in a few lines, see :func:`headline`."""
         ...
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
         """Show the metrics of a step that is done; ``step`` counts from 1 to ``total``."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Show a message."""
         ...
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class Progress(Protocol):
 class NoProgress:
     """A display that shows nothing."""
 
-    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
+    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
         """Do nothing."""
 
     def step(
@@ -76,21 +77,27 @@ class NoProgress:
     def note(self, text: str) -> None:
         """Do nothing."""
 
+    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+        """Do nothing."""
+        return nullcontext(unseen)
+
     def close(self) -> None:
         """Do nothing."""
 
 
 class PlainProgress:
-    """One line a step, each flushed; for files, pipes and continuous integration."""
+    """One line a step, each flushed; for files, pipes and continuous integration.
+
+    Work gets lines, too, once nothing was said for :data:`~stretto.observe.working.FIRST_S`.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._history = History()
 
-    def start(self, config: Config | SupervisedConfig, plan_text: str) -> None:
-        """Print what will run."""
-        self.note(headline(config))
-        self.note(plan_text)
+    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
+        """Print what will run, but for what the run before it has said."""
+        self.note(news(self._stream, headline))
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
@@ -105,7 +112,27 @@ class PlainProgress:
     def note(self, text: str) -> None:
         """Print a message."""
         if text:
+            _silent_s[self._stream] = 0.0
             print(text, file=self._stream, flush=True)
+
+    @contextmanager
+    def working(self, what: str, total: int = 0) -> Iterator[Advance]:
+        """Print a line about work now and then."""
+        work, told = Work(what, total), False
+        before_s = _silent_s.get(self._stream, 0.0)
+
+        def tell() -> float:
+            nonlocal told
+            told = True
+            self.note(work.line())
+            return work.pause_s
+
+        try:
+            with repeated(tell, max(FIRST_S - before_s, SOON_S)):
+                yield work.advance
+        finally:
+            if not told:
+                _silent_s[self._stream] = _silent_s.get(self._stream, 0.0) + work.took_s
 
     def close(self) -> None:
         """Do nothing: there is nothing to undo."""
@@ -140,38 +167,80 @@ class History:
         return (total - step) * fmean(self._step_times_s)
 
 
-def headline(config: Config | SupervisedConfig) -> str:
-    """Describe what will run: the numbers that follow from the settings, and remarks on these."""
-    if isinstance(config, SupervisedConfig):
-        return _supervised(config)
-    rollout, schedule, training = config.rollout, config.schedule, config.training
-    task = f"{config.task.kind} {config.task.name}"
-    prompts = rollout.batch // rollout.samples_per_prompt
-    return (
-        f"{config.algorithm.name} on {task} with {config.model.name}, {config.steps} steps\n"
-        f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
-        f"{training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
-        f"{rollout.batch // training.minibatches} responses\n"
-        f"schedule: {schedule.preset}: {schedule.knobs.describe(rollout.engines)}"
-        + "".join(f"\nnote: {text}" for text in config.remarks)
+def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
+    """Describe what will run, in three lines, and remark on settings that work otherwise than one
+    might expect.
+
+    Args:
+        config: of the run.
+        model: what is known of the model besides its name.
+        where: what is said of where the results go.
+    """
+    lines = _reinforced(config) if isinstance(config, Config) else _supervised(config)
+    ends = (model and f": {model}", "", where and f"; {where}")
+    remarks = config.remarks if isinstance(config, Config) else []
+    return "\n".join(
+        [
+            *(line + end for line, end in zip(lines, ends, strict=True)),
+            *(f"note: {text}" for text in remarks),
+        ]
     )
 
 
-def _supervised(config: SupervisedConfig) -> str:
+def _reinforced(config: Config) -> list[str]:
+    rollout, schedule, training = config.rollout, config.schedule, config.training
+    prompts = rollout.batch // rollout.samples_per_prompt
+    rewards = ", ".join(short_name(source) for source in config.reward.sources)
+    return [
+        f"{config.algorithm.name} with {config.model.name}",
+        f"{config.steps} steps on {config.task.kind} {config.task.name}, rewards by {rewards}; "
+        f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
+        f"{training.epochs} epoch(s) x {training.minibatches} mini-batch(es) of "
+        f"{rollout.batch // training.minibatches}",
+        f"schedule: {schedule.preset}: {schedule.knobs.describe(rollout.engines)}; runtime "
+        f"{config.runtime}",
+    ]
+
+
+def _supervised(config: SupervisedConfig) -> list[str]:
     pairs = isinstance(config, RewardModelConfig)
     what, rows = ("a reward model", "pairs") if pairs else ("supervised fine-tuning", "sequences")
     length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
-    return f"{what} from {config.model.name}, {length}\na step: {config.batch} {rows}"
+    return [
+        f"{what} from {config.model.name}",
+        f"{length} on {config.data.name}",
+        f"a step: {config.batch} {rows}",
+    ]
 
 
-def duration(seconds: float) -> str:
-    """Write a duration as '42s', '3m05s' or '1h02m'."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+_silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
+"""Seconds of work since the last line, by the stream of the lines: of much that takes a second each
+there is a line, too."""
+
+_said: WeakKeyDictionary[IO[str], Sequence[str]] = WeakKeyDictionary()
+"""The lines of the last headline, by the stream that it went to."""
+
+
+def news(stream: IO[str], headline: str) -> str:
+    """Leave out lines of a headline that the one before it has: a notebook has runs in a row."""
+    lines = headline.splitlines()
+    before = _said.get(stream, ())
+    _said[stream] = lines
+    return "\n".join(line for line in lines if line not in before)
+
+
+class _Stderr:
+    """A display on standard error, whatever that is when something is shown."""
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+        return make_progress("auto", sys.stderr).working(what, total)
+
+
+on_stderr = Saying(_Stderr())
+"""What commands tell of work whose results go to standard output."""
 
 
 def make_progress(

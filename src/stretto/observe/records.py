@@ -37,6 +37,16 @@ def read(file: Path) -> list[dict[str, Any]]:
     return [_record(line, file) for line in files.whole_lines(file.read_bytes())]
 
 
+def last(file: Path) -> dict[str, Any] | None:
+    """The last record that is whole, without reading the others; ``None`` where there is none.
+
+    Raises:
+        StateError: it is no step's record.
+    """
+    line = files.last_line(file) if file.exists() else b""
+    return _record(line, file) if line else None
+
+
 def rewind(file: Path, step: int) -> bool:
     """Drop the records of steps after ``step``.
 

@@ -10,6 +10,7 @@
     ├── rollouts.jsonl   one JSON object a rollout, once trained on or rejected, or at the end
     ├── trace.json       who did what, and when; open it in Perfetto
     ├── checkpoints/     what a run is resumed from
+    ├── warmup.safetensors   the model after its warm-up, where it has one; written once
     ├── model/           the trained model in Hugging Face format
     └── run.lock         who is writing here, while somebody is
 """
@@ -36,6 +37,16 @@ from stretto.observe import records
 from stretto.observe.lock import locked
 from stretto.observe.trace import TraceFile
 from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.types import Stats
+
+METRICS = "metrics.jsonl"
+"""The file of a run's metrics."""
+
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints."""
+
+KEPT = 2
+"""Checkpoints of a run under way that stay, where the disk has room; older ones go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,21 @@ class RolloutRecord:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """The outcome of a run.
+
+    Attributes:
+        steps: taken in all, over all resumptions.
+        stats: of the last step.
+        model: folder of the trained model, in Hugging Face format.
+    """
+
+    steps: int
+    stats: Stats
+    model: Path
+
+
 class RunDirectory:
     """The files of one run; a record is on disk, whole, when the call that writes it returns."""
 
@@ -121,11 +147,12 @@ class RunDirectory:
         self.path = path
         self.config_file = path / "config.toml"
         self.machine_file = path / "machine.json"
-        self.metrics_file = path / "metrics.jsonl"
+        self.metrics_file = path / METRICS
         self.samples_file = path / "samples.jsonl"
         self.rollouts_file = path / "rollouts.jsonl"
         self.trace = TraceFile(path / "trace.json")
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
+        self.warmup = path / "warmup.safetensors"
         self.model = path / "model"
 
     @property
@@ -228,6 +255,22 @@ class RunDirectory:
             StateError: the file is damaged.
         """
         return records.read(self.metrics_file)
+
+    def ended(self, steps: int) -> TrainResult | None:
+        """Return the outcome of a run that has taken so many steps and saved its model after them;
+        ``None`` for one that has not.
+
+        Raises:
+            StateError: the metrics are damaged.
+        """
+        last = records.last(self.metrics_file)
+        if last is None or last["step"] < steps or not (self.model / "config.json").is_file():
+            return None
+        if self.model.stat().st_mtime_ns < self.metrics_file.stat().st_mtime_ns:
+            return None  # it is of fewer steps
+        taken = last.pop("step")
+        stats = {name: math.nan if value is None else value for name, value in last.items()}
+        return TrainResult(taken, stats, self.model)
 
     def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
         """The rollouts that were trained on or rejected, in the order in which that happened.

@@ -4,6 +4,7 @@
 
     checkpoints/step-000020/
     ├── driver.pt        prompts, schedule, weights that generation works with (runtime/state.py)
+    ├── inputs.json      fingerprints of rows and models as the run began (runs/inputs.py)
     ├── learner/         the models under training and their optimizers, a file of each process that
     │                    holds a part of them (training/shard_files.py)
     └── manifest.json    the length and the SHA-256 of each other file
@@ -11,7 +12,8 @@
 Earlier versions wrote a file ``learner.pt`` in place of the folder, which is still read.
 
 A checkpoint appears under its name once all of it is on disk, and is read only if it is as it was
-written. The two newest are kept: the older one is read if the newest is damaged.
+written. While a run is under way the two newest are kept: the older one is read if the newest is
+damaged. One is kept where the disk has no room for another, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -29,26 +31,29 @@ import torch
 
 from stretto import files
 from stretto.errors import StateError
+from stretto.observe.run_directory import KEPT
 from stretto.runtime.state import DRIVER, LEARNER, Writer
 
-KEPT = 2
-"""Checkpoints of a run that stay; older ones go."""
+INPUTS = "inputs.json"
+"""The file with fingerprints, which earlier versions did not write."""
 
 _FORMAT, _FORMER = 4, 3
 _NAME = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
 
 
-def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
+def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT) -> Path:
     """Write ``<folder>/step-<N>``, and remove what it makes superfluous once it is on disk.
 
-    Superfluous are all but the :data:`KEPT` newest, and those of later steps: the run was resumed
-    before them. What a killed run has left half-written goes first.
+    Superfluous are all but the newest, and those of later steps: the run was resumed before them.
+    What a killed run has left half-written goes first, and on a disk without room for another
+    checkpoint, what is superfluous beside the newest one.
 
     Args:
         folder: of all checkpoints of a run.
         step: after which the state was taken.
         parts: what writes each file or folder, by its name.
+        keep: so many stay, this one included.
 
     Raises:
         StorageError: the checkpoint cannot be written; nothing is left of it.
@@ -56,6 +61,8 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
     target = folder / f"step-{step:06d}"
     for left in folder.glob("step-*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
+    with files.explained(target):
+        _make_room(folder, step)
     with files.explained(target), files.new_folder(target) as scratch:
         for name, write in parts.items():
             write(scratch / name)
@@ -63,12 +70,29 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer]) -> Path:
         described = {path.relative_to(scratch).as_posix(): _described(path) for path in paths}
         manifest = {"format": _FORMAT, "step": step, "files": described}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    found = _found(folder)
-    kept = sorted(n for n in found if n <= step)[-KEPT:]
-    for number, path in found.items():
-        if number not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+    for path in _superfluous(folder, step, keep):
+        shutil.rmtree(path, ignore_errors=True)
     return target
+
+
+def _make_room(folder: Path, step: int) -> None:
+    """Remove all checkpoints but the newest, where another one fits then and not before."""
+    old = _found(folder)
+    before = [number for number in old if number <= step]
+    if not before:
+        return
+    needed = (1 + files.SPARE) * size_of(old[max(before)])  # they are all about as large
+    free, superfluous = files.free(folder), _superfluous(folder, step, 1)
+    if free < needed <= free + sum(map(size_of, superfluous)):
+        for path in superfluous:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
+    """Return the checkpoints of later steps, and of those up to ``step`` all but the newest."""
+    found = _found(folder)
+    kept = sorted(number for number in found if number <= step)[-keep:]
+    return [path for number, path in found.items() if number not in kept]
 
 
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
@@ -81,7 +105,8 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
         note: called with a line for each checkpoint that is damaged and passed over.
 
     Returns:
-        Its step; and by their names what is in ``driver.pt``, and the path of the learner's state.
+        Its step; and by their names what is in ``driver.pt``, the path of the learner's state, and
+        what is in ``inputs.json``.
 
     Raises:
         StateError: there is none, or none that is whole.
@@ -89,9 +114,9 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     found = _found(folder)
     if not found:
         raise StateError(
-            f"'{folder}' holds no checkpoint to resume from; a run writes one every "
-            "observe.checkpoint_minutes (10, unless set otherwise) and at its end, or every "
-            "observe.checkpoint_every steps. Start the run anew"
+            f"'{folder}' holds no checkpoint to resume from; a run writes one after its first "
+            "minute, every observe.checkpoint_minutes (10, unless set otherwise) and at its end, "
+            "or every observe.checkpoint_every steps. Start the run anew"
         )
     damages = []
     for step in sorted(found, reverse=True):
@@ -109,6 +134,11 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
 def newest(folder: Path) -> int:
     """Return the step of the newest checkpoint, whole or damaged; 0 where there is none."""
     return max(_found(folder), default=0)
+
+
+def size_of(checkpoint: Path) -> int:
+    """Return the bytes of all files of a checkpoint."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
 class _DamagedError(Exception):
@@ -131,7 +161,9 @@ def _found(folder: Path) -> dict[int, Path]:
 def _load(checkpoint: Path) -> dict[str, Any]:
     former = _verified(checkpoint) == _FORMER
     learner = checkpoint / (f"{LEARNER}.pt" if former else LEARNER)
-    return {DRIVER: _load_file(checkpoint / DRIVER), LEARNER: learner}
+    file = checkpoint / INPUTS
+    inputs = json.loads(file.read_bytes()) if file.is_file() else {}
+    return {DRIVER: _load_file(checkpoint / DRIVER), LEARNER: learner, INPUTS: inputs}
 
 
 def _load_file(file: Path) -> Any:

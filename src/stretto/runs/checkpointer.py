@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,10 +14,17 @@ from typing import Self
 from stretto.clock import Clock, RealClock
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError
+from stretto.models.memory import format_size
+from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs import checkpoint
+from stretto.runs.inputs import Identities
 from stretto.runtime.base import Running
 from stretto.runtime.state import Staged
+
+FIRST_MINUTES = 1.0
+"""Minutes after which a run has its first checkpoint, at the latest with the first step after them:
+a run that is killed early can be resumed, too."""
 
 
 class Checkpointer:
@@ -26,9 +34,10 @@ class Checkpointer:
     memory is too short for a copy, training waits for the writing.
 
     One checkpoint is written at a time. With ``observe.checkpoint_every`` the next one waits for
-    that; with ``observe.checkpoint_minutes`` it is put off to the first step after that. After the
-    last step there is one in either case. One that cannot be written, as on a full disk, does not
-    end the run: a line says so, and the ones before it stay.
+    that; with ``observe.checkpoint_minutes`` it is put off to the first step after that, and a run
+    that has none yet gets one after :data:`FIRST_MINUTES`. After the last step there is one in
+    either case, and those before it go. One that cannot be written, as on a full disk, does not end
+    the run: a line says so, and the ones before it stay.
 
     A context manager, to be left while the event loop runs: it waits for what is being written, so
     that this is whole.
@@ -36,6 +45,7 @@ class Checkpointer:
     Args:
         running: the run.
         folder: of its checkpoints.
+        inputs: what the run was started with.
         observe: says when.
         steps: of the run in all.
         note: shows a line.
@@ -46,14 +56,17 @@ class Checkpointer:
         self,
         running: Running,
         folder: Path,
+        inputs: Identities,
         observe: ObserveConfig,
         steps: int,
         note: Callable[[str], None],
         clock: Clock | None = None,
     ) -> None:
         self._running, self._folder, self._observe = running, folder, observe
+        self._inputs = json.dumps(inputs, indent=1) + "\n"
         self._steps, self._note, self._clock = steps, note, clock or RealClock()
         self._taken_s = self._clock.now()
+        self._any = checkpoint.newest(folder) > 0
         self._writing: Future[Path] | None = None
         self._step = 0  # of the one that is being written, or was last
 
@@ -96,7 +109,8 @@ class Checkpointer:
             return self._observe.checkpoints
         if every:
             return step % every == 0
-        late = self._clock.now() - self._taken_s >= 60 * minutes
+        wait_s = 60 * (minutes if self._any else min(minutes, FIRST_MINUTES))
+        late = self._clock.now() - self._taken_s >= wait_s
         return minutes > 0 and late and self._writing is None
 
     async def _take(self, step: int) -> None:
@@ -113,12 +127,14 @@ class Checkpointer:
     def _begin(self, step: int, staged: Staged) -> Future[Path]:
         """Have a thread write, which does not keep the process alive."""
         future: Future[Path] = Future()
+        keep = 1 if step == self._steps else KEPT
+        parts = {**staged.files, checkpoint.INPUTS: self._write_inputs}
         future.set_running_or_notify_cancel()  # whoever stops waiting does not stop the thread
 
         def work() -> None:
             try:
                 with self._running.spans.span(CHECKPOINT, "checkpoint/write", step=step):
-                    path = checkpoint.save(self._folder, step, staged.files)
+                    path = checkpoint.save(self._folder, step, parts, keep)
             except BaseException as error:
                 future.set_exception(error)
             else:
@@ -127,12 +143,19 @@ class Checkpointer:
         threading.Thread(target=work, name=CHECKPOINT, daemon=True).start()
         return future
 
+    def _write_inputs(self, file: Path) -> None:
+        file.write_text(self._inputs, encoding="utf-8")
+
     async def _written(self) -> None:
         """Wait for what is being written, if anything is, and say what has failed."""
         if self._writing is None:
             return
         try:
-            await asyncio.wrap_future(self._writing)
+            path = await asyncio.wrap_future(self._writing)
+            if not self._any and self._step < self._steps:
+                size = format_size(checkpoint.size_of(path))
+                self._note(f"the first checkpoint, of step {self._step}, takes {size}: {path}")
+            self._any = True
         except StorageError as error:
             self._note(f"{error}. There is no checkpoint of step {self._step}; {self._there_is()}")
         finally:

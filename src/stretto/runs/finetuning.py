@@ -30,6 +30,7 @@ from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.runs.ending import saved_at_the_end
+from stretto.saying import Saying
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.pairs import read_pairs, tokens_of
 from stretto.tasks.responses import PromptLayout, attempt
@@ -95,10 +96,12 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
     """
-    rows, dropped = read_demonstrations(config.data)
+    with progress.working(f"reading {config.data.name}"):
+        rows, dropped = read_demonstrations(config.data)
     model, tokenizer, ends = _load(config, progress)
     layout = PromptLayout(tokenizer, ends, config.data)
-    examples, reasons = attempt(rows, lambda row: example_of(row, layout), config.data)
+    with progress.working("tokenising the rows"):
+        examples, reasons = attempt(rows, lambda row: example_of(row, layout), config.data)
     _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
     _say_spelled(layout, progress)
     examples = _fitting(examples, lambda e: len(e.tokens), config.data, progress)
@@ -140,10 +143,12 @@ def train_reward_model(
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
     """
-    rows, dropped = read_pairs(config.data)
+    with progress.working(f"reading {config.data.name}"):
+        rows, dropped = read_pairs(config.data)
     base, tokenizer, ends = _load(config, progress)
     layout = PromptLayout(tokenizer, ends, config.data)
-    pairs, reasons = attempt(rows, lambda pair: tokens_of(pair, layout), config.data)
+    with progress.working("tokenising the rows"):
+        pairs, reasons = attempt(rows, lambda pair: tokens_of(pair, layout), config.data)
     _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
     _say_spelled(layout, progress)
     pairs = _fitting(pairs, lambda p: p.longest, config.data, progress)
@@ -210,7 +215,8 @@ class _Run:
         set_checkpointing(self.model, self.config.model)
         with Recorder(self.config, self.run_dir, self.progress, total=total) as recorder:
             if self.measure:
-                recorder.step(0, self.measure())
+                with self.progress.working("measuring the held-out rows"):
+                    recorder.step(0, self.measure())
             since_s = time.perf_counter()
 
             def after(step: int, metrics: Stats) -> None:
@@ -246,9 +252,10 @@ def _load(
     """Load the model, its tokenizer, and the tokens that end a response."""
     prepare_torch(config)
     m = config.model
-    path, device = resolve(m.name, progress.note), pick_device(m.device)
-    tokenizer = load_tokenizer(path, m.trust_remote_code)
-    model = load_causal_lm(path, pick_dtype(m.dtype, device), device, m.trust_remote_code)
+    path, device = resolve(m.name, Saying(progress)), pick_device(m.device)
+    with progress.working(f"loading {path}"):
+        tokenizer = load_tokenizer(path, m.trust_remote_code)
+        model = load_causal_lm(path, pick_dtype(m.dtype, device), device, m.trust_remote_code)
     return model, tokenizer, end_token_ids(model, tokenizer)
 
 

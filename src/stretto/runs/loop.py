@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from stretto.assembly.models import NOTHING, Given
@@ -14,32 +14,20 @@ from stretto.config import Config
 from stretto.errors import StalledError, StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
+from stretto.observe.run_directory import TrainResult
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs import checkpoint
 from stretto.runs.checkpointer import Checkpointer
 from stretto.runs.ending import saved_at_the_end
+from stretto.runs.inputs import Identities, Inputs
 from stretto.runtime.base import Running
 from stretto.runtime.start import start
+from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import Step
 from stretto.scoring.text import response_text
 from stretto.types import Stats
 from stretto.workers.drive import drive
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """The outcome of a run.
-
-    Attributes:
-        steps: taken in all, over all resumptions.
-        stats: of the last step.
-        model: folder of the trained model, in Hugging Face format.
-    """
-
-    steps: int
-    stats: Stats
-    model: Path
 
 
 def train(
@@ -65,21 +53,32 @@ def train(
         StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
             at fault.
     """
+    say = Saying(progress)
     with ExitStack() as stack:
         first, state = 0, None
         if resume:
-            first, state = checkpoint.load_latest(run_dir.checkpoints, progress.note)
+            with working(say, "reading the checkpoint"):
+                first, state = checkpoint.load_latest(run_dir.checkpoints, say)
+            if not state[checkpoint.INPUTS]:
+                say("the checkpoint has no fingerprints of rows and models: they are not compared")
+        inputs = Inputs(state[checkpoint.INPUTS] if state else {})
+        inputs.take_models(config, given, say)
+        given = replace(
+            given,
+            looks_at=partial(inputs.take_rows, config),
+            warmup=given.warmup or run_dir.warmup.absolute(),
+        )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        running = start(config, stack, progress.note, given, run_dir.path)
+        running = start(config, stack, say, given, run_dir.path)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
         running.spans.reset()
-        run = _Run(config, running, recorder, run_dir, state, done=first)
+        run = _Run(config, running, recorder, run_dir, inputs.found, say, state, done=first)
         del state  # as large as the models; the run lets it go once it has taken it up
         with saved_at_the_end(
             run_dir.model,
-            lambda: running.save(run_dir.model),
+            run.save,
             lambda: f"step {run.done}" if run.done > first else "",
             run.halt,
             recorder.note,
@@ -99,6 +98,8 @@ class _Run:
     """The steps of a run, recorded.
 
     Attributes:
+        inputs: what it was started with.
+        say: shows lines, and work that takes a while.
         state: to go on from.
         done: steps taken, over all resumptions.
         stats: of the last one.
@@ -108,6 +109,8 @@ class _Run:
     running: Running
     recorder: Recorder
     run_dir: RunDirectory
+    inputs: Identities
+    say: Say
     state: dict[str, Any] | None
     done: int
     stats: Stats = field(default_factory=dict)
@@ -115,19 +118,23 @@ class _Run:
     async def steps(self) -> None:
         """Take all steps that are left."""
         if self.state is not None:
-            await self.running.load_state_dict(self.state)
+            with working(self.say, "taking up the checkpoint"):
+                await self.running.load_state_dict(self.state)
             self.state = None
         checkpoints = Checkpointer(
             self.running,
             self.run_dir.checkpoints,
+            self.inputs,
             self.config.observe,
             self.config.steps,
             self.recorder.note,
         )
         try:
             async with checkpoints, self.running.schedule as schedule:
+                first = self.done
                 while self.done < self.config.steps:
-                    step = await schedule.step()
+                    with working(self.say, self._first) if self.done == first else nullcontext():
+                        step = await schedule.step()
                     with self.running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
                         self._record(step)
                     await checkpoints.after(self.done)
@@ -135,6 +142,18 @@ class _Run:
         except StalledError as error:
             error.add_note(self.running.stacks())
             raise
+
+    def save(self) -> None:
+        """Write the trained model."""
+        with working(self.say, "saving the model"):
+            self.running.save(self.run_dir.model)
+
+    @property
+    def _first(self) -> str:
+        """The work of the first step, which nothing tells the length of."""
+        planned = self.config.pipeline.ranks and self.config.pipeline.schedule != "serial"
+        also = ", with a search for pipeline schedules" if planned else ""
+        return f"step {self.done + 1}{also}"
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from stretto.assembly.models import NOTHING, Given, Say
+from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config
 from stretto.runtime.base import Running
+from stretto.saying import Say
 
 
 def start(

@@ -22,8 +22,6 @@ holds a part of it writes that, and reads what it needs; see :mod:`stretto.train
 
 from __future__ import annotations
 
-import errno
-import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,9 +48,6 @@ cannot."""
 
 ROOM = 0.5
 """Share of the memory that is free which a copy of the state may take."""
-
-SPARE = 0.5
-"""Room that a file leaves on the disk, as a share of its size: a trained model takes less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +85,7 @@ def staged(
     driver = {"prompts": prompts, "schedule": schedule, "weights": weights}
 
     def write_learner(folder: Path) -> None:
-        leave_room(folder, size_of(learner))
+        files.leave_room(folder, size_of(learner))
         folder.mkdir()
         shard_files.write(folder / shard_files.file_name(), learner)
 
@@ -182,32 +177,13 @@ def write(file: Path, state: Any) -> None:
     Raises:
         OSError: the system refuses, or too little room would be left for others.
     """
-    leave_room(file, size_of(state))
+    files.leave_room(file, size_of(state))
     with file.open("wb") as raw:
         stream = _Stream(raw)
         try:
             torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more of a file
         except RuntimeError as error:
             raise stream.error or error from error
-
-
-def leave_room(file: Path, size: int) -> None:
-    """Refuse to fill a disk that records, and the model at the end, go to as well.
-
-    Args:
-        file: or folder, to be written.
-        size: in bytes.
-
-    Raises:
-        OSError: too little room would be left.
-    """
-    free = shutil.disk_usage(file.parent).free
-    if free < (1 + SPARE) * size:
-        raise OSError(
-            errno.ENOSPC,
-            f"{file.name} takes {size / 1e6:.1f} MB of the {free / 1e6:.1f} MB that are free, and "
-            "would leave too little for records and the model",
-        )
 
 
 class _Stream:

@@ -5,6 +5,7 @@ Roles are told of it by value (:class:`~stretto.types.Response`), and answer wit
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stretto.errors import LifecycleError
+from stretto.errors import LifecycleError, StateError
 from stretto.types import (
     Chunk,
     FinishReason,
@@ -130,10 +131,11 @@ class Rollout:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all but the prompt (known by its id), as plain data."""
+        """Return all but the prompt, as plain data; it is known by its id and a fingerprint."""
         return {
             "id": self.id,
             "prompt": self.prompt.id,
+            "prompt_mark": _mark(self.prompt),
             "group": self.group,
             "tokens": list(self.tokens),
             "logprobs": list(self.logprobs),
@@ -146,7 +148,18 @@ class Rollout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
-        """The inverse of :meth:`state_dict`."""
+        """The inverse of :meth:`state_dict`.
+
+        Raises:
+            StateError: the prompt has other tokens than it had.
+        """
+        if state.get("prompt_mark", "") not in ("", _mark(prompt)):
+            raise StateError(
+                f"rollout {state['id']} has {len(state['tokens'])} tokens of a response to another "
+                f"prompt than {prompt.text[:80]!r}, which has its place {prompt.id} now. Restore "
+                "the rows and the tokenizer that the run was started with, or start a new run; "
+                "rows that follow the order of Python sets need PYTHONHASHSEED=0 in the environment"
+            )
         return cls(
             id=state["id"],
             prompt=prompt,
@@ -159,6 +172,11 @@ class Rollout:
             carries=state["carries"],
             scores={s["source"]: Score.from_state(s) for s in state["scores"]},
         )
+
+
+def _mark(prompt: Prompt) -> str:
+    """A fingerprint of a prompt as the actor reads it."""
+    return hashlib.sha256(np.array(prompt.tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
 def restored(

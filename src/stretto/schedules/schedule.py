@@ -388,7 +388,8 @@ class Schedule:
         for rollout in (*self._buffer.chosen, *rounds):
             if not self._scoring.is_scored(rollout):
                 self._scoring.chosen(rollout)
-        self._scoring.gathered(r for r in rounds if not self._scoring.is_scored(r))
+        for batch in self._generated:
+            self._scoring.gathered([r for r in batch if not self._scoring.is_scored(r)])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the class names, as plain data; to be called between two steps."""

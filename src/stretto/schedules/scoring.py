@@ -241,6 +241,7 @@ class _ScorerGroup:
         self.replica_of: dict[int, Feed] = {}
         self._backlog: deque[Rollout] = deque()
         self._tokens = 0  # in the backlog
+        self._rounds: deque[int] = deque()  # its rollouts by rounds, where they come so
         for feed in feeds:
             feed.group = self
 
@@ -311,9 +312,21 @@ class _ScorerGroup:
                 self.admit(rollout)
         return True
 
+    def end_round(self, rollouts: int) -> None:
+        """Note that the last so many of the backlog are one round."""
+        self._rounds.append(rollouts)
+
     def draw(self) -> list[Rollout]:
-        """A replica's next share: small enough that another replica, free later, finds work too."""
-        share = -(-len(self._backlog) // len(self.feeds))
+        """A replica's next share: small enough that another replica, free later, finds work too.
+
+        It is of one round, where they come so: what is scored together does not depend on timing.
+        """
+        found = self._rounds[0] if self._rounds else len(self._backlog)
+        share = -(-found // len(self.feeds))
+        if self._rounds:
+            self._rounds[0] -= share
+            if not self._rounds[0]:
+                self._rounds.popleft()
         drawn = [self._backlog.popleft() for _ in range(share)]
         self._tokens -= sum(r.total_tokens for r in drawn)
         return drawn
@@ -377,11 +390,13 @@ class Scoring:
         if self._score_on != "batch":
             self._ask(rollout, (t for t in self._groups if t.follows))
 
-    def gathered(self, batch: Iterable[Rollout]) -> None:
+    def gathered(self, batch: Sequence[Rollout]) -> None:
         """Note that all rollouts of a round have ended, and are waited for."""
         if self._score_on == "batch":
             for rollout in batch:
                 self._ask(rollout, self._groups)
+            for group in self._groups if batch else ():
+                group.end_round(len(batch))
         for group in self._groups:
             group.hurry()
 

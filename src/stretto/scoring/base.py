@@ -6,7 +6,7 @@ Shapes: T tokens of one response; n rows and q tokens a row of one streamed pass
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from stretto.errors import EngineError, ModelError, first_line
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
+from stretto.saying import Say
 from stretto.scoring.pending import Pending
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
 from stretto.scoring.worthwhile import worthwhile_tokens
 from stretto.types import Chunk, Response, Score, ScoreKind, WeightsRef
 from stretto.weights.channel import WeightChannel, fetched
-
-Say = Callable[[str], None]
 
 
 def warn(text: str) -> None:

@@ -29,7 +29,8 @@ from stretto.models.forward import (
 from stretto.models.heads import apply_scalar_head, scalar_head
 from stretto.models.logits import token_logprobs
 from stretto.models.positions import positions
-from stretto.scoring.base import ModelScorer, Say, warn
+from stretto.saying import Say
+from stretto.scoring.base import ModelScorer, warn
 from stretto.scoring.retokenise import Reading, StablePrefix
 from stretto.scoring.streamed import Piece, Stream, Streams
 from stretto.types import Prompt, Response, ScoreKind

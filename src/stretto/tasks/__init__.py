@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stretto.config import TaskConfig
 from stretto.errors import TaskError
+from stretto.saying import Say, silent, working
 from stretto.tasks.base import INDEX_KEY, Task, TaskRow
 
 __all__ = ["INDEX_KEY", "Task", "TaskRow", "load"]
@@ -17,12 +18,13 @@ _WITHOUT_EFFECT = {
 """Settings without effect on a kind of task, which refuses them."""
 
 
-def load(config: TaskConfig, seed: int) -> Task:
+def load(config: TaskConfig, seed: int, say: Say = silent) -> Task:
     """Open the task that ``config`` names.
 
     Args:
         config: the task's settings.
         seed: seed of procedural tasks; rows of files and of the hub do not depend on it.
+        say: shows the work.
 
     Raises:
         TaskError: the task or one of its settings is unknown, the data cannot be read or lacks a
@@ -41,6 +43,11 @@ def load(config: TaskConfig, seed: int) -> Task:
             f"task.held_out = '{config.held_out}' names rows of a file or of the hub, which "
             f"task.kind = '{config.kind}' has not; give a share of its prompts, such as 0.2"
         )
+    with working(say, f"reading {config.name}"):
+        return _opened(config, seed)
+
+
+def _opened(config: TaskConfig, seed: int) -> Task:
     if config.kind == "procedural":
         from stretto.tasks.procedural import ProceduralTask
 

@@ -53,6 +53,14 @@ class Task(ABC):
         """The row at ``index``, from 0 to ``len(self) - 1``."""
 
     @property
+    def identity(self) -> Mapping[str, str]:
+        """What the rows are, by which another opening of the task is known to have the same.
+
+        What is said, and of what; fingerprints begin with :data:`SHA256`.
+        """
+        return {"number of rows": str(len(self))}
+
+    @property
     @abstractmethod
     def has_verifier(self) -> bool:
         """Return whether the task can score answers by itself."""
@@ -96,11 +104,50 @@ class Task(ABC):
         """
 
 
+SHA256 = "sha256:"
+"""The beginning of a fingerprint in a :attr:`Task.identity`."""
+
+BLOCKS = 256
+"""Most fingerprints of one task: larger ones have several rows in each."""
+
+_encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__name__).encode
+
+
 def fingerprint(data: Mapping[str, Any]) -> str:
     """A short text that two processes share only if their rows hold the same data.
 
     Values that JSON has no form for (pictures, dates) count by their type alone.
     """
     plain = {key: value for key, value in data.items() if key != INDEX_KEY}
-    text = json.dumps(plain, skipkeys=True, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(_encode(plain).encode()).hexdigest()[:16]
+
+
+class RowMarks:
+    """Fingerprints of rows that come one by one, in order: of each, or of blocks of them.
+
+    Args:
+        rows: how many come.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self._size = rows, max(-(-rows // BLOCKS), 1)
+        self._done, self._marks = 0, list[str]()
+        self._digest = hashlib.sha256()
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take the next row; values count as in :func:`fingerprint`."""
+        self._digest.update(_encode(row).encode() + b"\n")
+        self._done += 1
+        if self._done % self._size == 0 or self._done == self._rows:
+            self._marks.append(f"{SHA256}{self._digest.hexdigest()[:16]}")
+            self._digest = hashlib.sha256()
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The fingerprints, by the rows that they are of."""
+        return {self._name(i): mark for i, mark in enumerate(self._marks)}
+
+    def _name(self, block: int) -> str:
+        first = block * self._size
+        last = min(first + self._size, self._rows) - 1
+        return f"row {first}" if first == last else f"rows {first} to {last}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
-from stretto.tasks.base import INDEX_KEY, Task, TaskRow
+from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow
 from stretto.tasks.content import is_held_out
 from stretto.tasks.encode import Encoder
 from stretto.types import Message, Prompt
@@ -168,6 +169,14 @@ class PromptSource:
                 yield prompt_id
         if not found:
             raise self._all_held_out()
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """What the rows are, and how the actor reads the first of them; see
+        :attr:`stretto.tasks.Task.identity`."""
+        tokens = np.array(self.first(1)[0].tokens, np.int32)
+        digest = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]
+        return {**self._task.identity, "tokens of the first prompt": f"{SHA256}{digest}"}
 
     def state_dict(self) -> dict[str, Any]:
         """Place of the stream, with the number of rows and the seed of its order, as plain data."""

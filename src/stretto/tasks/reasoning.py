@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import lru_cache
+from importlib import metadata
 from typing import Any
 
 from stretto.config import TaskConfig
@@ -40,6 +42,11 @@ class ReasoningTask(Task):
             reference=answer if isinstance(answer, str) else None,
             index=index,
         )
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Number of rows, and the version of what makes them; the settings say the rest."""
+        return {**super().identity, "reasoning-gym": metadata.version("reasoning-gym")}
 
     @property
     def has_verifier(self) -> bool:

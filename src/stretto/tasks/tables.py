@@ -8,7 +8,7 @@ from typing import Any
 
 from stretto.config import TaskConfig
 from stretto.errors import TaskError, nearest
-from stretto.tasks.base import INDEX_KEY, Task, TaskRow
+from stretto.tasks.base import INDEX_KEY, RowMarks, Task, TaskRow
 from stretto.tasks.encode import utf8
 from stretto.tasks.extract import extract
 from stretto.tasks.files import read
@@ -28,12 +28,14 @@ class TableTask(Task):
         self._config = config
         self._prompt_column, self._answer_column = self._columns()
         self._rows = read(config)
+        self._marks = RowMarks(len(self._rows))
         for index, row in enumerate(self._rows):
             where = f"'{config.name}', row {index}"
             self._check_columns(row, where)
             as_prompt(row[self._prompt_column], f"{where}, column '{self._prompt_column}'")
             if self._answer_column:
                 self._answer(row, where)
+            self._marks.add(row)
 
     def _columns(self) -> tuple[str, str]:
         """The prompt's column and the answer's."""
@@ -52,6 +54,11 @@ class TableTask(Task):
             reference=str(row[self._answer_column]) if self._answer_column else None,
             index=index,
         )
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Number of rows, and fingerprints of them."""
+        return {**super().identity, **self._marks.named}
 
     @property
     def has_verifier(self) -> bool:

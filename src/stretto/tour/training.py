@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from stretto.api import begin, execute, load_recipe
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory, Sample
-from stretto.observe.progress import NoProgress
+from stretto.observe.progress import NoProgress, on_stderr
+from stretto.saying import Advance, working
 from stretto.tour.page import heading, onward, paragraph
 
 RECIPE = "tiny"
@@ -26,7 +28,7 @@ COLUMNS = (
     ("entropy", "policy/entropy_avg", ".3f"),
     ("seconds", "timing_s/step", ".2f"),
 )
-"""Label, metric and format of the table's columns; docs/reference/metrics.md has what they mean."""
+"""Label, metric and format of the table's columns; docs/reference/metrics.md explains them."""
 
 JUDGED = ("reward", "KL", "value loss", "entropy")
 """Columns of which is said whether they rose."""
@@ -66,6 +68,10 @@ class Lines(NoProgress):
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
+
+    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+        """Tell of work on standard error."""
+        return working(on_stderr, what, total)
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,21 +15,26 @@ from stretto.config import Config
 from stretto.errors import ConfigError, StateError
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
-from stretto.models.weights import fingerprint
+from stretto.saying import Advance, unseen
 from stretto.training.trained import TrainedModel
 from stretto.types import Response
 
 BATCH = 32
 """Examples an update."""
 
+_WEIGHT, _RANDOM = "weight ", "random "
 
-def warm_up(model: nn.Module, examples: Sequence[Response], config: Config) -> float:
+
+def warm_up(
+    model: nn.Module, examples: Sequence[Response], config: Config, advance: Advance = unseen
+) -> float:
     """Make one pass of cross-entropy over the examples' response tokens, :data:`BATCH` at a time.
 
     Args:
         model: a causal language model; trained in place.
         examples: their responses are the references, the end-of-sequence token included.
         config: of the run.
+        advance: told how many more examples are done.
 
     Returns:
         The loss of the last batch, in nats a token.
@@ -48,66 +51,42 @@ def warm_up(model: nn.Module, examples: Sequence[Response], config: Config) -> f
             loss = -logprobs.mean()
             loss.backward()
         trained.update()
+        advance(len(batch))
     trained.close()
     return loss.item()
 
 
-def warm_up_once(
-    model: nn.Module, examples: Sequence[Response], config: Config, file: Path
-) -> float:
-    """Warm up once for several runs: the first writes the outcome to a file, the others read it.
+def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
+    """Write what a warm-up has made of a model.
 
     The file holds the weights, the loss, and the state of torch's random numbers, so that a run
     goes on from there bit for bit as it would have.
 
     Args:
-        model, examples, config: see :func:`warm_up`.
-        file: is written if it is not there.
+        model: warmed up.
+        loss: that :func:`warm_up` returned.
+        key: tells this warm-up from others.
+        file: to be written.
 
     Raises:
-        ConfigError: it holds another warm-up: of another model, other examples or settings.
-        StateError: it is damaged.
         StorageError: it cannot be written.
     """
-    key = _key(model, examples, config)
-    if file.exists():
-        return _take(model, file, key)
-    loss = warm_up(model, examples, config)
     tensors = {f"{_WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
     random = {f"{_RANDOM}{device}": state for device, state in _random_states(model).items()}
     files.write_whole(file, save({**tensors, **random}, {"key": key, "loss": repr(loss)}))
-    return loss
-
-
-_WEIGHT, _RANDOM = "weight ", "random "
-
-
-def _key(model: nn.Module, examples: Sequence[Response], config: Config) -> str:
-    """A hash of all that a warm-up depends on."""
-    known = {
-        "model": fingerprint(model.named_parameters()),
-        "examples": [[e.prompt.tokens, e.tokens.tolist()] for e in examples],
-        "lr": config.warmup_lr,
-        "training": config.training.model_dump(mode="json"),
-        "random": torch.get_rng_state().tolist(),
-        # Neither threads nor devices, which change but the rounding: those of the processes of one
-        # run differ.
-        "torch": torch.__version__,
-    }
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
-
-
-def _random_states(model: nn.Module) -> dict[str, Tensor]:
-    """Return states of the random numbers that the run draws from, by device."""
-    device = next(model.parameters()).device
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states[str(device)] = torch.cuda.get_rng_state(device)
-    return states
 
 
 @torch.no_grad()
-def _take(model: nn.Module, file: Path, key: str) -> float:
+def take(model: nn.Module, key: str, file: Path) -> float:
+    """Make of a model what a warm-up made of it; the inverse of :func:`keep`.
+
+    Returns:
+        The loss.
+
+    Raises:
+        ConfigError: the file holds another warm-up.
+        StateError: it is damaged.
+    """
     try:
         with safe_open(file, "pt") as kept:
             about = kept.metadata() or {}
@@ -130,3 +109,12 @@ def _take(model: nn.Module, file: Path, key: str) -> float:
             return float(about["loss"])
     except (SafetensorError, OSError) as error:
         raise StateError(f"'{file}' is damaged: {error}; remove it") from error
+
+
+def _random_states(model: nn.Module) -> dict[str, Tensor]:
+    """Return states of the random numbers that the run draws from, by device."""
+    device = next(model.parameters()).device
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states[str(device)] = torch.cuda.get_rng_state(device)
+    return states

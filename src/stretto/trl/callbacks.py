@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from stretto.config import Section
 from stretto.errors import StrettoError
 from stretto.observe import Progress, Sample
+from stretto.saying import Advance
 
 if TYPE_CHECKING:
     from stretto.trl.config import PPOConfig
@@ -46,10 +48,10 @@ class CallbackProgress:
         self.state, self._control = TrainerState(), TrainerControl()
         self.state.max_steps = steps
 
-    def start(self, config: Any, plan_text: str) -> None:
+    def start(self, config: Any, headline: str) -> None:
         """Show what will run."""
         assert isinstance(config, Section)
-        self._display.start(config, plan_text)  # type: ignore[arg-type]
+        self._display.start(config, headline)  # type: ignore[arg-type]
         self._call("on_train_begin")
 
     def step(
@@ -72,6 +74,10 @@ class CallbackProgress:
     def note(self, text: str) -> None:
         """Show a message."""
         self._display.note(text)
+
+    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+        """Show work."""
+        return self._display.working(what, total)
 
     def close(self) -> None:
         """Leave the terminal as it was."""

@@ -19,14 +19,14 @@ from stretto.config.cluster import LEARNER
 from stretto.config.sections import MODEL
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
-from stretto.models.memory import described, format_size
+from stretto.models.memory import described, format_size, measure
 from stretto.planning import memory
 from stretto.planning.layout import Mesh
 from stretto.planning.shapes import Shape
-from stretto.runtime.groups.placement import PROCESS_BYTES, Place, Seat, lends
+from stretto.runtime.groups.placement import PROCESS_BYTES, Place, Seat, published
 
 PHASES = ("generation", "scoring", "training", "hand-over")
-CACHE, PUBLISHED = "keys and values", "published weights"
+CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"
 _FILLED = 0.9
 """Share of a device that can be filled: libraries and fragmentation take the rest."""
 
@@ -72,32 +72,47 @@ class Shapes:
         actor: of the actor and the reference.
         critic: of the critic; ``None`` where it starts from another model that is not known.
         rewards: of reward models, by source.
+        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` where all
+            weights are trained.
     """
 
     actor: Shape
     critic: Shape | None
     rewards: Mapping[str, Shape] = field(default_factory=dict)
+    adapters: int | None = None
 
     @classmethod
     def of(cls, config: Config) -> Shapes:
         """Read the shapes of the models that the settings name.
 
         Raises:
-            ModelError: the actor's cannot be told.
+            ModelError: the actor's cannot be told, or how many parameters adapters have.
         """
         actor, init = described(config.model.name).shape, config.critic.init
+        _, adapters = measure(config.model)
+        if config.model.lora_rank and adapters is None:
+            raise ModelError(f"the layers of '{config.model.name}' are not known by name")
         rewards = {
             s: _valued(s.removeprefix(MODEL)) for s in config.reward.sources if s.startswith(MODEL)
         }
         known = {source: shape for source, shape in rewards.items() if shape}
         if init == "actor":
-            return cls(actor, actor.valued(), known)
+            return cls(actor, actor.valued(), known, adapters)
         first = next(iter(rewards.values()), None)
-        return cls(actor, first if init == "reward" else _valued(init), known)
+        return cls(actor, first if init == "reward" else _valued(init), known, adapters)
 
     def scorer(self, name: str) -> Shape | None:
         """Return the shape of a scorer that is a model."""
         return {"reference": self.actor, "critic": self.critic, **self.rewards}.get(name)
+
+    def travelling_bytes(self, held: float, width: int) -> float:
+        """Return the bytes of a model's trained weights, which are handed over.
+
+        Args:
+            held: its parameters.
+            width: bytes of each; adapters are float32.
+        """
+        return width * held if self.adapters is None else memory.SINGLE * self.adapters
 
 
 def _valued(name: str) -> Shape | None:
@@ -127,7 +142,7 @@ def loads(config: Config, found: Sequence[Place], shapes: Shapes, width: int) ->
                 if seat.role == LEARNER:
                     _add_learner(load, config, found, shapes, width)
                 elif model := shapes.scorer(seat.scorer) if seat.scorer else shapes.actor:
-                    _add_follower(load, config, seat, place, model, width)
+                    _add_follower(load, config, seat, place, model, shapes, width)
     return list(by_device.values())
 
 
@@ -140,11 +155,16 @@ def _add_learner(
     if config.algorithm.definition.critic and shapes.critic:
         models.append(shapes.critic)
     tokens = token_budget(config.training.microbatch_tokens, load.device)
-    copies = 0 if lends(config, found) else config.schedule.knobs.lag + 2
+    copies = published(config, found)
     for model in models:
         held = model.held(mesh.tensor)
-        states = memory.state_bytes(model, mesh)
-        apart = process.ranks == 1 and width < memory.SINGLE
+        travelling = shapes.travelling_bytes(held, width)
+        if shapes.adapters is None:
+            states = memory.state_bytes(model, mesh)
+            apart = process.ranks == 1 and width < memory.SINGLE
+        else:  # which are their own masters, and few: counted as if shared out like all else
+            states, apart = memory.STATE * shapes.adapters / mesh.data, False
+            load.held[FROZEN] += round(width * held / mesh.data)
         if apart:
             load.held["learner's weights"] += round(width * held)
         if _rests(load, found[0]):  # moments, and masters that are not the weights
@@ -154,33 +174,44 @@ def _add_learner(
                 load.work[phase]["learner's moments"] += resting
         else:
             load.held["learner's states"] += round(states)
-        load.held[PUBLISHED] += round(copies * width * held / mesh.data)
-        load.work["hand-over"]["buckets"] += _buckets(config, width * held)
+        load.held[PUBLISHED] += round(copies * travelling / mesh.data)
+        load.work["hand-over"]["buckets"] += _buckets(config, travelling)
     recomputed, passes = config.model.gradient_checkpointing, list[dict[str, int]]()
     for model in models:
         kept = memory.activation_bytes(model, tokens, mesh.tensor, checkpointing=recomputed)
         logits = memory.logits_bytes(model, tokens, gradients=True)
         taken = {"activations": round(kept * width / memory.HALF), "logits": round(logits)}
         if process.ranks > 1:
-            taken["gathered"] = round(memory.gathered_bytes(model, mesh, gradients=True))
+            all_trained = shapes.adapters is None
+            taken["gathered"] = round(memory.gathered_bytes(model, mesh, gradients=all_trained))
         passes.append(taken)
     load.work["training"].update(max(passes, key=lambda taken: sum(taken.values())))
 
 
 def _add_follower(
-    load: Load, config: Config, seat: Seat, place: Place, model: Shape, width: int
+    load: Load,
+    config: Config,
+    seat: Seat,
+    place: Place,
+    model: Shape,
+    shapes: Shapes,
+    width: int,
 ) -> None:
     ranks = len(place.devices)
     rests = seat.scorer and _rests(load, place)
     weights = load.work["scoring"] if rests else load.held
     weights[f"{seat.role}'s weights"] += round(width * model.held(ranks))
+    follows = not seat.scorer or seat.scorer == "critic"
+    travelling = shapes.travelling_bytes(model.held(ranks), width)
+    if follows and shapes.adapters is not None:
+        weights[f"{seat.role}'s weights"] += round(travelling)
     if not seat.scorer:
         rows = -(-most_in_flight(config) // config.rollout.engines)
         positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
         token = memory.cache_bytes(model, ranks) * width / memory.HALF
         load.held[CACHE] += round((config.rollout.slots or rows) * positions * token)
-    if not seat.scorer or seat.scorer == "critic":
-        load.work["hand-over"]["buckets"] += _buckets(config, width * model.held(ranks))
+    if follows:
+        load.work["hand-over"]["buckets"] += _buckets(config, travelling)
 
 
 def _rests(load: Load, place: Place) -> bool:
@@ -239,10 +270,10 @@ def capacity(device: str) -> int:
 def planned(config: Config, found: Sequence[Place], width: int) -> list[Load]:
     """Return the memory of each device; nothing where it cannot be told beforehand.
 
-    That is under LoRA, for architectures that are not built like a Llama or GPT-NeoX, and where
-    processes may be on other machines.
+    That is for architectures that are not built like a Llama or GPT-NeoX, and where processes may
+    be on other machines.
     """
-    if config.model.lora_rank or config.cluster.address:
+    if config.cluster.address:
         return []
     try:
         return loads(config, found, Shapes.of(config), width)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from stretto.assembly.models import Say
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.models.load import pick_device
 from stretto.runtime.groups.placement import Place
+from stretto.saying import Say
 from stretto.workers.base import BaseRanks
 from stretto.workers.forkserver import server_of
 from stretto.workers.group import Group, Host, Makes

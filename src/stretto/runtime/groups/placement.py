@@ -190,7 +190,12 @@ def memory(place: Place, role_bytes: Mapping[str, int]) -> int:
     return -(-total // len(place.devices))
 
 
-def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
+def published(config: Config, found: Sequence[Place]) -> int:
+    """Return how many versions of the trained weights the learner keeps copies of."""
+    return 0 if lends(config, found) else config.schedule.knobs.lag + 2
+
+
+def table(config: Config, found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
     """Return the placement as a table, with the memory of each process."""
     wide = max(len("roles"), *(len(roles) for place in found for roles in _ranks(place)))
     lines = [f"  {'roles':<{wide}}  {'device':<8} {'threads':>7}  {'weights and states':>18}"]
@@ -198,9 +203,11 @@ def table(found: Sequence[Place], role_bytes: Mapping[str, int]) -> str:
         size, threads = format_size(memory(place, role_bytes)), place.threads or "all"
         for roles, device in zip(_ranks(place), place.devices, strict=True):
             lines.append(f"  {roles:<{wide}}  {device:<8} {threads:>7}  {size:>18}")
+    copies = published(config, found)
+    on_their_way = f", and for the learner {copies} copies of the trained weights on their way"
     lines.append(
-        f"  On top come {PROCESS_BYTES >> 20} MiB a process, activations, the KV cache, and for "
-        "the learner two copies of the trained weights on their way."
+        f"  On top come {PROCESS_BYTES >> 20} MiB a process, activations, the KV cache"
+        f"{on_their_way if copies else ''}."
     )
     return "\n".join(lines)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from stretto.assembly.models import Given, Say
+from stretto.assembly.models import Given
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
@@ -26,6 +26,7 @@ from stretto.runtime.groups import fitting, learner, services, vllm
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.groups.messages import Ready, Setting
 from stretto.runtime.groups.placement import Place, Seat, lends, places, remarks
+from stretto.saying import Say
 from stretto.types import IntArray, Prompt, short_name
 from stretto.weights.transfer import Backend
 from stretto.workers.base import BaseRanks
@@ -64,6 +65,7 @@ class Processes:
         self._given = replace(
             given,
             functions={},
+            looks_at=None,
             opened=None,
             warmup=given.warmup or scratch / "warmup.safetensors",
         )
@@ -86,10 +88,23 @@ class Processes:
         self._given_up = False
 
     @property
+    def _warms_up(self) -> bool:
+        """Return whether there is a warm-up, which nobody has done before."""
+        file = self._given.warmup
+        return self._config.warmup_examples > 0 and not (file and file.exists())
+
+    @property
     def scorers(self) -> list[Seat]:
         """The model scorers' seats, in the order in which the schedule gets them."""
         seats = [seat for place in self.places for seat in place.seats if seat.scorer]
         return sorted(seats, key=lambda seat: seat.host or 0)
+
+    @property
+    def opening(self) -> str:
+        """What is done while they are opened, for people."""
+        count = sum(len(place.devices) for place in self.places)
+        first = f"; first the learner warms up on {self._config.warmup_examples} examples"
+        return f"starting {count} processes{first if self._warms_up else ''}"
 
     @property
     def devices(self) -> dict[str, str]:
@@ -109,7 +124,7 @@ class Processes:
         pool = ThreadPoolExecutor(len(self.places))
         try:
             opening = [pool.submit(self._open, self.places[0])]
-            if self._config.warmup_examples:  # others read its outcome
+            if self._warms_up:  # others read its outcome
                 opening[0].result()
             opening += [pool.submit(self._open, place) for place in self.places[1:]]
             for future in as_completed(opening):

@@ -12,10 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from stretto import files
 from stretto.assembly.checks import look_at_prompts
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
-from stretto.assembly.models import NOTHING, Given, Say, prepare_torch
-from stretto.assembly.parts import open_task
+from stretto.assembly.models import NOTHING, Given, prepare_torch
+from stretto.assembly.parts import STARTING_FUNCTIONS, open_task
 from stretto.assembly.scorers import open_functions
 from stretto.clock import RealClock
 from stretto.config import Config
@@ -31,8 +32,9 @@ from stretto.runtime.groups.messages import Rates, probe_of
 from stretto.runtime.groups.migration import Couriers
 from stretto.runtime.groups.placement import learner_layout
 from stretto.runtime.groups.processes import Processes
-from stretto.runtime.state import DRIVER, Staged, copied, leave_room, write
+from stretto.runtime.state import DRIVER, Staged, copied, write
 from stretto.runtime.state import LEARNER as LEARNER_FOLDER
+from stretto.saying import Say, working
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.scoring.functions import FunctionScorer
@@ -96,7 +98,7 @@ class GroupRun:
         loop = asyncio.get_running_loop()
 
         def write_learner(folder: Path) -> None:
-            leave_room(folder, size)
+            files.leave_room(folder, size)
             folder.mkdir()
             asyncio.run_coroutine_threadsafe(self._write_learner(folder), loop).result()
 
@@ -162,10 +164,12 @@ def start(
     _check(config, given)
     prepare_torch(config)
     tokenizer, task, prompts = open_task(config, given, say)
-    functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
+    with working(say, STARTING_FUNCTIONS):
+        functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
     first = look_at_prompts(prompts, say)
     placing = Processes(config, given, stack, say, folder, probe_of(first), first)
-    groups, executors = placing.opened()
+    with working(say, placing.opening):
+        groups, executors = placing.opened()
     spans = Spans(RealClock(), placing.devices)
     meeting = _meeting(config, placing.meeting, stack)
     handover = Handover(executors[LEARNER], meeting, _tolerance(config), spans)
@@ -190,7 +194,8 @@ def start(
         role = short_name(seat.role)
         client = ScorerClient(info, handover.follow(seat.role, executor), spans, role)
         replicas.append(ScorerReplica(client, seat.host, role))
-    hand_over(handover, followers, placing.ready.refs)
+    with working(say, "handing over the first weights"):
+        hand_over(handover, followers, placing.ready.refs)
     memory = MemoryWatch(groups, RealClock())
     stack.callback(memory.close)
     migrating = None

@@ -330,28 +330,34 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Gr
 
 
 def loaded_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
-    """Load the actor as training starts, in its adapters where it has any.
-
-    In the learner's order, as some of it draws random numbers.
-    """
+    """Load the actor as training starts, in its adapters where it has any."""
     setting = loading(setting)
-    config, given = setting.config, setting.given
-    tokenizer, task, prompts = open_task(config, given, _quiet)
-    critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
-    model = make_actor(config, given, _quiet)
-    warmed_up(model, config, task, prompts, given, _quiet)
-    return with_adapters(model, config, "CAUSAL_LM", ExitStack(), brought=False), prompts
+    model, prompts = _starting_actor(setting)
+    return with_adapters(model, setting.config, "CAUSAL_LM", ExitStack(), brought=False), prompts
 
 
 def _critic(setting: Setting) -> nn.Module:
     """Load the critic as training starts, in its adapters where it has any."""
     config, given = setting.config, setting.given
-    tokenizer, _, _ = open_task(config, given, _quiet)
+    actor, prompts = _starting_actor(setting)
+    tokenizer = prompts.tokenizer
     rewards = critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
-    actor = make_actor(config, given, _quiet)
     model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
     assert model is not None
     return with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
+
+
+def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
+    """Load the actor as training starts, warmed up, without adapters.
+
+    The critic may be made of it. What of either is not trained never travels: the learner must have
+    made it of the same weights.
+    """
+    config, given = setting.config, setting.given
+    _, task, prompts = open_task(config, given, _quiet)
+    model = make_actor(config, given, _quiet)
+    warmed_up(model, config, task, prompts, given, _quiet)
+    return model, prompts
 
 
 def _marks_of(model: nn.Module) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.controls import controls_of
 from stretto.assembly.learner import make_learner
-from stretto.assembly.models import NOTHING, Given, Say
+from stretto.assembly.models import NOTHING, Given
 from stretto.assembly.parts import make_parts
 from stretto.assembly.scorers import model_scorers
 from stretto.clock import RealClock
@@ -22,6 +22,7 @@ from stretto.config import Config
 from stretto.observe.spans import Spans
 from stretto.runtime.inline.placement import ThreadPlacement
 from stretto.runtime.state import DRIVER, LEARNER, Staged, copied, offer, offered, staged
+from stretto.saying import Say, working
 from stretto.schedules.schedule import Schedule
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
@@ -88,20 +89,22 @@ def start(config: Config, stack: ExitStack, say: Say, given: Given = NOTHING) ->
     parts = make_parts(config, stack, say, given)
     actor, critic, end_tokens = parts.models.actor, parts.models.critic, parts.models.end_tokens
     weights = SharedChannel()
-    place = ThreadPlacement(config, actor, critic, parts.tokenizer, stack, end_tokens, weights)
+    with working(say, "starting the engines"):
+        place = ThreadPlacement(config, actor, critic, parts.tokenizer, stack, end_tokens, weights)
     models = [
         [*own, *model_scorers(config, parts.models.reference, values, weights, say)]
         for own, values in zip(parts.rewards, place.critics, strict=True)
     ]
-    learner, ranks = make_learner(
-        config,
-        actor,
-        critic,
-        stack,
-        snapshots=place.snapshots,
-        channel=weights,
-        threads=place.training_threads,
-    )
+    with working(say, "starting the learner"):  # maybe with processes of its own
+        learner, ranks = make_learner(
+            config,
+            actor,
+            critic,
+            stack,
+            snapshots=place.snapshots,
+            channel=weights,
+            threads=place.training_threads,
+        )
     spans = Spans(RealClock())
     schedule = Schedule(
         parts.prompts.next,

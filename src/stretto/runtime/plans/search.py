@@ -26,6 +26,7 @@ from stretto.runtime.plans.bounds import Bounds
 from stretto.runtime.plans.candidates import BASELINE, Candidate, Space, candidates, fits
 from stretto.runtime.plans.outcome import ROUNDS, WARM, Outcome, outcome_of
 from stretto.runtime.sim.layouts import Setting
+from stretto.saying import Say, silent, working
 
 Kind = tuple[str, str, bool]
 WITHIN = 0.01
@@ -59,7 +60,13 @@ class Found:
 
 
 def search(
-    setting: Setting, space: Space, *, keep: int = 5, limit_s: float = inf, workers: int = 0
+    setting: Setting,
+    space: Space,
+    *,
+    keep: int = 5,
+    limit_s: float = inf,
+    workers: int = 0,
+    say: Say = silent,
 ) -> Found:
     """Find the plans with the shortest steps.
 
@@ -69,16 +76,21 @@ def search(
         keep: how many plans to find.
         limit_s: seconds after which no further candidate is simulated.
         workers: processes that simulate; 0 takes one a core, 1 none but this one.
+        say: shows how far the search is.
 
     Raises:
         ConfigError: nothing fits.
     """
     start_s = time.monotonic()
     bounds = Bounds(setting, WARM, ROUNDS)
-    kinds = _by_kind(_bounded(candidates(setting, space), bounds))
+    with working(say, "listing plans"):
+        kinds = _by_kind(_bounded(candidates(setting, space), bounds))
     count = sum(map(len, kinds.values()))
     board, unfit, bound_s = _Board(keep), 0, inf
-    with _simulators(setting, workers or os.cpu_count() or 1) as (simulate, room):
+    with (
+        working(say, "plans looked at or ruled out", count) as advance,
+        _simulators(setting, workers or os.cpu_count() or 1) as (simulate, room),
+    ):
         running: set[Future[Outcome]] = set()
 
         def collect(until: int) -> None:
@@ -93,12 +105,15 @@ def search(
                 collect(room - 1)
                 if not waiting or not board.may_take(kind, waiting[0][0]):
                     del kinds[kind]  # all others of it have higher bounds
+                    advance(len(waiting))
                     continue
                 if time.monotonic() - start_s > limit_s and (board.runnable or kind[2]):
                     bound_s = min(bound_s, waiting[0][0])
                     del kinds[kind]
+                    advance(len(waiting))
                     continue
                 _, candidate = waiting.popleft()
+                advance(1)
                 if fits(setting, candidate):
                     running.add(simulate(candidate))
                 else:

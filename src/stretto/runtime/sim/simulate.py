@@ -19,6 +19,7 @@ from stretto.runtime.sim.generator import SimGenerator
 from stretto.runtime.sim.lengths import Lengths
 from stretto.runtime.sim.loop import VirtualClock, run, spend
 from stretto.runtime.sim.roles import SimLearner, SimScorer
+from stretto.saying import Advance, unseen
 from stretto.schedules.replayed import ReplayedChunk, ReplayedOvercommit
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
@@ -81,7 +82,12 @@ class _DriverSpans(Spans):
 
 
 def simulate(
-    cluster: Cluster, *, steps: int = 0, seed: int = 0, shuffle: bool = False
+    cluster: Cluster,
+    *,
+    steps: int = 0,
+    seed: int = 0,
+    shuffle: bool = False,
+    advance: Advance = unseen,
 ) -> SimResult:
     """Run the description's schedule.
 
@@ -90,15 +96,17 @@ def simulate(
         steps: to look at, of those that the description has; 0 for all.
         seed: of the order of simultaneous events; used with ``shuffle`` alone.
         shuffle: explore orders of simultaneous events.
+        advance: told of each step.
 
     Raises:
         ConfigError: the description names an unknown model or GPU.
         StalledError: a role did not answer in time, or nothing could ever happen again.
     """
-    return run(_simulate(cluster, steps or cluster.workload.steps), seed=seed, shuffle=shuffle)
+    found = _simulate(cluster, steps or cluster.workload.steps, advance)
+    return run(found, seed=seed, shuffle=shuffle)
 
 
-async def _simulate(cluster: Cluster, count: int) -> SimResult:
+async def _simulate(cluster: Cluster, count: int, advance: Advance) -> SimResult:
     clock = VirtualClock()
     spans = _DriverSpans(cluster.driver)
     roles = make_roles(cluster, spans)
@@ -109,6 +117,7 @@ async def _simulate(cluster: Cluster, count: int) -> SimResult:
             step = await schedule.step()
             with spans.span(DRIVER, RECORDS, items=len(step.batch)):
                 steps.append(step.stats)
+            advance(1)
         makespan_s = clock.now()
     metrics = TimeSheet().add(Window(0.0, makespan_s, spans.records))
     idle = (

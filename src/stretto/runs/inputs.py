@@ -1,0 +1,99 @@
+"""Rows and models that a run was started with: one that is resumed must have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from stretto.assembly.models import Given
+from stretto.config import Config
+from stretto.config.sections import MODEL
+from stretto.errors import StateError
+from stretto.models.identity import identity
+from stretto.saying import Say
+from stretto.tasks.base import SHA256
+from stretto.tasks.prompts import PromptSource
+
+SHOWN = 4
+"""Differences that a message names."""
+
+Identities = Mapping[str, Mapping[str, str]]
+"""What is known of each subject, by name: fingerprints of files and rows, and plain facts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Rows and models of a run.
+
+    Attributes:
+        before: as they were when the run began; empty for a new run.
+        found: as they are, as far as that is known yet.
+    """
+
+    before: Identities = field(default_factory=dict)
+    found: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def take(self, subject: str, own: Mapping[str, str]) -> None:
+        """Take note of what a subject is.
+
+        Raises:
+            StateError: it is not what it was; the message says what of it.
+        """
+        had = self.before.get(subject, own)
+        if had != own:
+            raise StateError(
+                f"{subject} is not what the run was started with; of it, this differs: "
+                f"{_differences(had, own)}. Restore it, or start a new run"
+            )
+        self.found[subject] = own
+
+    def take_models(self, config: Config, given: Given, say: Say) -> None:
+        """Take note of the models that are loaded by name.
+
+        Raises:
+            ModelError: one cannot be read.
+            StateError: see :meth:`take`.
+        """
+        for subject, name in _models(config, given):
+            own = identity(name.removeprefix(MODEL), config.model.trust_remote_code, say)
+            self.take(f"{subject} = '{name}'", own)
+
+    def take_rows(self, config: Config, prompts: PromptSource) -> None:
+        """Take note of the rows that are trained on.
+
+        Raises:
+            StateError: see :meth:`take`.
+        """
+        self.take(f"task.name = '{config.task.name}'", prompts.identity)
+
+
+def _models(config: Config, given: Given) -> Iterator[tuple[str, str]]:
+    """Yield the settings that name models which are loaded, with the names.
+
+    The reference is the actor as training starts.
+    """
+    if given.actor is None:
+        yield "model.name", config.model.name
+    init = config.critic.init
+    if config.algorithm.definition.critic and given.critic is None and init not in _MADE:
+        yield "critic.init", init
+    for source in config.reward.sources:
+        if source.startswith(MODEL) and source not in given.reward_models:
+            yield "reward.sources", source
+
+
+_MADE = ("actor", "reward")
+"""Values of ``critic.init`` that name no model of their own."""
+
+
+def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Name what differs: plain facts with both values, or else what fingerprints are of."""
+    facts = [
+        f"{name} ({had.get(name, 'none')} then, {own.get(name, 'none')} now)"
+        for name in {**had, **own}
+        if had.get(name) != own.get(name)
+        and not had.get(name, own.get(name, "")).startswith(SHA256)
+    ]
+    named = facts or [name for name in {**had, **own} if had.get(name) != own.get(name)]
+    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return ", ".join(named[:SHOWN]) + more

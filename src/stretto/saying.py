@@ -1,0 +1,67 @@
+"""What people are told of work: lines, and how far it is, on the way to whoever shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+Say = Callable[[str], None]
+"""Shows a line."""
+
+LOADING = "loading PyTorch and what else is needed"
+"""Work that most commands begin with."""
+
+CHECKING = "looking at settings, models and data"
+"""Work before that."""
+
+Advance = Callable[[int], None]
+"""Takes note that so much more of some work is done."""
+
+
+class Shows(Protocol):
+    """Display of lines and of work."""
+
+    def note(self, text: str) -> None:
+        """Show a line."""
+        ...
+
+    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+        """Show work while the body of a ``with`` statement does it.
+
+        Args:
+            what: is done, as in "loading a model".
+            total: of what is done, in any unit; 0 where that is not known.
+        """
+        ...
+
+
+class Saying:
+    """A display in the place of what shows lines, so that work handed down with it is shown, too.
+
+    Args:
+        display: shows both.
+    """
+
+    def __init__(self, display: Shows) -> None:
+        self.display = display
+
+    def __call__(self, text: str) -> None:
+        """Show a line."""
+        self.display.note(text)
+
+
+def working(say: Say, what: str, total: int = 0) -> AbstractContextManager[Advance]:
+    """Show work while the body of a ``with`` statement does it, if there is a display behind
+    ``say``; see :meth:`Shows.working`."""
+    if isinstance(say, Saying):
+        return say.display.working(what, total)
+    return nullcontext(unseen)
+
+
+def silent(_: str) -> None:
+    """Show no line."""
+
+
+def unseen(_: int) -> None:
+    """Take no note of what is done: nobody shows it."""
