@@ -92,7 +92,7 @@ def _section(
                 yield f"### {name}\n\nThe same settings as [here]({seen[section]}).\n"
                 continue
             seen[section] = f"#{place}{dotted}"
-            only = " (in a file only)" if _table(dotted, field).startswith("[[") else ""
+            only = " (in a file only)" if name.startswith("`[[") and kind is not Cluster else ""
             yield f"### {name}{only} {{#{place}{dotted}}}\n\n{inspect.getdoc(section)}\n"
             yield from _section(section, f"{dotted}.", place, seen)
 

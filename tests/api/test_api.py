@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -504,21 +503,6 @@ def test_simulate_is_the_simulator() -> None:
         }
     )
     assert stretto.simulate(cluster, seed=1).makespan_s == simulate(cluster, seed=1).makespan_s
-
-
-def test_the_examples_of_the_manual_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    manual = Path(__file__).parents[2] / "docs" / "python.md"
-    examples = re.findall(r"```python\n(.*?)```", manual.read_text(), re.DOTALL)
-    assert len(examples) == 3
-    monkeypatch.chdir(tmp_path)
-    for example in examples:
-        exec(compile(example, str(manual), "exec"), {"__name__": "__main__"})
-    assert (tmp_path / "report.html").is_file()
-    assert weights(tmp_path / "ppo" / "final").keys()
-    assert recipes.load(tmp_path / "ppo" / "ppo-001").schedule.preset == "oppo"
-    assert "model response" in capsys.readouterr().out
 
 
 def test_the_config_is_the_one_of_the_package() -> None:

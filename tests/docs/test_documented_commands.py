@@ -26,6 +26,7 @@ from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.planning import hardware_file
+from stretto.rollout.vllm.llm import installed
 from stretto.runtime.sim.cluster import Cluster
 
 COMMANDS = [(page.stem, command) for page in PAGES for command in commands(page)]
@@ -95,7 +96,11 @@ def _runs(folder: Path) -> None:
 
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{p}: {c}" for p, c in COMMANDS])
 def test_a_command_is_one(
-    page: str, command: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    page: str,
+    command: str,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     del page  # which says where to look
 
@@ -110,13 +115,19 @@ def test_a_command_is_one(
         words.append("--dry-run")
     if words[0] == "eval":
         words += ["--samples", "2"]
+    if words[:2] == ["compare", "--sim"] and words[2].endswith(".toml"):
+        words += ["--steps", "2", "--seeds", "0"]
     try:
         status: Any = main(words)
     except BeginsError:
         return
     except SystemExit as end:  # of --help
         status = end.code
-    assert status == 0
+    if "vllm" in words and not installed():
+        assert status == 2
+        assert "needs the library 'vllm'" in capsys.readouterr().err
+    else:
+        assert status == 0
 
 
 def test_commands_are_found() -> None:
