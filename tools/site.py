@@ -41,6 +41,9 @@ LINKS = (
 MODULES = ("stretto.api", "stretto.types", "stretto.protocols", "stretto.errors", "stretto.testing")
 """Where the names are looked for that docstrings of the reference mention without a module."""
 
+WHOLE = re.compile(r"<code>(?=[^<]{1,36}</code>)")
+"""Code within a line that is short enough for a phone's width, and is not broken."""
+
 MENTION = re.compile(r":\w+:<code>~?([\w.]+)</code>")
 """A cross-reference of a docstring, as it comes out of Markdown."""
 
@@ -69,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def on_page_content(html: str, **_: Any) -> str:
     """Make links of the cross-references of docstrings; of those that lead nowhere, code."""
-    return MENTION.sub(lambda found: _link(found[1]), html)
+    return WHOLE.sub('<code class="whole">', MENTION.sub(lambda found: _link(found[1]), html))
 
 
 def _with_sources(markdown: str) -> str:
