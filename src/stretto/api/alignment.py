@@ -62,10 +62,14 @@ class Aligned:
     """Results of all stages.
 
     Attributes:
-        folder: of all stages.
-        penalty: of the last stage for responses without an end, see :func:`penalty`.
+        folder: that the stages have their folders in.
+        sft: what fine-tuning left.
+        pairs: counts of the labelled pairs.
+        reward: the learned reward model.
+        penalty: ``reward.missing_eos_penalty`` of the last stage, on the reward model's scale.
         policy: folder of the aligned model.
-        before, after: the fine-tuned model and the aligned one.
+        before: the fine-tuned model on held-out prompts.
+        after: the aligned model on the same.
     """
 
     folder: Path

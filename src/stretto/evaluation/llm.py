@@ -113,8 +113,9 @@ class Judgement:
         judge: the model.
         rate: (wins + ties / 2) / pairs judged.
         standard_error: of the rate.
-        wins, losses: pairs in which both orders gave the same verdict.
+        wins: pairs of which both orders prefer the policy's response.
         ties: pairs that were called a tie, or on which the orders disagree.
+        losses: pairs of which both orders prefer the reference.
         consistent: share of the pairs judged with the same verdict in both orders.
         unparsable: answers without a verdict, or cut off at their token limit.
         left_out: pairs with such an answer; they count nowhere above.

@@ -47,6 +47,8 @@ class Measured:
         ended: share of the responses that ended before the token limit.
         win_rate: by the first source that was asked for.
         win_rates: by each source, in the order asked for.
+        kl: distance from the model that the policy was trained from.
+        judge: verdicts of an LLM.
         distinct: different prompts among those of the responses.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
         seen: the overlap in words.

@@ -16,9 +16,11 @@ class WinRate:
         by: the source of the scores.
         rate: (wins + ties / 2) / samples.
         standard_error: of the rate.
-        wins, ties, losses: pairs in which the policy's response scores above, as, or below the
-            reference.
-        score, reference_score: means.
+        wins: pairs in which the policy's response scores above the reference.
+        ties: pairs in which both score the same.
+        losses: pairs in which the policy's response scores below the reference.
+        score: mean score of the policy's responses.
+        reference_score: mean score of the references.
     """
 
     by: str

@@ -71,8 +71,9 @@ class RewardModelResult:
         steps: updates taken.
         loss: of the last update's batch, before that update; nats a pair.
         held_out: metrics of the pairs held out, at the end; ``None`` without any.
-        reward_mean, reward_std: of its rewards: of the pairs held out, or without any of the last
-            update's batch.
+        reward_mean: mean of its rewards on the pairs held out, or without any on the last update's
+            batch.
+        reward_std: their standard deviation.
     """
 
     model: Path

@@ -30,8 +30,9 @@ class Preferences:
         loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
         accuracy: share of the pairs whose chosen response has the higher reward; a tie counts half.
         margin: mean r_chosen - r_rejected.
-        reward_mean, reward_std: over all responses, chosen and rejected.
-        pairs: measured.
+        reward_mean: mean reward of all responses, chosen and rejected.
+        reward_std: standard deviation of the same.
+        pairs: number of pairs.
     """
 
     loss: float
