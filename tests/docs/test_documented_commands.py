@@ -85,12 +85,10 @@ def _runs(folder: Path) -> None:
         runs.train(config, run_dir=run, progress=NoProgress())
     for copied in ("arithmetic-001", "tiny-tail-001", "tiny-tail-002", "off-policy/n1-001"):
         shutil.copytree(out / "tiny-001", out / copied)
-    for train, settings, file in (
-        (stretto.sft, stretto.SftConfig(), "chats.jsonl"),
-        (stretto.train_reward_model, stretto.RewardModelConfig(), "pairs.jsonl"),
-    ):
-        named = {"model": {"name": str(folder / "tiny")}, "data": {"name": str(folder / file)}}
-        train(settings, **named, out=str(out), observe=quiet)  # type: ignore[operator]
+    shared: dict[str, Any] = {"model": str(folder / "tiny"), "out": str(out), "observe": quiet}
+    chats, pairs = (str(folder / name) for name in ("chats.jsonl", "pairs.jsonl"))
+    stretto.sft(stretto.SftConfig(), data__name=chats, **shared)
+    stretto.train_reward_model(stretto.RewardModelConfig(), data__name=pairs, **shared)
     shutil.copytree(out / "reward-001", out / "gold-001")
 
 
