@@ -161,7 +161,7 @@ def execute(
 
             # A model that the caller brings has a type of its own.
             actor = given.actor if given else None
-            final, decided = (config, []) if actor else _settled(config, run_dir)
+            final, decided = (config, []) if actor is not None else _settled(config, run_dir)
             if isinstance(final, Config) and actor is None:
                 check_gpu(final)
             run_dir.save_machine(Machine.here())
