@@ -79,13 +79,21 @@ def _runs(folder: Path) -> None:
     out, quiet = folder / "runs", {"progress": "off"}
     make_tiny(folder / "tiny")
     sums = run_helpers.settings(folder / "tiny", steps=20, observe=quiet)
-    given = {"kind": "dataset", "name": str(folder / "sums.jsonl"), "answer_column": "answer"}
-    for name, config in (("tiny", sums), ("my", api.changed(sums, {"task": given}))):
+    own = api.changed(
+        sums,
+        {"task": {"kind": "dataset", "name": str(folder / "sums.jsonl")}},
+        {"reward": {"sources": [f"{folder / 'rewards.py'}:reward_func"]}},
+    )
+    for name, config in (("tiny", sums), ("my", own)):
         run = RunDirectory.create(out, name, config)
         runs.train(config, run_dir=run, progress=NoProgress())
     for copied in ("arithmetic-001", "tiny-tail-001", "tiny-tail-002", "off-policy/n1-001"):
         shutil.copytree(out / "tiny-001", out / copied)
-    shared: dict[str, Any] = {"model": str(folder / "tiny"), "out": str(out), "observe": quiet}
+    shared: dict[str, Any] = {
+        "model__name": str(folder / "tiny"),
+        "out": str(out),
+        "observe": quiet,
+    }
     chats, pairs = (str(folder / name) for name in ("chats.jsonl", "pairs.jsonl"))
     stretto.sft(stretto.SftConfig(), data__name=chats, **shared)
     stretto.train_reward_model(stretto.RewardModelConfig(), data__name=pairs, **shared)
