@@ -3,7 +3,7 @@
 Shows: pairs with 'chosen' and 'rejected', the reward model's accuracy on pairs left out, RLOO on
 it, answers before and after.
 Needs: nothing but Stretto; SmolLM2-135M comes out of a Python package (93 MB).
-Run:   python examples/preferences.py           about three minutes on two cores (--smoke: seconds)
+Run:   python examples/preferences.py           some minutes on two cores (--smoke: seconds)
 """
 
 import json
