@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from stretto import extras, tasks
 from stretto.config import TaskConfig
-from stretto.errors import MissingExtraError
+from stretto.errors import MissingExtraError, require
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -85,6 +85,15 @@ def test_a_task_names_the_library_that_it_lacks(
         tasks.load(task, 0)
     for part in (f"the library '{library}'", extras.plain(EXTRAS[extra][0]), f"'.[{extra}]'"):
         assert part in str(caught.value)
+
+
+def test_a_folder_with_a_librarys_name_is_not_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nosuchlibrary").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtraError, match="needs the library 'nosuchlibrary'"):
+        require("nosuchlibrary", "plots", "a test")
 
 
 CODE = """

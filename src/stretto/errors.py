@@ -176,7 +176,10 @@ def require(library: str, extra: str, purpose: str) -> None:
     Raises:
         MissingExtraError: it is not.
     """
-    if sys.modules.get(library) is None and find_spec(library) is None:
+    if sys.modules.get(library) is not None:
+        return
+    found = find_spec(library)
+    if found is None or found.origin is None:  # a folder of that name, such as ./wandb, is none
         raise MissingExtraError(library, extra, purpose)
 
 
