@@ -165,6 +165,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and bool(_MEMORY_IS_SHORT.search(str(error)))
 
 
+def is_installed(library: str) -> bool:
+    """Return whether a library, by the name under which it is imported, is installed."""
+    if sys.modules.get(library) is not None:
+        return True
+    found = find_spec(library)
+    return bool(found and found.origin)  # a folder of that name, such as ./wandb, has no origin
+
+
 def require(library: str, extra: str, purpose: str) -> None:
     """Make sure that an optional library is installed.
 
@@ -176,10 +184,7 @@ def require(library: str, extra: str, purpose: str) -> None:
     Raises:
         MissingExtraError: it is not.
     """
-    if sys.modules.get(library) is not None:
-        return
-    found = find_spec(library)
-    if found is None or found.origin is None:  # a folder of that name, such as ./wandb, is none
+    if not is_installed(library):
         raise MissingExtraError(library, extra, purpose)
 
 

@@ -48,10 +48,20 @@ def explained(path: Path) -> Iterator[None]:
 # -- room --------------------------------------------------------------------------------------
 
 
+def existing(path: Path) -> Path:
+    """Return a file or folder if it is there, else the nearest folder around it that is."""
+    path = path.absolute()
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
 def free(path: Path) -> int:
     """Return the free bytes of the disk that a file or folder is on, or would be on."""
-    path = path.absolute()
-    return shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
+    return shutil.disk_usage(existing(path)).free
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files in a folder, at any depth; 0 where it is not there."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def leave_room(path: Path, size: int) -> None:

@@ -82,8 +82,7 @@ def said(config: Config | SupervisedConfig, folder: Path) -> str:
         return ""
     size = written.checkpoint
     free = files.free(folder)
-    held = sum(f.stat().st_size for f in (folder / CHECKPOINTS).rglob("*") if f.is_file())
-    beside = int((free + held) / size - 1 - files.SPARE)
+    beside = int((free + files.size_of(folder / CHECKPOINTS)) / size - 1 - files.SPARE)
     if beside >= KEPT:
         return f"checkpoints: {format_size(size)} each, at most {KEPT} kept"
     if beside == 1:

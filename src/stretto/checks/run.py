@@ -7,7 +7,7 @@ import socket
 from collections.abc import Collection
 from pathlib import Path
 
-from stretto import tasks
+from stretto import files, tasks
 from stretto.checks import functions, hub, memory
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
 from stretto.config.sections import MODEL
@@ -20,9 +20,6 @@ from stretto.tasks import Task
 from stretto.tasks.conversations import read_demonstrations
 from stretto.tasks.files import is_local
 from stretto.tasks.pairs import read_pairs
-
-LIBRARIES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""Libraries of trackers, by the tracker's name."""
 
 
 def check_run(
@@ -58,18 +55,13 @@ def check_run(
     sources = [s for s in config.reward.sources if s not in brought]
     if task:
         _check_answers(config, task, sources)
-    columns = task.row(0).data.keys() if task else None
-    for source in sources:
-        if source.startswith(MODEL):
-            check_model(source.removeprefix(MODEL), config.model, ask_hub=ask_hub)
-        elif source != "task":
-            functions.check(source, columns)
+    _check_sources(sources, config.model, task, ask_hub=ask_hub)
     if models:
-        name, init = config.model.name, config.critic.init
+        name, critic = config.model.name, config.critic.model
         info = check_model(name, config.model, tokenizer=tokenizer, ask_hub=ask_hub)
         _check_actor(config, info)
-        if init not in ("actor", "reward") and config.algorithm.definition.critic:
-            check_model(init, config.model, ask_hub=ask_hub)
+        if critic and config.algorithm.definition.critic:
+            check_model(critic, config.model, ask_hub=ask_hub)
         if ask_hub:
             memory.check(config)
     return task
@@ -106,11 +98,7 @@ def check_measured(
     for name in filter(None, (model, sft)):
         check_model(name, config.model)
     task = check_task(config) if rows else None
-    for source in sources:
-        if source.startswith(MODEL):
-            check_model(source.removeprefix(MODEL), config.model, tokenizer=False)
-        elif source != "task":
-            functions.check(source, task.row(0).data.keys() if task else None)
+    _check_sources(sources, config.model, task, tokenizer=False)
 
 
 def check_libraries(config: Config) -> None:
@@ -136,7 +124,7 @@ def check_observation(observe: ObserveConfig) -> None:
         MissingExtraError, StorageError: see above.
     """
     for tracker in observe.trackers:
-        require(LIBRARIES[tracker], tracker, f"observe.trackers = '{tracker}'")
+        require(tracker, tracker, f"observe.trackers = '{tracker}'")
     if port := observe.prometheus_port:
         require("prometheus_client", "prometheus", f"observe.prometheus_port = {port}")
         with socket.socket() as probe:
@@ -164,9 +152,15 @@ def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
     """Refuse a task whose data cannot be read; ``None`` for data that would have to be fetched.
 
     Raises:
+        ConfigError: it is yet to be named.
         TaskError, MissingExtraError: it cannot.
     """
     task = config.task
+    if not task.name:
+        raise ConfigError(
+            "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
+            "column of prompts with --task.prompt-column"
+        )
     if task.held_out_rows and is_local(task.held_out_rows) and not task.is_procedural:
         held_out = Path(task.held_out_rows).expanduser()
         if not held_out.exists():
@@ -186,6 +180,23 @@ def _check_answers(config: Config, task: Task, sources: Collection[str]) -> None
         task.require_verifier()
     if config.warmup_examples:
         task.require_answers(f"warmup_examples = {config.warmup_examples}")
+
+
+def _check_sources(
+    sources: Collection[str],
+    model: ModelConfig,
+    task: Task | None,
+    *,
+    tokenizer: bool = True,
+    ask_hub: bool = True,
+) -> None:
+    """Refuse reward models and functions that are not there, or ask for columns that are not."""
+    columns = task.row(0).data.keys() if task else None
+    for source in sources:
+        if source.startswith(MODEL):
+            check_model(source.removeprefix(MODEL), model, tokenizer=tokenizer, ask_hub=ask_hub)
+        elif source != "task":
+            functions.check(source, columns)
 
 
 def check_model(
@@ -237,7 +248,7 @@ def check_model(
 
 def _check_cache(name: str) -> None:
     folder = cache_dir()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = files.existing(folder)
     if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
         raise ModelError(
             f"cannot make the model '{name}' in {folder}: '{existing}' is no folder that can be "

@@ -21,7 +21,6 @@ from stretto.cli.settings import (
     RECIPE_HELP,
     Option,
     check_recipe_is_first,
-    check_task,
     leading_recipe,
     parse_with_config,
 )
@@ -75,7 +74,6 @@ def _trained(arguments: Sequence[str]) -> int:
         "compare", _DESCRIPTION, arguments, start, _options(), _offered()
     )
     check_recipe_is_first(arguments, own["recipe"])
-    check_task(config)
     with working(on_stderr, CHECKING):
         check_run(config)
     jobs = plan(own["variants"], own["seeds"])

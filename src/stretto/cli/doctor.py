@@ -15,6 +15,8 @@ from typing import Literal
 import tyro
 from packaging.requirements import Requirement
 
+from stretto import files
+from stretto.errors import is_installed
 from stretto.extras import plain, requirements
 from stretto.machine import usable_cores
 from stretto.observe.progress import on_stderr
@@ -153,7 +155,7 @@ def _models() -> Iterator[Finding]:
     from stretto.models import resolve
 
     cache = resolve.cache_dir()
-    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    existing = files.existing(cache)
     if not os.access(existing, os.W_OK):
         text = f"{cache} cannot be written to, so no model can be fetched; check its permissions"
         yield Finding("note", "cache", text)
@@ -175,7 +177,7 @@ def _models() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for extra, use in _EXTRAS.items():
-        if extra == "vllm" and importlib.util.find_spec(extra):
+        if extra == "vllm" and is_installed(extra):
             continue  # its build for CPUs is a package of another name
         for requirement in requirements(extra):
             found = _package(requirement, "note")
@@ -190,7 +192,7 @@ def _cluster() -> Iterator[Finding]:
     """Look for a cluster, where Ray is installed."""
     from stretto.workers import ray_cluster
 
-    if not importlib.util.find_spec("ray"):
+    if not is_installed("ray"):
         return
     found = ray_cluster.find()
     if found:

@@ -17,7 +17,6 @@ from stretto.cli.settings import (
     RECIPE_HELP,
     Option,
     check_recipe_is_first,
-    check_task,
     leading_recipe,
     parse_with_config,
 )
@@ -76,8 +75,6 @@ def run(arguments: Sequence[str]) -> int:
     check_recipe_is_first(arguments, own["recipe"])
     _check(own)
     sampled, benchmarks = any(own[name] for name in SAMPLED), _names(own["lm_eval"])
-    if sampled or not benchmarks:
-        check_task(config)
     if own["temperature"] is not None:
         rollout = config.rollout.model_copy(update={"temperature": own["temperature"]})
         config = config.model_copy(update={"rollout": rollout})

@@ -17,7 +17,6 @@ from stretto.checks import check_measured
 from stretto.cli.settings import (
     Option,
     check_recipe_is_first,
-    check_task,
     leading_recipe,
     parse_with_config,
 )
@@ -133,7 +132,6 @@ def _label_responses(arguments: Sequence[str]) -> LabelResult:
         "label", _DESCRIPTION, arguments, start, options, RECIPE_SETTINGS
     )
     check_recipe_is_first(arguments, own["what"])
-    check_task(config)
     _check(own)
     if own["prompts"] < 1:
         raise ConfigError(f"--prompts {own['prompts']}: must be 1 or more")

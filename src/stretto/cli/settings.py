@@ -19,7 +19,7 @@ import tomli_w
 import tyro
 from pydantic import BaseModel
 
-from stretto.config import Config, Section, changes, recipes
+from stretto.config import Section, changes, recipes
 from stretto.errors import ConfigError, nearest
 
 S = TypeVar("S", bound=Section)
@@ -192,19 +192,6 @@ def check_recipe_is_first(arguments: Sequence[str], parsed: str) -> None:
     """
     if parsed not in ("", leading_recipe(arguments)):
         raise ConfigError(f"the recipe comes before the options: write '{parsed}' first")
-
-
-def check_task(config: Config) -> None:
-    """Refuse settings whose data the user has yet to name.
-
-    Raises:
-        ConfigError: the task has no name.
-    """
-    if not config.task.name:
-        raise ConfigError(
-            "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
-            "column of prompts with --task.prompt-column"
-        )
 
 
 def _own(options: Mapping[str, Option]) -> type[Any]:

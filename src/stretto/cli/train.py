@@ -14,7 +14,6 @@ from stretto.cli.settings import (
     RECIPE_HELP,
     Option,
     check_recipe_is_first,
-    check_task,
     leading_recipe,
     parse_with_config,
 )
@@ -83,7 +82,6 @@ def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:
     check_recipe_is_first(arguments, own["recipe"])
     if resumed:
         check_resumable(start, config)
-    check_task(config)
     return config, recipe, own
 
 

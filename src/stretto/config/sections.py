@@ -44,6 +44,11 @@ class CriticConfig(Section):
     freeze_steps: NonNegativeInt = 0
     """Train only the critic for this many first steps."""
 
+    @property
+    def model(self) -> str:
+        """The model that the critic is loaded from; empty where it is made of another one."""
+        return "" if self.init in ("actor", "reward") else self.init
+
 
 class TaskConfig(Section):
     """The task: its prompts, and the verifier of their answers."""

@@ -81,9 +81,9 @@ def _make_room(folder: Path, step: int) -> None:
     before = [number for number in old if number <= step]
     if not before:
         return
-    needed = (1 + files.SPARE) * size_of(old[max(before)])  # they are all about as large
+    needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # they are all about as large
     free, superfluous = files.free(folder), _superfluous(folder, step, 1)
-    if free < needed <= free + sum(map(size_of, superfluous)):
+    if free < needed <= free + sum(map(files.size_of, superfluous)):
         for path in superfluous:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -134,11 +134,6 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
 def newest(folder: Path) -> int:
     """Return the step of the newest checkpoint, whole or damaged; 0 where there is none."""
     return max(_found(folder), default=0)
-
-
-def size_of(checkpoint: Path) -> int:
-    """Return the bytes of all files of a checkpoint."""
-    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
 class _DamagedError(Exception):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from stretto import files
 from stretto.clock import Clock, RealClock
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError
@@ -153,7 +154,7 @@ class Checkpointer:
         try:
             path = await asyncio.wrap_future(self._writing)
             if not self._any and self._step < self._steps:
-                size = format_size(checkpoint.size_of(path))
+                size = format_size(files.size_of(path))
                 self._note(f"the first checkpoint, of step {self._step}, takes {size}: {path}")
             self._any = True
         except StorageError as error:

@@ -74,16 +74,11 @@ def _models(config: Config, given: Given) -> Iterator[tuple[str, str]]:
     """
     if given.actor is None:
         yield "model.name", config.model.name
-    init = config.critic.init
-    if config.algorithm.definition.critic and given.critic is None and init not in _MADE:
-        yield "critic.init", init
+    if config.algorithm.definition.critic and given.critic is None and config.critic.model:
+        yield "critic.init", config.critic.model
     for source in config.reward.sources:
         if source.startswith(MODEL) and source not in given.reward_models:
             yield "reward.sources", source
-
-
-_MADE = ("actor", "reward")
-"""Values of ``critic.init`` that name no model of their own."""
 
 
 def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:

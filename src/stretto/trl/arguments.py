@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 from stretto.config import PRESETS
 from stretto.config.sections import MISSING_EOS
-from stretto.errors import ConfigError, nearest
+from stretto.errors import ConfigError, is_installed, nearest
 from stretto.trl import vllm
 from stretto.trl.config import PPOConfig
 from stretto.trl.tables import ADAMW, ONE_PROCESS, REFUSALS, REMARKS
@@ -312,7 +311,7 @@ def _trackers(args: PPOConfig) -> tuple[str, ...]:
     given = args.report_to
     names = [given] if isinstance(given, str) else list(given or ())
     if names == ["all"]:
-        return tuple(name for name in _TRACKERS if importlib.util.find_spec(name))
+        return tuple(name for name in _TRACKERS if is_installed(name))
     names = [name for name in names if name != "none"]
     for name in names:
         if name not in _TRACKERS:

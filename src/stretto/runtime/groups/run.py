@@ -176,10 +176,7 @@ def start(
     stack.callback(handover.close)
     couriers = Couriers(meeting)
     names = generator_names(config.rollout.engines)
-    generators = [
-        GeneratorClient(n, couriers.serve(n, executors[n], handover.follow(n, executors[n])), spans)
-        for n in names
-    ]
+    generators = _generators({name: executors[name] for name in names}, couriers, handover, spans)
     followers = {name: (executors[name], "actor") for name in names}
     replicas = [ScorerReplica(_function(f, stack, spans)) for f in functions]
     for seat in placing.scorers:
@@ -225,6 +222,18 @@ def start(
         lags=config.schedule.knobs.copies_weights,
         given=given,
     )
+
+
+def _generators(
+    executors: Mapping[str, GroupExecutor], couriers: Couriers, handover: Handover, spans: Spans
+) -> list[GeneratorClient]:
+    """Return the schedule's side of each generator, which follows the actor."""
+    return [
+        GeneratorClient(
+            name, couriers.serve(name, executor, handover.follow(name, executor)), spans
+        )
+        for name, executor in executors.items()
+    ]
 
 
 def _meeting(config: Config, at: tuple[str, Backend], stack: ExitStack) -> Meeting:
