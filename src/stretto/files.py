@@ -254,7 +254,6 @@ def _put(scratch: Path, target: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap the names of two folders in one step, where the system can."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None)
     if swap is None:
         return False

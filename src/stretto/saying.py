@@ -37,11 +37,7 @@ class Shows(Protocol):
 
 
 class Saying:
-    """A display in the place of what shows lines, so that work handed down with it is shown, too.
-
-    Args:
-        display: shows both.
-    """
+    """A display in place of what shows lines, so that work handed down with it is shown too."""
 
     def __init__(self, display: Shows) -> None:
         self.display = display

@@ -170,7 +170,6 @@ def _end_at_once(number: int) -> None:
 
 
 def _install(handler: _Handler, numbers: set[signal.Signals]) -> dict[signal.Signals, Any]:
-    """Install a handler; return what handled the signals before."""
     if not _in_main_thread():
         return {}
     return {number: signal.signal(number, handler) for number in numbers}

@@ -106,10 +106,6 @@ class FakeGenerator:
     Its methods are those of :class:`~stretto.protocols.Generator`. Taking over rollouts of another
     generator takes a second.
 
-    Args:
-        world: the script.
-        name: in the log.
-
     Attributes:
         done: tokens of each rollout that is here.
         idle: set it to have :meth:`decode` return nothing.
@@ -187,9 +183,7 @@ class FakeScorer:
     checked: chunks in order, all tokens before the score, no new weights within a call.
 
     Args:
-        world: the script.
         name: in the log, and of its scores.
-        kind: of its scores.
         follows: the trained model whose weights it loads; empty for none.
         worthwhile_tokens: that make a call worth its cost.
         seconds: that a call takes besides its tokens.
@@ -262,7 +256,6 @@ class FakeLearner:
     Its methods are those of :class:`~stretto.protocols.Learner`.
 
     Args:
-        world: the script.
         seconds: that a step takes.
 
     Attributes:

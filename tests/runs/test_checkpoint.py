@@ -84,11 +84,11 @@ def test_where_the_disk_is_small_the_older_one_makes_room_for_the_new(
 ) -> None:
     for step in (1, 2):
         save(tmp_path, step)
-    size = checkpoint.size_of(tmp_path / "step-000002")
-    disk = room * size + sum(map(checkpoint.size_of, tmp_path.iterdir()))
+    size = files.size_of(tmp_path / "step-000002")
+    disk = room * size + sum(map(files.size_of, tmp_path.iterdir()))
 
     def usage(_: object) -> SimpleNamespace:
-        return SimpleNamespace(free=disk - sum(map(checkpoint.size_of, tmp_path.glob("step-*"))))
+        return SimpleNamespace(free=disk - sum(map(files.size_of, tmp_path.glob("step-*"))))
 
     monkeypatch.setattr(shutil, "disk_usage", usage)
     seen: list[str] = []

@@ -31,10 +31,8 @@ def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Pa
     """Settle the old policy's log-probs of a part, and put importance weights on its advantages.
 
     Args:
-        part: b rows, T columns.
         logprobs: [b, T], of the policy under training, detached; they are the old ones in rows
             whose old policy is the one under training.
-        settings: of the correction.
 
     Returns:
         the part, and ``correction/weight_mean`` where there is a correction.

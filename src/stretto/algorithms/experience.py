@@ -177,10 +177,6 @@ def require_finite(name: str, tensor: Tensor) -> None:
 def check(data: Scored, kl_coef: float) -> None:
     """Refuse a batch that nothing can be learned from.
 
-    Args:
-        data: the batch.
-        kl_coef: the present beta.
-
     Raises:
         LearnerError: there is no response token, an input is not finite inside the mask, or the
             reference is missing.

@@ -51,7 +51,6 @@ class AdaptiveKL:
     State: ``coef``. The target and the horizon are settings.
 
     Args:
-        coef: the starting beta.
         target: KL in nats a response; 0 keeps beta where it is.
         horizon: responses over which beta moves.
     """

@@ -65,7 +65,6 @@ def entropy_bonus(entropy: Tensor, part: Part, coef: float) -> LossTerm:
 
     Args:
         entropy: [b, T], of the distribution that token t was drawn from.
-        part: the rows.
         coef: 0 only reports the entropy.
     """
     w, per_token = part.weights[part.mask], entropy[part.mask]

@@ -27,8 +27,6 @@ def prepare(
     The batch is that of a whole step, as groups and whitening need all of it.
 
     Args:
-        data: the batch.
-        settings: of the algorithm.
         reward: the rule for missing ends.
         kl_coef: the present beta, which may differ from the setting's starting value.
         proximal: [B, T], log-probs of the policy before the step, where ratios are taken to that

@@ -62,7 +62,6 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
         scores: [B], after the rule for missing ends.
         kl: [B, T], per-token estimates.
         mask: [B, T] bool.
-        kl_coef: beta.
 
     Returns:
         [B, T], 0 outside the mask. An empty response has no last token: its score goes nowhere.
@@ -77,7 +76,6 @@ def make_rewards(
     """Make rewards of scores and KL, by the rules of a run.
 
     Args:
-        data: the batch.
         reward: the rule for missing ends.
         algorithm: where the KL enters, and its estimator.
         kl_coef: the present beta, which may differ from the setting's starting value.
@@ -108,7 +106,6 @@ def _stats(scores: Tensor, kl: Tensor | None, kl_coef: float, cost: float) -> di
     Args:
         scores: [B].
         kl: of all response tokens, in one row; None without a reference.
-        kl_coef: beta.
         cost: beta where the KL is in the reward, else 0.
     """
     score = scores.mean().item()

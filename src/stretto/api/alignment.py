@@ -142,9 +142,6 @@ def resume_alignment(folder: str | Path) -> Aligned:
     learning that has written a checkpoint (``observe.checkpoint_minutes``), which goes on from the
     last one.
 
-    Args:
-        folder: of all stages.
-
     Raises:
         ConfigError: it is no such folder.
         StateError: what a stage left is not there any more.
@@ -167,7 +164,6 @@ def penalty(learned: RewardModelResult, rule: RewardConfig) -> float:
 
     Args:
         learned: whose rewards have a mean and a standard deviation, measured in its training.
-        rule: of the last stage.
 
     Returns:
         for 'replace' the mean less two standard deviations: a response without an end is worth as

@@ -164,7 +164,6 @@ def _off(point: Point, found_s: float) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Seconds in the unit that suits them."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

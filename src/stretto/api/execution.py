@@ -55,7 +55,6 @@ def begin(
     goes on with.
 
     Args:
-        config: its settings.
         name: what a new folder in ``config.out`` is called by; a number is added.
         resume: the folder of the run to go on with; empty for a new one.
         given: what the caller brings instead of names.
@@ -219,7 +218,6 @@ def _remedies(config: Config | SupervisedConfig) -> str:
 
 
 def _settled(config: R, run_dir: RunDirectory) -> tuple[R, list[str]]:
-    """The settings with what the machine decides, kept in the run's folder, and lines about it."""
     lines: list[str] = []
     final = settled(config, lines.append)
     if lines:

@@ -194,11 +194,9 @@ def generate(
             model as an object, which is put into evaluation mode.
         prompts: what to answer; at least one.
         tokenizer: of a model that is an object.
-        max_new_tokens: token limit of an answer.
         temperature: softmax temperature; 0 is greedy.
         top_k, top_p: sample among the likeliest tokens only; 0 and 1 are off.
         stop: strings that end an answer, besides the end-of-sequence token.
-        seed: of sampling.
         chat: apply the tokenizer's chat template; auto: where it has one.
         dtype: type to compute in, of a model by name; auto: bfloat16 where the hardware is faster
             in it, else float32.

@@ -51,7 +51,6 @@ def opening(
 
 
 def _size(config: Config | SupervisedConfig) -> str:
-    """Count the model's parameters; empty where its files are not here yet."""
     if model_info(config.model.name) is None:
         return ""
     parameters, adapters = measure(config.model)

@@ -101,7 +101,6 @@ def plan(settings: Settings, question: Question, *, say: Say = silent) -> Plan:
     Args:
         settings: see :mod:`stretto.api`.
         question: the GPUs, and what settings do not say.
-        say: shows how far the search is.
 
     Raises:
         ConfigError: nothing fits, or a model, a GPU or a length is unknown.
@@ -251,10 +250,7 @@ def write(
     """Write the settings of a plan, for ``stretto train RECIPE --overrides FILE``.
 
     Args:
-        file: to be written.
         config: that was planned for.
-        candidate: the plan.
-        setting: what was simulated.
         start: the recipe's settings; what ``config`` has otherwise is written, too.
 
     Raises:

@@ -30,11 +30,7 @@ class Predicted:
         return self.prediction.data() if self.prediction else {"why": self.why}
 
     def text(self, name: str) -> str:
-        """A small table, or the reason for none, in the terminal.
-
-        Args:
-            name: of the run.
-        """
+        """A small table, or the reason for none, in the terminal."""
         if self.prediction is None:
             return f"{name}: no prediction: {self.why}"
         title = f"{name}, measured and as the simulator predicts it from its own records"
@@ -42,11 +38,7 @@ class Predicted:
 
 
 def predicted(folders: Sequence[str | Path]) -> list[Predicted]:
-    """Predict each run from its own records; one that has recorded too little is told, not refused.
-
-    Args:
-        folders: of runs.
-    """
+    """Predict each run from its own records; one that recorded too little is told, not refused."""
     from stretto.runtime.sim.prediction import predict
 
     found = []

@@ -48,7 +48,6 @@ class Trainings:
     Args:
         config: the settings that all runs share.
         jobs: all of them, in the order in which they will be run.
-        folder: of the comparison.
 
     Attributes:
         folders: of the runs that took all their steps.
@@ -64,10 +63,6 @@ class Trainings:
 
         What the run prints goes into a log beside its folder, as one that fails early leaves no
         folder.
-
-        Args:
-            job: the run.
-            advance: told of its steps.
 
         Raises:
             KeyboardInterrupt: of this process; the run has been ended in order, or killed.

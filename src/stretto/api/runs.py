@@ -90,7 +90,6 @@ def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
 
     Args:
         cluster: see :class:`stretto.runtime.sim.cluster.Cluster`.
-        seed: of response lengths and rewards.
     """
     from stretto.runtime.sim.simulate import simulate as run
 

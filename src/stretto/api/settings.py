@@ -95,7 +95,6 @@ def settled(config: R, say: Callable[[str], object]) -> R:
     "auto"`` takes. Kept with the run, it is the same when the run is resumed or repeated.
 
     Args:
-        config: of the run.
         say: told in a line what was decided, and why.
 
     Raises:
@@ -144,8 +143,6 @@ def trained_with(model: str | Path, settings: Settings, config: Config) -> Confi
 
     Args:
         model: as given, or empty.
-        settings: as given.
-        config: the settings, resolved.
     """
     folder = Path(model or settings if isinstance(settings, str | Path) else model).expanduser()
     if (folder / "config.toml").is_file():

@@ -35,7 +35,6 @@ class Simulation:
         """The cluster of one run.
 
         Args:
-            job: its schedule and seed.
             steps: batches to train on; 0 leaves it to the cluster's description.
 
         Raises:
@@ -96,7 +95,6 @@ def recorded(folder: str, placement: str = "") -> Simulation:
     """Simulate on a run's records: its costs, response lengths and seed.
 
     Args:
-        folder: of the run.
         placement: settings whose ``runtime``, ``[cluster]`` and ``rollout.engines`` take the place
             of the run's: a recipe, a file, or another run's folder.
 

@@ -114,11 +114,6 @@ def _read(name: str | Path) -> Stages:
 def check_settings(stages: Stages, pairs: int, samples: int) -> None:
     """Check the settings as far as possible without reading any files.
 
-    Args:
-        stages: all three.
-        pairs: prompts to label responses to.
-        samples: held-out prompts to evaluate on.
-
     Raises:
         ConfigError: see the messages.
     """
@@ -161,7 +156,6 @@ def check_opens(stages: Stages, reference_column: str = "") -> None:
     Rows, reference responses and the gold reward are opened.
 
     Args:
-        stages: all three.
         reference_column: see :func:`stretto.measure`.
 
     Raises:

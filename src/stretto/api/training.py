@@ -160,7 +160,6 @@ def train_reward_model(
 def _begun(
     settings: C | str | Path, kind: type[C], name: str, changes: Mapping[str, Any]
 ) -> Begun[C]:
-    """A run of supervised training."""
     if isinstance(settings, str | Path):
         name = recipes.name_of(settings)
         settings = recipes.load(settings, kind)

@@ -24,7 +24,6 @@ def check_positions(
     """Refuse a model that cannot read a prompt with its response, both at their limits.
 
     Args:
-        config: of the run.
         what: a name of the model, as the subject of a message.
         model: that reads the actor's tokens, if there is one.
         generating: see :func:`~stretto.models.positions.positions`.
@@ -85,11 +84,6 @@ def check_rewards(
 
     A model with a tokenizer of its own may make more tokens of a response than the actor. How many
     is not known beforehand; a response that then does not fit is a failure of its own.
-
-    Args:
-        config: of the run.
-        rewards: the reward models.
-        prompts: some of the run's.
 
     Raises:
         ConfigError, ModelError: one has too few positions.

@@ -128,9 +128,7 @@ def controls(
 
     Args:
         schedule: the knobs, and how they are turned.
-        sizes: of the run.
         filtering: the rules for scores.
-        seed: of the controllers' simulations.
         migrating: needed where stragglers are moved together.
         restarts: how many processes may come in the place of a generator's or scorer's own, each.
     """

@@ -37,9 +37,6 @@ def make_engine(
     """Make Stretto's own generation engine, over the actor's own weights.
 
     Args:
-        config: of the run.
-        actor: decodes.
-        tokenizer: the actor's.
         rows: rollouts decoded at a time, at most.
         end_tokens: that end a response; without them the model's and the tokenizer's do.
         channel: where new weights come from, if any do.

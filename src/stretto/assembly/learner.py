@@ -39,7 +39,6 @@ def make_learner(
     Args:
         config: of the run.
         actor, critic: to train.
-        stack: ends the ranks.
         snapshots: the models of which copies are published.
         channel: takes them to the roles that follow.
         threads: CPU threads of training, for the ranks together.

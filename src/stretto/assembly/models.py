@@ -101,10 +101,7 @@ def made_ready(
     for short sequences.
 
     Args:
-        model: changed in place.
-        config: of the run.
         what: a name of the model, as the subject of a message.
-        trained: whether it is to be trained.
 
     Raises:
         ModelError: its weights are not finite, or of a type that is not trained.
@@ -208,12 +205,8 @@ def with_adapters(
     """Put a model that is trained into LoRA adapters, where the settings ask for them.
 
     Args:
-        model: to train.
-        config: of the run.
-        kind: of the model.
         stack: at its end, however that comes, a model that the caller brought is a plain model
             again, with the adapters merged in.
-        brought: whether the model is the caller's.
     """
     if not config.model.lora_rank:
         return model
@@ -230,10 +223,8 @@ def make_reference(
     """Make the reference, to which the KL is measured; ``None`` where there is none.
 
     Args:
-        config: of the run.
         base: the actor as it starts.
         actor: the same model, with adapters under LoRA: it is then its own reference, without them.
-        given: may hold another reference.
     """
     if not config.algorithm.has_reference:
         return None

@@ -80,8 +80,6 @@ def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Part
     """Load and check all that a run in one process needs.
 
     Args:
-        config: of the run.
-        stack: closes what must be closed.
         say: called with a line about whatever takes time.
         given: what the caller brings instead of names.
 

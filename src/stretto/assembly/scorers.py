@@ -37,10 +37,7 @@ def open_function(
 
     Args:
         source: 'task', or 'file.py:name'.
-        config: of the run.
         columns: of the dataset that the prompts are of.
-        tokenizer: of the responses.
-        stack: closes it.
         functions: that the caller brings, by the names of their sources.
 
     Raises:
@@ -90,8 +87,6 @@ def reward_scorer(
 
     Args:
         source: 'model:NAME', or the name of one that is brought.
-        config: of the run.
-        tokenizer: of the responses.
         say: called with a line about whatever takes time.
         loaded: the model and its tokenizer; without them those that the source names.
         slots: rollouts that it can follow while they are decoded.
@@ -156,5 +151,4 @@ def model_scorers(
 
 
 def _budget(config: Config) -> int:
-    """Tokens that a scorer reads at a time."""
     return token_budget(config.training.microbatch_tokens, pick_device(config.model.device))

@@ -46,7 +46,6 @@ def check(config: Config | SupervisedConfig, folder: Path, *, resuming: bool = F
     """Refuse a run whose checkpoint and model do not fit on the disk.
 
     Args:
-        config: of the run.
         folder: of the run, or that its folder will be in.
         resuming: whether the run has a checkpoint already, so that it can do without another.
 
@@ -74,7 +73,6 @@ def said(config: Config | SupervisedConfig, folder: Path) -> str:
     """Say what a run's checkpoints take, and how many the disk has room for; empty without any.
 
     Args:
-        config: of the run.
         folder: of the run, or that its folder will be in.
     """
     written = Written.by(config)

@@ -32,7 +32,6 @@ def check_dataset(name: str, *, ask: bool = True) -> None:
     """Refuse a dataset of the hub that is not on this machine, where the hub does not answer.
 
     Args:
-        name: of the dataset.
         ask: whether to look if the hub answers.
 
     Raises:
@@ -75,7 +74,6 @@ def unreachable() -> str:
 
 
 def _dataset_is_cached(name: str) -> bool:
-    """Return whether the hub's libraries have files of a dataset, be it of another split."""
     from huggingface_hub import constants
 
     made = Path(os.environ.get("HF_DATASETS_CACHE", Path(constants.HF_HOME) / "datasets"))

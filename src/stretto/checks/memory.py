@@ -36,7 +36,6 @@ def require(config: Config, free: int, where: str) -> None:
     """Refuse a run whose weights, gradients and optimizer states exceed what is free.
 
     Args:
-        config: of the run.
         free: bytes.
         where: they are free, as it stands in a message.
 

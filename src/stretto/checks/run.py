@@ -34,9 +34,7 @@ def check_run(
     """Refuse a run of reinforcement learning that is known to fail.
 
     Args:
-        config: of the run.
         models: whether its models are those that the settings name.
-        tokenizer: whether the actor's comes with it.
         task: the task, where the caller brings it.
         brought: reward sources that the caller brings as objects.
         ask_hub: whether to look if the hub answers, for what must be fetched from it.
@@ -90,7 +88,6 @@ def check_measured(
     Args:
         config: of the task and of the computation.
         model: that is measured.
-        rows: whether it answers the task's prompts.
         sources: reward sources that judge it.
         sft: another model that reads its answers; empty for none.
     """
@@ -205,9 +202,7 @@ def check_model(
     """Refuse a model that is not there or lacks a file; ``None`` for one that must be fetched.
 
     Args:
-        name: of the model.
         config: says whether code that a model brings may run.
-        tokenizer: whether its tokenizer is needed.
         ask_hub: see :func:`check_run`.
 
     Raises:

@@ -115,6 +115,5 @@ def _options() -> dict[str, Option]:
 
 
 def _offered() -> list[str]:
-    """The settings that hold for all runs."""
     own = {"seed", "observe.progress", *(f"schedule.{knob}" for knob in REPLACED)}
     return [name for name in recipes.setting_names() if name not in own]

@@ -133,7 +133,6 @@ def _source(source: str) -> str:
 
 
 def _place(name: str) -> str:
-    """Describe where a model's files are."""
     from stretto.models.resolve import is_known, resolve
 
     if is_known(name):
@@ -142,5 +141,4 @@ def _place(name: str) -> str:
 
 
 def _data(name: str) -> str:
-    """Describe where a dataset's rows are."""
     return "local" if is_local(name) else "from the hub"

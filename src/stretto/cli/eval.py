@@ -320,7 +320,6 @@ def _names(text: str) -> list[str]:
 
 
 def _model(asked: str, recipe: str, otherwise: str) -> tuple[str, Path | None]:
-    """The model to measure, and the folder of the run that it comes from, if any."""
     is_run = recipe not in recipes.names() and Path(recipe).is_dir()
     name = asked or (recipe if is_run else otherwise)
     model = trained_model(name)

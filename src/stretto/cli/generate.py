@@ -41,14 +41,11 @@ def _generate(
     """Let a model answer prompts, or the lines of standard input when none is given.
 
     Args:
-        prompts: What to answer.
         model: A known name, a local folder in Hugging Face format, a hub name, or a run's folder.
-        max_new_tokens: Token limit of an answer.
         temperature: Softmax temperature; 0 is greedy.
         top_k: Sample among the k likeliest tokens; 0 is off.
         top_p: Sample among the likeliest tokens that hold this much probability; 1 is off.
         stop: A string that ends an answer, besides the end-of-sequence token; may be repeated.
-        seed: Of sampling.
         chat: Apply the tokenizer's chat template. auto: where the tokenizer has one.
         dtype: Type to compute in. auto: bfloat16 where the hardware is faster in it, else float32.
         device: Device to compute on. auto: cuda when there is one.

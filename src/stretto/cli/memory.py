@@ -54,7 +54,6 @@ def _plan(
         fsdp: Shards of the learner. Where these do not fill the GPUs, roles are apart: a copy of
             the scorers, and generators on the rest. 0 takes all GPUs for every role.
         tp: GPUs that each layer is split over, in every role.
-        gpu: Kind of GPU.
         offload: Roles that are not at work keep their states in the host's memory.
     """
     if lora_rank < 0:

@@ -186,7 +186,6 @@ def _roles(candidate: Candidate, plan: Plan) -> str:
 
 
 def _brief(figure: float) -> str:
-    """Three digits, or all before the point."""
     return f"{figure:,.0f}" if figure >= 100 else f"{figure:.3g}"
 
 
@@ -241,6 +240,5 @@ def _options() -> dict[str, Option]:
 
 
 def _offered() -> list[str]:
-    """The settings that a plan depends on."""
     sections = ("threads", "model", "reward", "rollout", "algorithm", "schedule", "training")
     return [name for name in recipes.setting_names() if name.partition(".")[0] in sections]

@@ -53,8 +53,6 @@ def parse_with_config(
 
     Args:
         command: its name, for usage and messages.
-        description: shown on top of the help.
-        arguments: what follows the command's name.
         config: where settings take their defaults from; the result is of its class.
         options: the command's own options, by name. Where ``overrides`` is among them, it names a
             file with changes, which come before those of the command line.
@@ -160,7 +158,6 @@ def _named(
 
 
 def _refuse_hydra_style(argument: str, offered: Collection[str], options_begin: bool) -> None:
-    """Refuse 'training.lr=1e-5'; behind an option 'seed=3' may be a word of its value."""
     name, sign, value = argument.partition("=")
     name = name.removeprefix("+")
     if sign and name in offered and ("." in name or not options_begin):
@@ -249,7 +246,6 @@ def _given(
 
 
 def _pairs(table: Mapping[str, Any]) -> tuple[str, ...]:
-    """A table as 'key=value' words, the values as TOML writes them."""
     return tuple(
         tomli_w.dumps({key: value}).strip().replace(" = ", "=", 1) for key, value in table.items()
     )

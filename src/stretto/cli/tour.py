@@ -83,7 +83,6 @@ def _show(chosen: Sequence[str], scratch: Path, runs: Path, steps: int, *, kept:
 
 
 def _recorded(runs: Path, steps: int) -> RunDirectory:
-    """Train as part 3 does, without showing its steps."""
     from stretto.tour import training
 
     _say(f"Part 4 looks at a run of part 3, which is made first: {steps} steps ...\n")
@@ -108,7 +107,6 @@ def _part(word: str) -> str:
 
 @contextmanager
 def _folder(out: str) -> Iterator[tuple[Path, Path]]:
-    """Yield a folder that is removed at the end, and the one for runs: this or the user's own."""
     with TemporaryDirectory(prefix="stretto-tour-") as scratch:
         yield Path(scratch), Path(out or scratch)
 

@@ -91,7 +91,6 @@ def collect(
     """Do the runs one after the other; failed ones are left out, Ctrl-C ends with what there is.
 
     Args:
-        jobs: the runs.
         execute: does one, and tells of its steps.
         steps: of each.
         simulated: whether their seconds are of virtual time.

@@ -29,7 +29,6 @@ def changed(config: S, changes: Mapping[str, Any], where: str) -> S:
     """Return settings with those that ``changes`` names in their place.
 
     Args:
-        config: the settings.
         changes: some of them, nested as in TOML. Lists and tables that are values, such as
             ``task.settings``, are replaced as a whole.
         where: where the changes come from, for messages.

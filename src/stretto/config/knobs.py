@@ -35,7 +35,6 @@ class Knob:
 
 
 def _entry(label: str, text: str, *needs: Need, also_off: object = None) -> dict[str, Knob]:
-    """Metadata of a field of :class:`Knobs`: its knob. The field's default is the usual 'off' value."""
     off = () if also_off is None else (also_off,)
     return {"knob": Knob(label, text, frozenset(needs), off)}
 

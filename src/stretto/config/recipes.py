@@ -114,7 +114,6 @@ def load(name_or_path: str | Path, kind: type[Any] = Config) -> Any:
     the folder).
 
     Args:
-        name_or_path: see above.
         kind: of settings: ``Config``, ``SftConfig`` or ``RewardModelConfig``.
 
     Raises:
@@ -170,7 +169,6 @@ def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
     Args:
         data: as TOML gives it; what is left out takes its default.
         where: where the data comes from, for messages.
-        kind: of settings.
 
     Raises:
         ConfigError: an unknown key, or a value out of range; the message lists all faults.
@@ -186,8 +184,6 @@ def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
     """Return a sentence that says which setting is probably meant by a name that none has.
 
     Args:
-        key: the dotted name.
-        kind: of settings.
         table: whether it stands for a whole section.
     """
     every, leaf = setting_names(kind), key.rpartition(".")[2]

@@ -104,7 +104,6 @@ class Config(Section):
             )
 
     def _is_set(self, name: str) -> bool:
-        """Return whether a setting, by its dotted name, differs from its default."""
         section, _, key = name.partition(".")
         part = getattr(self, section)
         return bool(getattr(part, key) != type(part).model_fields[key].default)

@@ -83,7 +83,6 @@ class ScheduleConfig(Section):
         """The most responses that are being decoded at one time.
 
         Args:
-            batch: responses a step.
             samples_per_prompt: responses to each prompt, of which delta fills up the last group.
         """
         groups = -(-self.largest_overcommit(batch) // samples_per_prompt)

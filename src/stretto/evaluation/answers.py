@@ -65,9 +65,6 @@ def answer(
     """Let a model answer prompts.
 
     Args:
-        config: of sampling.
-        actor: the model.
-        tokenizer: the model's.
         prompts: with ids of their own; at least one.
         per_prompt: responses to each.
     """
@@ -95,10 +92,6 @@ def generate(
     """Answer prompts: (index of the prompt, text), each as soon as it has ended.
 
     Args:
-        config: names the model, and its type.
-        prompts: what to answer.
-        options: of sampling.
-        seed: of sampling.
         chat: whether to apply the tokenizer's chat template.
         given: model and tokenizer, where the caller has them as objects.
 
@@ -172,7 +165,6 @@ def completed(
     """Decode rollouts to their ends, outside a schedule; each is yielded once it has finished.
 
     Args:
-        engine: admits them first.
         rollouts: with ids of their own; whatever else the engine holds must have ended.
         chunk_tokens: decoded of each between two looks at which have finished.
     """

@@ -37,8 +37,6 @@ def open_gold(
         source: as in ``reward.sources``: 'task', 'file.py:name' or 'model:NAME'.
         config: settings of task and models, and of the time that functions may take.
         columns: of the dataset that the prompts are of.
-        tokenizer: of the responses.
-        stack: closes what must be closed.
         ends: tokens with which responses end that are given, see :func:`as_rollout`.
 
     Raises:
@@ -119,7 +117,6 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
 
     Args:
         task: that the prompt is of.
-        data: the prompt's.
         column: of the dataset, with text or with a conversation that ends in the assistant's turn;
             empty takes the task's own answer.
 

@@ -77,7 +77,6 @@ def drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[f
     Args:
         config: ``rollout.temperature`` is what they were sampled at.
         sft: a known name, a folder, or a hub name.
-        rollouts: the responses.
         own: the policy's log-probability of each at that temperature, by :func:`logprob_sums`. The
             same forward passes give the SFT model's, so that rounding does not look like drift, as
             it would against the log-probabilities of a decoding engine.
@@ -104,9 +103,7 @@ def logprob_sums(
     """Log-probability of each response in nats, one list a temperature.
 
     Args:
-        model: a causal language model.
         rollouts: with responses of at least one token.
-        temperatures: divide the logits.
         config: ``training.microbatch_tokens`` bounds a forward pass.
     """
     head = output_head(model)

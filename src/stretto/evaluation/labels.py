@@ -107,7 +107,6 @@ def label_pairs(
         config: ``data`` names the file and its columns and says how prompts become tokens, as in
             the training of a reward model; ``model`` has device and dtype.
         by: 'file.py:name' or 'model:NAME'. A function sees the bytes of a response as its tokens.
-        out: JSON Lines.
         timeout_s: that a function may take for 32 responses.
 
     Raises:
@@ -161,10 +160,8 @@ def label_responses(
     they had ended there.
 
     Args:
-        config: of the task, and of sampling.
         policy: a known name, a folder, or a hub name.
         by: 'task', 'file.py:name' or 'model:NAME'.
-        out: JSON Lines.
         prompts: the first ones that training would draw, at most so many.
         per_prompt: responses to each.
 
@@ -302,7 +299,6 @@ def _several(index: int, row: Row, data: PairsConfig) -> _Row:
 def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
-    """Tokenizer and layout that turn rows into tokens: a reward model's, or for functions bytes."""
     if not by.startswith(MODEL):
         return byte_tokenizer(), None
     path, trust = resolve(by.removeprefix(MODEL), on_stderr), config.model.trust_remote_code
@@ -342,7 +338,6 @@ def _rollouts(rows: Sequence[_Read]) -> list[Rollout]:
 
 
 def _bytes_of(row: _Row) -> Prompt:
-    """A prompt for functions, which read text."""
     messages = None if isinstance(row.prompt, str) else row.prompt
     turns = (f"{turn['role']}: {turn['content']}" for turn in messages or ())
     text = row.prompt if isinstance(row.prompt, str) else "\n\n".join(turns)

@@ -193,7 +193,6 @@ def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]
     """Verdicts on pairs, counted.
 
     Args:
-        judge: its name.
         verdicts: of each pair, first with the policy's response as A, then as B.
 
     Raises:

@@ -85,7 +85,6 @@ def measure(
     Sampled at ``rollout.temperature``. What is quick to get wrong is looked at first.
 
     Args:
-        config: of task, model and sampling.
         policy: a known name, a folder, or a hub name.
         samples: prompts, at most.
         by: gold reward for a win-rate, as in ``reward.sources``, or several of them; all score the

@@ -106,7 +106,6 @@ def questions(
     Args:
         config: of the run, from before :func:`measured_on`.
         task: what :func:`measured_on` reads.
-        tokenizer: the policy's.
         count: prompts, at most.
         trained: settings of what the policy is, or is to be, trained on.
 

@@ -58,7 +58,6 @@ def evaluate(
     """Let a model answer prompts that training leaves out, one greedy answer each, and judge them.
 
     Args:
-        config: of the task and of decoding.
         model: a known name, a folder, or a hub name.
         samples: prompts, at most.
         trained: settings that the model was trained with, or is to be; without them ``config``.

@@ -219,8 +219,6 @@ def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
     ``positions``.
 
     Args:
-        model: a causal model.
-        positions: tokens of the longest sequence.
         budget_bytes: memory for the cache.
 
     Raises:

@@ -40,5 +40,4 @@ def with_own_weights(model: M) -> M:
 
 
 def _copied(model: M, shared: Iterable[Tensor]) -> M:
-    """A deep copy in evaluation mode, in which ``shared`` are the same objects."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in shared}).eval()

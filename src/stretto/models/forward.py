@@ -139,7 +139,6 @@ def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
     Args:
         lengths: tokens of each sequence.
-        budget: tokens a micro-batch.
 
     Returns:
         Indices into ``lengths``, longest sequences first.

@@ -85,7 +85,6 @@ def reward_model_from(lm: nn.Module, seed: int) -> nn.Module:
 
     Args:
         lm: gives its backbone away; not to be used any more.
-        seed: seed of the head.
 
     Raises:
         ModelError: transformers has no sequence classifier for this architecture.
@@ -130,8 +129,6 @@ def set_padding(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: Iter
     neither ends nor begins a text is taken. The vocabulary stays as it is.
 
     Args:
-        model: its config is changed.
-        tokenizer: likewise.
         ends: tokens that end a response.
 
     Returns:

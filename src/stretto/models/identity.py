@@ -34,8 +34,6 @@ def identity(name: str, trust_remote_code: bool, say: Say) -> Mapping[str, str]:
 
     Args:
         name: as settings name it; see :func:`~stretto.models.resolve.resolve`.
-        trust_remote_code: of transformers.
-        say: told what takes time.
 
     Raises:
         ModelError: it is not there, or cannot be read.
@@ -51,7 +49,6 @@ def identity(name: str, trust_remote_code: bool, say: Say) -> Mapping[str, str]:
 
 
 def _config_digest(file: Path) -> str:
-    """The fingerprint of a config, whichever version of transformers wrote it."""
     known = json.loads(file.read_bytes())
     known.pop("transformers_version", None)
     return _named(hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest())
@@ -69,7 +66,6 @@ def _digest(file: Path) -> str:
 
 
 def _parts(size: int) -> Iterator[tuple[int, int]]:
-    """The places and lengths of what is read of a long file; the last block is its end."""
     yield 0, HEAD
     for i in range(1, BLOCKS + 1):
         yield HEAD + (size - HEAD) * i // BLOCKS - BLOCK, BLOCK

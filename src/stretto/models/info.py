@@ -97,7 +97,6 @@ class ModelInfo:
         """Count the parameters of LoRA adapters; ``None`` where the weights are not here.
 
         Args:
-            rank: of the adapters.
             targets: layers by the end of their name, or "all-linear".
 
         Raises:
@@ -194,8 +193,6 @@ def require_targets(
     """Refuse a name of LoRA's targets that is no part of a model.
 
     Args:
-        targets: ends of names.
-        modules: names of the model's parts.
         what: the model, as it stands in a message.
         layers: of them, those that may be meant; without it all.
 
@@ -211,7 +208,6 @@ def require_targets(
 
 
 def _fetched(name: str) -> Path | None:
-    """Return the folder in which the hub's library keeps a model that it has fetched."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, "config.json")

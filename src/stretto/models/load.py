@@ -101,9 +101,7 @@ def load_causal_lm(
 
     Args:
         path: a folder in Hugging Face format, or a hub name.
-        dtype: of the weights.
         device: that they go to.
-        trust_remote_code: of transformers.
         in_files: leave them in their files, on the CPU, where that can be: the model is divided
             among several ranks before it is used; see :mod:`stretto.models.mapped`.
 
@@ -364,7 +362,6 @@ def save_model(model: Any, tokenizer: PreTrainedTokenizerBase, folder: Path) -> 
 
     Args:
         model: a transformers model, or one wrapped by peft.
-        tokenizer: its own.
         folder: appears, or takes the place of a former one, once all of it is on disk.
 
     Raises:

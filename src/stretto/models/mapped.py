@@ -67,7 +67,6 @@ def leave_in_files(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Take note that a model's weights are to be divided.
 
     Args:
-        model: freshly loaded.
         dtype: that its weights are to have then; ``None`` leaves them as they are.
     """
     for weight in model.parameters():

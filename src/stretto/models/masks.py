@@ -68,7 +68,6 @@ class LayerMasks:
         return {"full_attention": full, "sliding_attention": near} if self._mixed else near
 
     def _form(self, mask: Tensor) -> Tensor:
-        """Bring a mask into the form of the attention; eager attention adds it to the scores."""
         if not self._additive:
             return mask
         low = torch.finfo(self._dtype).min

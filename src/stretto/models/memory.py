@@ -96,7 +96,6 @@ def memory_plan(
         parameters: P, of each model.
         trained: trained parameters of actor and critic each, where these are adapters added to
             frozen weights (LoRA); ``None`` trains all P.
-        roles: the models there are.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
         reward: parameters of the reward models, all together, where they are not P.
 
@@ -181,7 +180,6 @@ def plan_for(config: Config) -> MemoryPlan:
 
 
 def _size_of_reward_model(name: str, otherwise: int) -> int:
-    """Parameters of a reward model; those of the actor where its files are not here."""
     try:
         return described(name).parameters
     except ModelError:

@@ -169,7 +169,6 @@ def held_elements(places: Places, whole: Sequence[int], box: Box) -> tuple[Place
     Args:
         places: of the elements in the flat whole tensor.
         whole: shape of that.
-        box: a part of it.
 
     Returns:
         The numbers of those elements in ``places``, and their places in the flat part.

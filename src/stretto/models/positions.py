@@ -40,7 +40,6 @@ def following_frequencies(config: Any) -> str:
 
 
 def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
-    """The parameters of rotary embeddings: of all layers, or of each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     yield rope
     yield from (part for part in rope.values() if isinstance(part, Mapping))

@@ -180,7 +180,6 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
 
 
 def _safetensors_error() -> type[Exception]:
-    """Error that safetensors raises when a file cannot be written; it is no OSError."""
     from safetensors import SafetensorError
 
     error: type[Exception] = SafetensorError

@@ -249,7 +249,6 @@ class Shelf:
             self._buffers.append(buffer)
 
     def _in_place(self) -> bool:
-        """Return whether all tensors have their data in the buffers, and nobody has moved them."""
         return all(
             tensor.data_ptr() == buffer.data_ptr() + start
             for bucket, buffer in zip(self._buckets, self._buffers, strict=True)
@@ -282,7 +281,6 @@ def _grouped(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _room_of(tensor: Tensor) -> int:
-    """Return bytes that a tensor takes in a buffer."""
     return math.ceil(tensor.numel() * tensor.itemsize / ALIGNED) * ALIGNED
 
 

@@ -173,7 +173,6 @@ def plan_cuts(model: nn.Module, size: int) -> Cuts:
 
     Args:
         model: whole; with or without LoRA adapters.
-        size: ranks.
 
     Raises:
         ModelError: transformers has no plan for the model, or one with entries that are not known
@@ -212,7 +211,6 @@ def cut_linears(model: nn.Module, cuts: Cuts, slices: Slices, within: str = "") 
     Args:
         model: the same on every rank, whole or cut in part.
         cuts: planned for it.
-        slices: the ranks.
         within: beginning of the names of the layers to cut; all, without one.
     """
     for parameter, dim in cuts.dims.items():

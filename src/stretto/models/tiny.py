@@ -23,8 +23,6 @@ def make_tiny(folder: Path, seed: int = 0, heads: int = 4) -> None:
     The weights depend on the seed alone; the global random state is left as it was.
 
     Args:
-        folder: to write to.
-        seed: of the weights.
         heads: that share 64 dimensions, two of them each keys and values. Kernels may ask for wide
             ones: vLLM's on CPUs for 32 dimensions.
     """
@@ -72,7 +70,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level BPE (Radford et al. 2019)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     characters = {byte: chr(byte) for byte in printable}

@@ -30,7 +30,6 @@ def require_finite(model: nn.Module, what: str) -> None:
     """Refuse weights that are NaN or infinite.
 
     Args:
-        model: any.
         what: it is, as the subject of a message.
 
     Raises:
@@ -54,7 +53,6 @@ def require_trainable(model: nn.Module, what: str) -> None:
     """Refuse weights of a type that is not trained here.
 
     Args:
-        model: any.
         what: it is, as the subject of a message.
 
     Raises:
@@ -115,7 +113,6 @@ def fingerprint_of_parts(
     """The :func:`fingerprint` of a model of which each of several ranks holds parts.
 
     Args:
-        wholes: all parameters of the model.
         parts: of them that this rank holds, by name.
         boxes: the place of each part that no rank before it holds.
         add_up: adds up the ranks' tensors. A collective.

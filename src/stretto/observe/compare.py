@@ -238,7 +238,6 @@ class Comparison:
         return notes
 
     def _paired(self, variant: str, key: str) -> list[float | None]:
-        """A figure for each seed that the baseline ran as well."""
         return [
             figures[key]
             for seed, figures in self.figures[variant].items()
@@ -319,14 +318,12 @@ class Comparison:
 
 
 def _by_kind(utilisation: Mapping[str, float]) -> dict[str, float]:
-    """Join the shares of several generators into their mean."""
     several = [share for role, share in utilisation.items() if is_generator(role)]
     rest = {role: share for role, share in utilisation.items() if not is_generator(role)}
     return {"generator": fmean(several), **rest} if several else rest
 
 
 def _column(run: Run, metric: str) -> list[float]:
-    """A metric of all steps; NaN, which reaches no target, where a step has no finite one."""
     return [math.nan if m.get(metric) is None else float(m[metric]) for m in run.metrics]
 
 
@@ -340,7 +337,6 @@ def _mean(values: Iterable[float | None], row: _Row) -> str:
 
 
 def _range(values: Iterable[float | None], row: _Row) -> str:
-    """The lowest and the highest value, where they look different."""
     known = [value for value in values if value is not None]
     low, high = (row.write(f(known)) if known else "" for f in (min, max))
     return f"{low}..{high}" if low != high else ""

@@ -109,7 +109,6 @@ def time_of_roles(
 
 
 def _yields(span: Span) -> str:
-    """Product of a stretch of work, which others may be idle for."""
     if span.role == "learner" or span.name == "load":
         return "weights"
     return "data" if is_generator(span.role) else "scores"
@@ -200,7 +199,6 @@ class TimeSheet:
 
 
 def _mean(times: Sequence[RoleTime]) -> tuple[float, dict[str, float]]:
-    """Mean of several roles' work, and of their idle time by cause, in seconds."""
     idle_s: defaultdict[str, float] = defaultdict(float)
     for time in times:
         for cause, parts in time.idle.items():

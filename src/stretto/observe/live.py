@@ -155,7 +155,6 @@ class RichProgress:
         return Panel(Group(*parts), border_style="dim")
 
     def _trend(self, *, good: int) -> str:
-        """The change, in green where it has the sign of ``good``."""
         change = self._history.trend()
         if change is None:
             return ""

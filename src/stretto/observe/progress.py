@@ -172,7 +172,6 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
     might expect.
 
     Args:
-        config: of the run.
         model: what is known of the model besides its name.
         where: what is said of where the results go.
     """

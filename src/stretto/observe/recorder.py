@@ -24,9 +24,7 @@ class Recorder:
     A context manager; leaving it, by Ctrl-C too, closes trackers and display.
 
     Args:
-        config: of the run.
         run: where the records go.
-        progress: the display, already started.
         resumed_step: the last step of the checkpoint that the run goes on from; 0 for a new run.
             Records of later steps are dropped, as those steps will be taken again.
         total: steps of the run, where the settings alone do not say; else ``config.steps``.
@@ -102,7 +100,6 @@ class Recorder:
         return self._time_sheet.table()
 
     def _take_in(self, step: int, window: Window) -> dict[str, float]:
-        """Write the trace; the metrics that follow from the spans."""
         if self._tracing and not self._run.trace.append(step, window, self._time_s):
             self._tracing = False
             self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")

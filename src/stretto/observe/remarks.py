@@ -29,8 +29,6 @@ class Remarks:
         of the batch.
 
         Args:
-            step: its number.
-            batch: the rollouts trained on.
             rewards: by rollout id, after the rule for missing ends.
         """
         cut = [r for r in batch if r.finish is FinishReason.LENGTH]
@@ -46,7 +44,6 @@ class Remarks:
         return []
 
     def _due(self, what: str, step: int) -> bool:
-        """Return whether a remark is made, which puts off the next one."""
         if step < self._next[what]:
             return False
         self._next[what] = step + self._pause[what]

@@ -19,7 +19,6 @@ def verdict(what: str, baseline: str, ratios: Ratios) -> str:
 
     Args:
         what: compared quantity, which is the better the smaller it is.
-        baseline: its name.
         ratios: of the variants, without the baseline.
     """
     said: dict[str, list[str]] = {kind: [] for kind in _KINDS}

@@ -70,8 +70,6 @@ class TraceFile:
         """Add the spans that ended during a step.
 
         Args:
-            step: its number.
-            window: its spans.
             start_s: when the window started, in seconds since the run's start.
 
         Returns:
@@ -169,7 +167,6 @@ def _write(path: Path, size: int, events: list[dict[str, Any]]) -> None:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The events, as they are written; without a last one that is cut short."""
     lines = [line.strip().rstrip(b",") for line in path.read_bytes().splitlines()]
     lines = [line for line in lines if line not in (b"[", b"]", b"")]
     return lines[:-1] if lines and not lines[-1].endswith(b"}}") else lines

@@ -100,7 +100,6 @@ class Prometheus:
     Prometheus cannot have becomes an underscore.
 
     Args:
-        run: whose metrics they are.
         port: of the page, ``http://127.0.0.1:PORT/metrics``.
 
     Raises:

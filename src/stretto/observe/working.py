@@ -26,9 +26,7 @@ class Work:
     """Work, and how far it is.
 
     Args:
-        what: is done.
         total: of what is done; 0 where that is not known.
-        clock: tells how long it takes.
 
     Attributes:
         done: so much of it.

@@ -30,10 +30,6 @@ def critical_pairs(g: Graph, s: State, latency: int, pairs: Ints, edges: Ints) -
     at its edges can.
 
     Args:
-        g: the problem.
-        s: the schedule.
-        latency: its latency.
-        pairs: filled with all of them.
         edges: filled with the first and the last ones of each block.
 
     Returns:
@@ -163,12 +159,9 @@ def anneal_swaps(
     """Try exchanges; a schedule that is worse is taken by the rule of Metropolis.
 
     Args:
-        g: the problem.
         s: the schedule to start from, left as the search ends.
         capacity: memory of each device, in the graph's units.
         target: latency at which to stop.
-        cooling: temperatures and prices.
-        seed: of the random numbers.
         best: the shortest latency within the capacity so far.
         best_word: [T] filled with a schedule of that latency or less, when there is one.
 

@@ -55,7 +55,6 @@ def tails(graph: Graph) -> list[int]:
 
 
 def _work(graph: Graph, q: int) -> int:
-    """Ticks that the pipeline of a forward queue takes of its device."""
     both = graph.duration[q] + graph.duration[graph.mate[q]]
     return int(graph.length[q] * both)
 

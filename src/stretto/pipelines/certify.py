@@ -26,11 +26,6 @@ def improve(record: Record, seed: int, threads: int) -> None:
     Above the bound, half of the time that is left goes into a lower latency or the proof that there
     is none; then memory is minimised at the latency reached.
 
-    Args:
-        record: with a valid schedule.
-        seed: of the solver's random numbers.
-        threads: of the solver.
-
     Raises:
         MissingExtraError: OR-tools is not installed.
     """

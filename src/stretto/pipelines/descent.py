@@ -169,7 +169,6 @@ class Descent:
         return "lower" if self._rounds % 4 < of_four else "shorten"
 
     def _next(self) -> tuple[np.random.Generator, View]:
-        """Random numbers and a view of the next try's own."""
         self._tries += 1
         return np.random.default_rng((self._seed, self._tries)), self._views[self._tries % 2]
 
@@ -219,7 +218,6 @@ class Descent:
     def _new(
         self, kind: str, view: View, cap: int, target: int, chance: np.random.Generator
     ) -> Ints:
-        """A list schedule, squeezed if it is too long."""
         latency, word = list_schedule(view, cap, target, rounds_for(view), chance)
         if latency <= target:
             return _from_front(view, word)

@@ -142,7 +142,6 @@ def _colour(bar: TaskBar) -> str:
 
 
 def _gapless(bar: TaskBar, scale: float) -> float:
-    """Pixels of a bar, less a gap to the next one that leaves most of a narrow bar."""
     width = (bar.end - bar.start) * scale
     return width - min(0.6, 0.15 * width)
 

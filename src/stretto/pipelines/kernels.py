@@ -19,7 +19,6 @@ def earliest_starts(g: Graph, word: Ints, start: Ints, order: Ints) -> int:
     """Run every device through its word, each task as early as it can.
 
     Args:
-        g: the problem.
         word: [T] tasks, device after device.
         start: [T] filled: start of each task, by task number.
         order: [T] filled: tasks in an order in which each comes after all it waits for.

@@ -65,9 +65,7 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
     that holds one micro-batch.
 
     Args:
-        g: the problem.
         key: [T] of each task.
-        rules: parameters of the devices' choices.
         capacity: memory of each device, in the graph's units.
         word: [T] filled: tasks, device after device.
         start: [T] filled: start of each task.
@@ -130,7 +128,6 @@ def decode(g: Graph, key: Floats, rules: Rules, capacity: int, word: Ints, start
 
 @njit(cache=True, nogil=True)
 def _first(when: Ints) -> int:
-    """Find the device of the earliest decision."""
     first = 0
     for d in range(1, when.size):
         if when[d] < when[first]:
@@ -160,7 +157,6 @@ def _highest(
 
 @njit(cache=True, nogil=True)
 def _soonest(queues: Ints, fits: Flags, arrival: Ints, d: int) -> np.int64:
-    """Arrival at a device of the first task that may start, in ticks."""
     soonest = _NEVER
     for j in range(4 * d, 4 * d + 4):
         if fits[queues[j]]:
@@ -230,16 +226,11 @@ def anneal_rules(
     """Search for the rules under which the decoder's schedule is short.
 
     Args:
-        g: the problem.
         left: [T] keys without bias, of :func:`urgency`.
         rules: to start from; left as the search ends.
         capacity: memory of each device, in the graph's units.
         target: latency at which to stop.
-        rounds: schedules to build.
-        hot: temperature of the first, in ticks.
-        cold: temperature of the last.
         spread: standard deviation of a change of bias, in ticks.
-        seed: of the random numbers.
         best_word: [T] filled with the shortest schedule.
 
     Returns:

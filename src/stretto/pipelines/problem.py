@@ -308,13 +308,11 @@ def _fields(
 
 
 def _longest(side: Side) -> int:
-    """Ticks that one side takes at most, with the devices to itself."""
     each = max(side.forward) + max(side.backward)
     return (side.micro_batches + side.stages) * each + 2 * side.stages * side.communication
 
 
 def _mean_above(values: Sequence[float]) -> float:
-    """The mean, rounded up to a thousandth, as thirds and the like have no end of digits."""
     return math.ceil(1000 * sum(Fraction(str(v)) for v in values) / len(values)) / 1000
 
 

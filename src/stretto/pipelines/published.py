@@ -31,15 +31,11 @@ def anneal_schedule(
     """RLHFuse's Algorithm 1, and its second pass: exchange any two neighbours, evaluate it all.
 
     Args:
-        g: the problem.
         word: [T] to start from, left as the search ends.
         limit: 0 to minimise latency; or the latency that schedules may have while the peak of
             memory is minimised.
         target: value at which to stop.
-        moves: exchanges to try.
         hot: first temperature, in ticks or units of memory.
-        cold: last one.
-        seed: of the random numbers.
         best_word: [T] filled with the best schedule.
 
     Returns:

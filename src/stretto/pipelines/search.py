@@ -136,15 +136,10 @@ def squeeze(
     """Anneal a schedule towards a latency within a capacity; it may miss either.
 
     Args:
-        view: of the problem.
         word: [T] to start from.
         capacity: memory of each device, in the graph's units.
         target: latency at which to stop.
-        moves: exchanges to try.
         hot: first temperature, as a multiple of a task's mean duration.
-        firm: last price of memory, likewise.
-        chance: random numbers.
-        over: says whether time is over.
 
     Returns:
         The shortest schedule within the capacity that was met; ``word`` if there was none.

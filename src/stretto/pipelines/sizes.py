@@ -105,10 +105,7 @@ def make_problem(
     stage of both takes the same devices.
 
     Args:
-        actor: how it is spread.
-        critic: how it is spread.
         micro_batches: of all pipelines of a model together.
-        tokens: of a micro-batch.
         teraflops: that a device achieves.
         backward_ratio: time of a backward to that of a forward.
         communication_us: microseconds from a stage to the next.

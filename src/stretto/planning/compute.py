@@ -21,10 +21,7 @@ def forward_flops(shape: Shape, tokens: float, length: float, tensor: int) -> fl
     Attention is causal: on average a token sees half of the others.
 
     Args:
-        shape: of the model.
-        tokens: of all sequences.
         length: of each sequence.
-        tensor: tensor-parallel devices.
     """
     attention = 2 * shape.layers * length * shape.hidden
     return tokens * (2 * shape.multiplied(tensor) + attention / tensor)
@@ -45,10 +42,7 @@ def decode_flops(shape: Shape, rows: float, context: float, tensor: int) -> floa
     """Return a device's operations in a decode step: 2 P a row, and attention over its context.
 
     Args:
-        shape: of the model.
-        rows: responses in flight.
         context: tokens of each so far.
-        tensor: tensor-parallel devices.
     """
     attention = 4 * shape.layers * context * shape.hidden
     return rows * (2 * shape.multiplied(tensor) + attention / tensor)

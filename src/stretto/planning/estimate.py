@@ -240,14 +240,12 @@ class _Maker:
         ), sharded + reduced_bytes
 
     def _updated(self, *shapes: Shape) -> Work:
-        """Updates of trained models, one an epoch."""
         gpu = self.hardware.gpu
         moved = sum(compute.optimizer_bytes(shape, self.layout.learner) for shape in shapes)
         speed = gpu.memory_bytes_per_s * self.hardware.assumed.optimizer
         return Work(memory_s=self.workload.epochs * moved / speed)
 
     def _passes(self) -> int:
-        """Micro-batches of a shard of the learner, in an epoch."""
         return math.ceil(self.workload.tokens / self.layout.learner.data / self.layout.micro_tokens)
 
     def _reduced(

@@ -197,7 +197,6 @@ def first_order_goodput(recovery: Recovery, mtbf_s: float) -> float:
     et al. 2024 is the same to this order, with checkpoints that are written at once.
 
     Args:
-        recovery: what the run does about failures.
         mtbf_s: mean time between those that end it.
     """
     before_s = recovery.period_s / 2 + recovery.write_s

@@ -50,8 +50,6 @@ def simulate(
     """Simulate a run.
 
     Args:
-        fleet: its GPUs.
-        recovery: what it does about failures.
         failures: in the order of their times.
         wall_s: seconds that it runs.
     """
@@ -208,7 +206,6 @@ class _Run:
             self._tune()
 
     def _tune(self) -> None:
-        """Set the rate of training by the copies at work, and when the next one is back."""
         self._back_s = min(self._away.values(), default=math.inf)
         away = Counter(name for name, _ in self._away)
         self._rate = self._step_s / self._fleet.step_s(away) if away else 1.0
@@ -221,10 +218,8 @@ class _Run:
 
     @property
     def _free_s(self) -> float:
-        """The time at which training goes on."""
         return self._stalls[-1][0] if self._stalls else self._now
 
     def _stall(self, until: float, cause: str) -> None:
-        """Let training stand still until then, beyond what it does already."""
         if until > self._free_s:
             self._stalls.append((until, cause))

@@ -86,10 +86,6 @@ class Links:
         Members of a node share their adapters: NCCL runs a ring for each, and each carries its part
         of the bytes. So a group with all GPUs of its nodes is ``gpus_per_node`` times as fast
         between nodes as a group with one GPU of each.
-
-        Args:
-            members: of the group.
-            members_a_node: of them on one node.
         """
         if members <= members_a_node:
             return self.within_bytes_per_s

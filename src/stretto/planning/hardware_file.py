@@ -57,10 +57,7 @@ def write(
     """Write a file for :func:`read`.
 
     Args:
-        file: appears once it is whole.
-        hardware: the figures.
         measured: what they come from, as plain data.
-        head: lines to stand above, as comments.
 
     Raises:
         StorageError: it cannot be written.
@@ -82,8 +79,6 @@ def _values(
 
     Args:
         file: for messages.
-        table: its name.
-        given: what stands in it.
         kind: the class with its keys as fields.
         required: keys that must be there; ``None`` for the fields without a default.
     """

@@ -131,8 +131,6 @@ def resident(models: Models, layout: Layout, role: str) -> Parts:
     """Return what a role, and those on the same GPUs, keep there whoever of them is at work.
 
     Args:
-        models: of the run.
-        layout: of the roles.
         role: learner, generators or scorers.
     """
     here = layout.shared if role in layout.shared else (role,)
@@ -157,7 +155,6 @@ def _states(models: Models, layout: Layout) -> float:
 
 
 def _snapshots(models: Models, layout: Layout) -> float:
-    """Bfloat16 copies of the trained models in shards, handed over while these train on."""
     mesh = layout.learner
     stages = [shape.stage(mesh.stages) for shape in models.trained]
     held = sum(weight_bytes(shape, mesh.tensor) / mesh.data for shape in stages)
@@ -202,7 +199,6 @@ def _generator(models: Models, layout: Layout) -> dict[str, float]:
 
 
 def _row_bytes(actor: Shape, layout: Layout, workload: Workload) -> float:
-    """Keys and values of a response at full length, and the logits of its next token."""
     return workload.length * cache_bytes(actor, layout.generator.tensor) + SINGLE * actor.outputs
 
 

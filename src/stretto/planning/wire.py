@@ -31,11 +31,6 @@ def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
     A layer's weights are gathered for the forward pass and again for the backward pass, the root's
     once; gradients are reduced in float32 after each backward pass (``training/sharded.py``; Zhao
     et al. 2023).
-
-    Args:
-        shape: of the model.
-        mesh: of the learner.
-        passes: micro-batches of a shard.
     """
     shape = shape.stage(mesh.stages)
     layers = shape.layers * shape.layer_parameters / mesh.tensor
@@ -56,10 +51,7 @@ def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> f
     pass; what checkpointing computes again has two more.
 
     Args:
-        shape: of the model.
         tokens: that this device computes.
-        tensor: devices.
-        reductions: of a layer.
     """
     return shape.layers * reductions * reduce_bytes(HALF * shape.hidden * tokens, tensor)
 

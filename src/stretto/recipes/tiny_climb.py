@@ -53,5 +53,4 @@ def _countdown(letter: str, start: int, mark: Callable[[], str]) -> str:
 
 
 def _items(text: str) -> list[str]:
-    """What ends in a number, and what is left over."""
     return re.findall(r"\D*\d+|\D+$", text)

@@ -14,9 +14,7 @@ def check_admission(
     """Refuse a response that cannot be decoded.
 
     Args:
-        r: the response.
         here: rollouts that the engine holds.
-        max_new_tokens: limit of a response.
         longest: tokens of prompt and response that the engine can hold; ``None`` for no limit.
 
     Raises:

@@ -54,10 +54,7 @@ class TorchEngine:
     tokens they have, they go on as if nothing had happened. The KV cache is derived.
 
     Args:
-        model: a causal language model.
-        config: how to sample.
         end_tokens: ids that end a response.
-        seed: of the run.
         stop: strings that end a response.
         slots: rollouts decoded together; ``None`` takes the config's number. Memory is allocated
             for as many as there have been at one time.

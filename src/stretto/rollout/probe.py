@@ -17,9 +17,7 @@ class Probe:
     """Fixed token sequences, read by the decode steps of an engine, with the model as it is then.
 
     Args:
-        model: the engine's.
         packed: its layers as the engine decodes with them.
-        config: how to sample.
         sequences: token ids [n, t]; all but the first of each are looked at.
     """
 

@@ -129,8 +129,6 @@ def pick_prefill(
     Args:
         rows: all rows; a row's index is its slot.
         pending: slots of the rows that are not ready.
-        budget: tokens of one pass, padding counted.
-        version: of the present weights.
     """
     picked: list[int] = []
     taken = {

@@ -24,7 +24,6 @@ def _signed(x: int) -> int:
 
 
 def _mix(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele et al. 2014)."""
     x = ((x ^ (x >> 30)) * _MIX_1) & _MASK_64
     x = ((x ^ (x >> 27)) * _MIX_2) & _MASK_64
     return x ^ (x >> 31)
@@ -36,7 +35,6 @@ def stream_seed(run_seed: int, rollout_id: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64, which has only the arithmetic one."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -50,10 +50,8 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT)
     checkpoint, what is superfluous beside the newest one.
 
     Args:
-        folder: of all checkpoints of a run.
         step: after which the state was taken.
         parts: what writes each file or folder, by its name.
-        keep: so many stay, this one included.
 
     Raises:
         StorageError: the checkpoint cannot be written; nothing is left of it.
@@ -89,7 +87,6 @@ def _make_room(folder: Path, step: int) -> None:
 
 
 def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
-    """Return the checkpoints of later steps, and of those up to ``step`` all but the newest."""
     found = _found(folder)
     kept = sorted(number for number in found if number <= step)[-keep:]
     return [path for number, path in found.items() if number not in kept]
@@ -101,7 +98,6 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     A checkpoint is only tensors and plain data; loading it runs no code of its own.
 
     Args:
-        folder: of all checkpoints of a run.
         note: called with a line for each checkpoint that is damaged and passed over.
 
     Returns:
@@ -141,14 +137,12 @@ class _DamagedError(Exception):
 
 
 def _described(file: Path) -> dict[str, Any]:
-    """Return a file's length and SHA-256, for the manifest."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     return {"bytes": file.stat().st_size, "sha256": digest}
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints by step, without one that is still being written."""
     paths = folder.iterdir() if folder.is_dir() else ()
     return {int(m[1]): path for path in paths if (m := _NAME.fullmatch(path.name))}
 

@@ -44,12 +44,6 @@ class Checkpointer:
     that this is whole.
 
     Args:
-        running: the run.
-        folder: of its checkpoints.
-        inputs: what the run was started with.
-        observe: says when.
-        steps: of the run in all.
-        note: shows a line.
         clock: in seconds.
     """
 

@@ -29,7 +29,6 @@ def saved_at_the_end(
         save: the model, in one step: whole or not at all.
         learned: how far training has come ("step 12"); empty where nothing is worth saving.
         halt: stops all that could still change the weights; returns whether they are whole.
-        note: shows a line.
     """
     saving = False
     try:
@@ -80,6 +79,5 @@ def _described(error: BaseException) -> str:
 
 
 def _say(note: Callable[[str], None], line: str) -> None:
-    """Show a line, if the display is still there: saving the model comes first."""
     with suppress(OSError, ValueError):
         note(line)

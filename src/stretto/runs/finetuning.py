@@ -90,9 +90,7 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
     A run that is stopped after an update saves the model as it is then.
 
     Args:
-        config: of the run.
         run_dir: where records and the model go.
-        progress: the display, already started.
 
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
@@ -137,9 +135,7 @@ def train_reward_model(
     A run that is stopped after an update saves the model as it is then.
 
     Args:
-        config: of the run.
         run_dir: where records and the model go.
-        progress: the display, already started.
 
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.

@@ -43,10 +43,8 @@ def train(
     A run that is stopped after a step saves the model as it is then.
 
     Args:
-        config: of the run.
         run_dir: where records, checkpoints and the model go.
         resume: go on from the newest checkpoint in ``run_dir``.
-        progress: the display, already started.
         given: what the caller brings instead of names in the settings.
 
     Raises:
@@ -150,7 +148,6 @@ class _Run:
 
     @property
     def _first(self) -> str:
-        """The work of the first step, which nothing tells the length of."""
         planned = self.config.pipeline.ranks and self.config.pipeline.schedule != "serial"
         also = ", with a search for pipeline schedules" if planned else ""
         return f"step {self.done + 1}{also}"

@@ -72,8 +72,6 @@ class ScorerClient(_Client):
 
     Args:
         info: the facts about the scorer, at the start.
-        executor: carries its calls.
-        tracer: gets its spans.
         role: of one of several replicas, in traces; the scorer's short name by default.
     """
 

@@ -21,8 +21,6 @@ def start(
     """Put a run together on the runtime that the settings name.
 
     Args:
-        config: of the run.
-        stack: closes what must be closed.
         say: called with a line about whatever takes time.
         given: what the caller brings instead of names.
         folder: of the run, for the logs of its processes; without it they print where this one

@@ -77,7 +77,6 @@ def staged(
     Args:
         prompts, schedule: of ``driver.pt``, copied already, as they may change at any time.
         weights: of ``driver.pt``.
-        learner: its state.
         copy: these two, if there is room for that.
     """
     state = (weights, shard_files.packed(learner))

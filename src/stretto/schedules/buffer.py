@@ -148,7 +148,6 @@ class Buffer:
         return batch, self.open
 
     def _left(self, group: _Group) -> int:
-        """Return how often a group may still be carried."""
         return self._max_carries - group.carries
 
     def _set_due(self) -> None:

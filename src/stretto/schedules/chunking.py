@@ -87,9 +87,7 @@ class TunedChunk:
     State: the candidates in use, the size, the place in the window, the times so far, the lengths.
 
     Args:
-        candidates: sizes in tokens.
         window: steps from one trial to the next.
-        max_new_tokens: the token limit of a response.
 
     Raises:
         ConfigError: a candidate is under 8 tokens, or the window is too short to try each once and

@@ -32,8 +32,6 @@ def reasons_to_reject(
     weighted sum is not finite as float32.
 
     Args:
-        rollouts: a scored batch, with whole groups.
-        drop_failures: leave failures out, instead of stopping.
         group_at_least: responses to one prompt that the learner needs.
         weights: factor of each reward source, by name; without them each counts once.
 

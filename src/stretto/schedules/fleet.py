@@ -51,7 +51,6 @@ class Member:
     """One role's process, and those that come in its place.
 
     Args:
-        name: the role's.
         restarts: how many processes may come in the place of the first.
 
     Attributes:

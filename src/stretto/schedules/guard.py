@@ -45,10 +45,7 @@ class Guard:
     """The way to one role: a loss is noted once, whichever call shows it first.
 
     Args:
-        role: whose calls they are.
-        name: of the role.
         follows: the model whose weights a new process loads; empty for none.
-        around: shared with other guards.
         on_loss: called at each loss of a process that served, before anyone else hears of it.
 
     Attributes:
@@ -162,7 +159,6 @@ class Guard:
         return self.weights or self._fleet.held.get(self._follows)
 
     def _is_at(self, life: int) -> bool:
-        """Return whether the process that a call was made to is the one that serves."""
         return self.member.serves and self.member.lives == life
 
     def _note(self, error: StrettoError) -> None:

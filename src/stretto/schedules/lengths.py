@@ -112,7 +112,6 @@ def under_way(
 
     Args:
         draws: lengths; shape [replicas, groups drawn, group].
-        wanted: groups in a batch.
         carried: groups to return for each replica.
 
     Returns:

@@ -154,11 +154,6 @@ class MigrationPolicy(Protocol):
 class FixedMigration:
     """A policy that moves stragglers at a fixed share of the batch. There is no state.
 
-    Args:
-        limits: of the generators.
-        batch: rollouts decoded in a step.
-        fraction: R_t as a share of them.
-
     Raises:
         ConfigError: the fraction is not within [0, 1].
     """

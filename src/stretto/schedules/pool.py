@@ -33,9 +33,7 @@ class Pool:
     Nothing here is saved: which generator holds which rollout is decided anew after a restart.
 
     Args:
-        generators: to decode.
         migration: when stragglers move; ``None`` for never.
-        around: shared with other guards.
         freed: called when a generator's device has become free.
     """
 
@@ -90,7 +88,6 @@ class Pool:
                 await self._admit(i)
 
     async def _admit(self, i: int) -> None:
-        """Tell generator ``i`` of rollouts that it is to decode."""
         share, self._untold[i] = self._untold[i], {}
         told = [r.response() for r in share.values()]
         with suppress(GoneError):
@@ -117,7 +114,6 @@ class Pool:
         Args:
             chunk_tokens: how many tokens a call may add to a rollout.
             missing: rollouts that have to end, at the least, before decoding may stop.
-            take: given all chunks as they come.
         """
         self._migrated, self._moves = False, {}
         for i, since_s in enumerate(self._idle_since_s):

@@ -175,7 +175,6 @@ class Rollout:
 
 
 def _mark(prompt: Prompt) -> str:
-    """A fingerprint of a prompt as the actor reads it."""
     return hashlib.sha256(np.array(prompt.tokens, np.int32).tobytes()).hexdigest()[:16]
 
 
@@ -195,7 +194,6 @@ def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -
     """The weighted sum of a rollout's rewards; those that do not apply are left out.
 
     Args:
-        rollout: with its scores.
         weights: factor of each reward source, by name; without them each counts once.
     """
     return sum(

@@ -313,7 +313,6 @@ class Schedule:
         return output.stats, dict(zip(ids, output.rewards.tolist(), strict=True))
 
     def _adapt(self) -> None:
-        """Let the controllers learn from a round, before anyone acts on its version."""
         feedback = self._meter.feedback(self._pool.take_samples())
         self._chunk.observe(feedback)
         self._overcommit.observe(feedback)
@@ -336,7 +335,6 @@ class Schedule:
         del self._rollouts[rollout.id]
 
     def _own_work(self, name: str, items: int) -> AbstractContextManager[object]:
-        """Record the body of a ``with`` statement: work on so many items, without a call."""
         return self._tracer.span(DRIVER, f"{DRIVER}/{name}", items=items)
 
     # -- the loops' life ----------------------------------------------------------------------

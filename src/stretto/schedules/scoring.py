@@ -182,7 +182,6 @@ class Feed:
             self._deliver(scores)
 
     def _begin_anew(self) -> None:
-        """Queue all that has no score: the scorer was lost, and knows none of it."""
         self._admitted, self._chunks = dict(self.unscored), []
         self._wanted = list(self.asked_for)
         self._tokens = sum(r.total_tokens for r in self.unscored.values())

@@ -40,13 +40,9 @@ class AutoMigration:
     State: R_t, steps seen, rollouts beyond the batch, lengths, decode calls.
 
     Args:
-        limits: of the generators.
-        batch: rollouts decoded in a step.
         score_tokens_per_s: tokens, prompts included, that the devices of one free generator score
             a second, by all scorers that run on them; 0 where none does, so that nothing is gained.
-        prompt_tokens: of a typical prompt.
         every: steps from one decision to the next.
-        seed: of the simulation.
 
     Raises:
         ConfigError: a number is out of range.

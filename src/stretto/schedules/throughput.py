@@ -50,13 +50,10 @@ class ThroughputOvercommit:
 
     Args:
         batch: responses that a step trains on.
-        high: the largest delta.
         max_carries: how often a rollout may be carried; the step then waits for it.
-        low: the smallest delta.
         group: responses to one prompt, which are carried or trained on together.
         generators: that share the responses in flight evenly.
         every: steps from one decision to the next.
-        seed: of the simulation.
 
     Raises:
         ConfigError: a number is out of range, or the batch is no multiple of the group.
@@ -147,7 +144,6 @@ class ThroughputOvercommit:
         """Seconds that a step is predicted to take.
 
         Args:
-            delta: responses in flight beyond the batch.
             lengths: of the responses, in dispatch order; shape [replicas, responses].
             step_seconds: of a decode step of 1, 2, ... rows.
         """

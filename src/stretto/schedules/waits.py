@@ -96,9 +96,6 @@ class Waits:
         Args:
             condition: depends on what parts do, and on nothing else.
             changed: set by whoever makes the condition hold.
-            who: waits.
-            what: it waits for.
-            rollouts: it waits for.
 
         Raises:
             StalledError: every other part waits too, and none can go on.

@@ -33,9 +33,6 @@ class ModelScorer:
     Nothing in it is state: rollouts are the schedule's to save, and caches are derived.
 
     Args:
-        name: unique in a run.
-        kind: what the scores are.
-        model: a backbone with a head.
         token_budget: tokens of one forward pass, padding counted.
         slots: rollouts read while they are being decoded. 0 scores all of them whole at their end.
             So are rollouts that find no free slot or have ended when they are admitted, all
@@ -199,12 +196,10 @@ class ModelScorer:
             )
 
     def _open(self, streams: Streams, response: Response) -> Stream:
-        """A new stream that holds the prompt."""
         prompt = response.prompt.tokens
         return streams.open(response.id, prompt[:-1], prompt)
 
     def _update(self, stream: Stream, response: Response) -> None:
-        """Add a response's new tokens to its stream, and set the stream's goal."""
         known = len(stream.tokens) - len(response.prompt.tokens)
         stream.tokens += response.tokens[known:].tolist()
         stream.goal = len(stream.tokens) - 1

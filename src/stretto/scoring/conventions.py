@@ -110,7 +110,6 @@ def recognise(function: Callable[..., Any], file: str, name: str) -> RewardFunct
 
 
 def _named(parameters: Collection[inspect.Parameter]) -> set[str]:
-    """Return the parameters that can be given by name."""
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
@@ -223,8 +222,6 @@ def _all_at_once(
     sample, nobody can tell whose they are, and it has failed on all samples.
 
     Args:
-        score: the call.
-        file: the function's.
         number: makes a number of an entry, or ``None`` where the function does not apply.
     """
 
@@ -267,8 +264,6 @@ def not_defined(file: str, name: str, functions: Collection[str]) -> ConfigError
     """Return the error of a file that lacks a function.
 
     Args:
-        file: its path.
-        name: of the function.
         functions: that the file does have.
     """
     hint = nearest(name, functions) if functions else "It defines no function."

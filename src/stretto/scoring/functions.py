@@ -64,8 +64,6 @@ class FunctionScorer:
             scorer's name.
         task: the task's settings; the verifier is made anew from them in the reward function's
             process.
-        seed: the task's.
-        tokenizer: the actor's.
         stop: strings that end a response; not part of what is scored.
         timeout_s: time that the reward function may take for the responses of one ``finish`` call.
         columns: names of the dataset's columns. Where given, a function that needs another one is
@@ -293,7 +291,6 @@ def require_columns(source: str, required: Iterable[str], columns: Collection[st
 
 
 def _short(text: str, limit: int = 400) -> str:
-    """Quote a text for a message, without its middle where it is long."""
     if len(text) > limit:
         text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
     return repr(text)

@@ -180,11 +180,6 @@ class RewardModelScorer(ModelScorer):
     of a response in slots is taken back where the whole response turns out to have other tokens.
 
     Args:
-        name: of the scorer.
-        model: the classifier.
-        tokenizer: its own.
-        actor_tokenizer: of the rollouts.
-        token_budget: tokens (padding counted) in one pass.
         stop: strings that ended responses.
         given_ends: tokens of the actor that end responses which were given rather than sampled.
         slots: rollouts that are read while they grow.
@@ -347,7 +342,6 @@ def _end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> frozens
 
 
 def _complete(piece: Piece) -> bool:
-    """Return whether a piece ends with the last token; only an ended rollout is read up to it."""
     return piece.stop == len(piece.stream.tokens)
 
 

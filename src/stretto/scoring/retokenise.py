@@ -53,8 +53,6 @@ class Reading:
 
     Args:
         name: the scorer's, for messages.
-        tokenizer: the reward model's.
-        actor_tokenizer: what the rollout's tokens are of.
         stop: strings that ended responses; not part of what is read.
         ends: tokens of the reward model that end a response; of these the tokenizer's own stands
             where the template has none. Empty: the conversation is read as its template has it.
@@ -264,7 +262,6 @@ class StablePrefix:
 
 
 def _stable_end(text: str, held: int) -> int:
-    """Return up to where more text is unlikely to change a text's tokens, in characters."""
     last = max(0, len(text) - held)
     first = max(0, last - HELD_CHARACTERS)
     gaps = [gap.start() for gap in re.finditer(r"\s+", text[first:last])]
@@ -272,7 +269,6 @@ def _stable_end(text: str, held: int) -> int:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
     for at, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return at

@@ -71,10 +71,8 @@ class Streams:
     Everything here is derived from weights and tokens; nothing is state.
 
     Args:
-        model: with a causal decoder.
         slots: rollouts that can be read at one time. Memory for all of them is allocated in the
             first pass, at the length needed then, and grows with the longest rollout.
-        token_budget: tokens of one pass, padding counted.
 
     Raises:
         EngineError: the model does not run over a cache in slots.

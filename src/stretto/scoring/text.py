@@ -20,7 +20,6 @@ def response_text(
     """Decode a response without special tokens, cut before the stop string that ended it.
 
     Args:
-        tokenizer: the actor's.
         tokens: token ids of the response, the end-of-sequence token included if there is one.
         finish: why it ended; only a stopped response can have ended in a stop string.
         stop: the stop strings it was generated with.

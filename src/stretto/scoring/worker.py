@@ -95,7 +95,6 @@ class _Channel:
             _end()
 
     def _lose(self) -> None:
-        """Point both ends at nothing. Closed, their numbers would go to files of the child's."""
         for end in (self._requests, self._replies):
             os.dup2(self._nothing, end.fileno(), inheritable=False)
 
@@ -110,7 +109,6 @@ class _Channel:
 
 
 def _end() -> NoReturn:
-    """End this process and all it started, at once and without a word."""
     if os.getpgrp() == os.getpid():  # else it was started by hand, in a group of others
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

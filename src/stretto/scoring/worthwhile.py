@@ -18,7 +18,6 @@ def worthwhile_tokens(token_budget: int, *, streaming: bool) -> int:
     end, when everyone waits.
 
     Args:
-        token_budget: tokens of one forward pass.
         streaming: whether responses are read while they are being decoded.
     """
     return token_budget // (STREAMED_SHARE if streaming else 2)

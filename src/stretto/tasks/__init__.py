@@ -22,9 +22,7 @@ def load(config: TaskConfig, seed: int, say: Say = silent) -> Task:
     """Open the task that ``config`` names.
 
     Args:
-        config: the task's settings.
         seed: seed of procedural tasks; rows of files and of the hub do not depend on it.
-        say: shows the work.
 
     Raises:
         TaskError: the task or one of its settings is unknown, the data cannot be read or lacks a

@@ -123,11 +123,7 @@ def fingerprint(data: Mapping[str, Any]) -> str:
 
 
 class RowMarks:
-    """Fingerprints of rows that come one by one, in order: of each, or of blocks of them.
-
-    Args:
-        rows: how many come.
-    """
+    """Fingerprints of rows that come one by one, in order: of each, or of blocks of them."""
 
     def __init__(self, rows: int) -> None:
         self._rows, self._size = rows, max(-(-rows // BLOCKS), 1)

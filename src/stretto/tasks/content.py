@@ -29,7 +29,6 @@ def is_held_out(row: TaskRow, share: float) -> bool:
     """Return whether a row is for evaluation alone.
 
     Args:
-        row: of any task.
         share: share of all different prompts to hold out, from 0 (none) to 1. Prompts that a
             smaller share holds out, a larger one does too.
     """

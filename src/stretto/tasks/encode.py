@@ -172,7 +172,6 @@ class Encoder:
 
     @cached_property
     def _around(self) -> int:
-        """Control tokens that are put around any text."""
         return sum(map(self._ids.__contains__, self.tokenizer("")["input_ids"]))
 
     @cached_property
@@ -181,7 +180,6 @@ class Encoder:
         return _renamed(backend.backend_tokenizer, self._names)
 
     def _exchanged(self, escaped: str) -> str:
-        """Exchange spellings and stand-ins, as the twin reads them: spellings are text."""
         return self._either.sub(lambda m: self._other[m[0]], escaped)
 
     def _spelled(self, found: str) -> str:
@@ -214,7 +212,6 @@ def utf8(text: str, where: str) -> bytes:
     """The bytes of a text.
 
     Args:
-        text: any.
         where: where the text stands, for the message.
 
     Raises:
@@ -273,7 +270,6 @@ def _stand_ins(control: Iterable[str]) -> dict[str, str]:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Make a pattern for any of the texts; it matches the longest that begins at a place."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

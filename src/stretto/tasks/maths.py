@@ -50,7 +50,6 @@ def same_answer(reference: str, response: str, *, bare: bool) -> bool:
 
 
 def _parse(text: str, *, bare: bool) -> Any:
-    """The expressions in ``text``. Without LaTeX's marks, only numbers and sums would be found."""
     from math_verify import parse
 
     if bare and "$" not in text and "\\boxed" not in text:

@@ -36,10 +36,6 @@ def render(
     ``Prompt.data`` is the row's data with its index under ``INDEX_KEY``.
 
     Args:
-        row: of a task.
-        config: of the task.
-        tokenizer: the actor's.
-        prompt_id: its id.
         encoder: of the tokenizer, where the caller keeps one.
 
     Raises:
@@ -208,7 +204,6 @@ class PromptSource:
         )
 
     def _make_order(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Row indices, one for each place in the epoch."""
         generator = np.random.default_rng([self._seed % 2**64, epoch])
         return generator.permutation(len(self._task))
 

@@ -90,10 +90,8 @@ def continued(
     """Tokens of ``piece`` behind ``text``, whose own stay as they are.
 
     Args:
-        encoder: of all tokens.
         text: what comes before, escaped.
         tokens: of that text.
-        piece: what follows it, escaped.
         special: whether ``tokens`` have the special tokens that the tokenizer puts around texts.
     """
     whole = encoder.ids(text + piece, special=special)
@@ -115,9 +113,7 @@ class PromptLayout:
     """The layout of prompts and given responses in a model's tokens.
 
     Args:
-        tokenizer: the model's.
         ends: tokens that end a response; of these the tokenizer's own ends a plain text.
-        config: chat template and system message.
 
     Attributes:
         found: spellings of control tokens in what was laid out so far; they are read as text.
@@ -200,7 +196,6 @@ class PromptLayout:
         return self._spanned(prompt, turns)
 
     def _marked(self, prompt: Prompt, turns: Sequence[Message]) -> Example:
-        """Make an example by the template's marks; what it marks in the prompt is not learned."""
         with self._refusals():
             tokens, marks = self._encoder.marked(turns)
         start = len(prompt.tokens)

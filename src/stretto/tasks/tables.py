@@ -38,7 +38,6 @@ class TableTask(Task):
             self._marks.add(row)
 
     def _columns(self) -> tuple[str, str]:
-        """The prompt's column and the answer's."""
         return self._config.prompt_column, self._config.answer_column
 
     def __len__(self) -> int:
@@ -80,7 +79,6 @@ class TableTask(Task):
         return float(same_answer(reference, answer, bare=bare))
 
     def _extract(self, response: str) -> tuple[str | None, bool]:
-        """The part that is scored, and whether it is nothing but an answer."""
         how = self._config.extract
         return extract(response, how), how != "full"
 

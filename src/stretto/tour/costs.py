@@ -42,7 +42,6 @@ def stages(
     Args:
         metrics: of each step, at least two.
         rollouts: all that were trained on.
-        config: of the run.
         parameters: of the actor; the critic is counted as large.
     """
     warm = metrics[1:]
@@ -74,7 +73,6 @@ def against_supervised(found: Sequence[Stage], epochs: int) -> tuple[float, floa
 
     Args:
         found: as :func:`stages` gives them.
-        epochs: of the run.
 
     Returns:
         As it is, and with one epoch.

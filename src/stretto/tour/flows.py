@@ -68,8 +68,6 @@ def flows(
     """Count what is sent in a step.
 
     Args:
-        records: of the step's rollouts.
-        config: of the run.
         models: those that are trained, by name.
     """
     rollouts = [_rollout(record, config) for record in records]
@@ -114,7 +112,6 @@ def _scorers(config: Config) -> Iterator[tuple[str, ScoreKind]]:
 
 
 def _chunk(rollout: Rollout) -> Chunk:
-    """Make the message that brings a whole response, in one piece."""
     tokens, logprobs = np.array(rollout.tokens, np.int32), np.array(rollout.logprobs, np.float32)
     return Chunk(rollout.id, 0, tokens, logprobs, rollout.versions[0], rollout.finish)
 

@@ -92,5 +92,4 @@ def _sizes(found: list[Scale]) -> list[list[str]]:
 
 
 def _short(name: str) -> str:
-    """Return a model's name without its owner."""
     return name.rpartition("/")[2]

@@ -43,6 +43,5 @@ def onward(page: str, command: str) -> str:
 
     Args:
         page: of the documentation, without its ending.
-        command: as it is typed.
     """
     return f"Go on: docs/{page}.md; {command}\n"

@@ -173,7 +173,6 @@ def page(folder: Path) -> Iterator[str]:
 
 
 def _move(actor: nn.Module) -> None:
-    """Move the actor away from the reference, as training would."""
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in actor.parameters():
@@ -258,8 +257,6 @@ def _scoring(cast: Cast, rollouts: Sequence[Rollout], early: int) -> Stage:
     """Ask all scorers for the scores of all rollouts.
 
     Args:
-        cast: has the scorers.
-        rollouts: have ended; get the scores.
         early: tokens that had been read when the last chunks came.
     """
     for scorer in cast.scorers:
@@ -341,6 +338,5 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _values(values: Sequence[Any], most: int = 5) -> str:
-    """Write the first of some numbers."""
     shown = [f"{v:.3f}" if isinstance(v, float) else str(v) for v in values[:most]]
     return " ".join(shown) + (" ..." if len(values) > most else "")

@@ -39,7 +39,6 @@ def settings(out: Path, steps: int) -> Config:
 
     Args:
         out: where it gets its folder.
-        steps: batches to train on.
 
     Raises:
         ConfigError: there are none.
@@ -60,11 +59,7 @@ def command() -> str:
 
 
 class Lines(NoProgress):
-    """A display of one line a step.
-
-    Args:
-        say: gets the lines.
-    """
+    """A display of one line a step."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -88,8 +83,6 @@ def train(out: Path, steps: int, progress: NoProgress) -> RunDirectory:
 
     Args:
         out: where it is made.
-        steps: batches to train on.
-        progress: shows the steps.
 
     Raises:
         ConfigError: there are no steps, or the folder cannot be made.
@@ -104,7 +97,6 @@ def page(out: Path, steps: int, say: Callable[[str], None]) -> RunDirectory:
 
     Args:
         out: where it is made.
-        steps: batches to train on.
         say: gets the text, line by line.
     """
     config = settings(out, steps)

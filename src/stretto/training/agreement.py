@@ -63,7 +63,6 @@ class Agreement:
     State: the sums that were measured.
 
     Args:
-        dtype: of the weights.
         given: a tolerance set by hand; 0 measures.
     """
 

@@ -37,7 +37,6 @@ def fit(
     Args:
         trained: the model that ``objective`` is a loss of.
         batches: of whatever the objective learns from.
-        objective: the loss.
         after: called after each update, with the objective's metrics, the gradient norm and the
             learning rate.
 
@@ -82,7 +81,6 @@ def hold_out(
 
     Args:
         rows: at least one.
-        key: of a row.
         share: of the rows to hold out, rounded up; at least so many are.
         seed: of the choice, which does not depend on the order of training.
 

@@ -19,10 +19,6 @@ T = TypeVar("T")
 class Grid:
     """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
 
-    Args:
-        device: the type of the ranks' devices.
-        layout: of the ranks.
-
     Attributes:
         rank: of this process.
         row: number among the ranks of its slice, which share rows and passes.
@@ -44,10 +40,6 @@ class Grid:
         """Return on the first rank's CPU the whole of a tensor; ``None`` on the others.
 
         A collective, beside whatever else the ranks do.
-
-        Args:
-            whole: of the tensor.
-            part: this rank's.
         """
         here = part.detach().cpu()
         if self.rank:

@@ -45,10 +45,7 @@ class PolicyLearner:
     apart.
 
     Args:
-        actor: the policy.
         critic: the value model, or ``None`` for algorithms without one.
-        passes: makes the passes of mini-batches.
-        config: of the run.
         reward_weights: factor of each reward source, by name.
         snapshots: the models, of ``actor`` and ``critic``, whose weights are copied when they are
             published. Needed for one that is generated or scored with while training goes on.

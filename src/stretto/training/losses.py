@@ -59,7 +59,6 @@ class Losses:
         """Return log-probs and entropies of response tokens.
 
         Args:
-            head: of the actor.
             hidden: [N, H], at the positions that predict the response tokens.
             targets: [N], the response tokens.
             mask: [b, T] bool, true where there is a response token.
@@ -75,11 +74,7 @@ class Losses:
         self, head: OutputHead, hidden: Tensor, targets: Tensor, part: Part, kl_coef: float
     ) -> LossTerm:
         """Return the algorithm's loss, the entropy bonus, and the KL where it is in the loss.
-
-        Args:
             head, hidden, targets: as in :meth:`logprobs`.
-            part: the rows.
-            kl_coef: the present beta.
 
         Returns:
             the loss; among its metrics, how far the policy is from the old one, and the engine from
@@ -99,9 +94,7 @@ class Losses:
         """Return the algorithm's value loss.
 
         Args:
-            critic: has the scalar head.
             hidden: [N, H], of the states before each response token.
-            part: the rows.
         """
         value_loss = self.algorithm.definition.value_loss
         assert value_loss is not None

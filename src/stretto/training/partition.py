@@ -82,7 +82,6 @@ def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:
 
     Args:
         tokens: of each sequence; at least ``count`` sequences.
-        count: of micro-batches.
 
     Returns:
         Indices into ``tokens``, longest sequences first.
@@ -112,7 +111,6 @@ def divided(tokens: Sequence[int], wanted: int, hands: int) -> list[Sequence[int
 
     Args:
         tokens: of each sequence.
-        wanted: micro-batches in all, about.
         hands: that get equally many.
 
     Returns:
@@ -129,7 +127,6 @@ def deal(groups: Sequence[Sequence[int]], hands: int) -> list[Sequence[int]]:
     """Share micro-batches out to as many hands, the longest first, to and fro.
 
     Args:
-        groups: the micro-batches, longest first.
         hands: that get equally many.
 
     Returns:
@@ -156,8 +153,6 @@ def check_stages(config: PipelineConfig, name: Name, model: nn.Module) -> None:
 
     Args:
         config: with ``ranks`` above 0.
-        name: of the model.
-        model: in evaluation mode.
 
     Raises:
         ModelError: it cannot; see :func:`~stretto.pipelines.executor.stages.check_cut`.

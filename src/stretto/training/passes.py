@@ -125,8 +125,6 @@ class Passes(Protocol):
         """Leave the gradients of the losses, summed over micro-batches, in the models.
 
         Args:
-            parts: the micro-batches.
-            kl_coef: the present beta.
             trains_actor: whether the actor gets gradients, too.
 
         Returns:
@@ -148,7 +146,6 @@ class LocalPasses:
 
     Args:
         actor, critic: the models; ``None`` for algorithms without a critic.
-        config: of the run.
         head: of the actor, where it cannot be found in a model that is not whole.
     """
 
@@ -213,7 +210,6 @@ class LocalPasses:
         return self._losses.of_critic(critic, hidden, p.part)
 
     def _term(self, model: nn.Module, compute: Callable[[], LossTerm]) -> LossTerm:
-        """Compute a loss with a model's weights."""
         return compute()
 
     @property

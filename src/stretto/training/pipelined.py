@@ -66,8 +66,6 @@ class StagedModel(WholeModel):
 
     Args:
         name: ``actor`` or ``critic``.
-        model: whole, in this process.
-        ranks: hold its stages.
         names: of the stages' trained parameters, by rank.
     """
 
@@ -129,7 +127,6 @@ class StagedModel(WholeModel):
         self.fetch()
 
     def _of_stages(self, method: str) -> list[tuple[Names, Mapping[str, Any]]]:
-        """Return each stage's answer, from the first pipeline alone: all hold the same."""
         said = self._ranks.call(method, self._name)
         return [(n, s) for n, s in zip(self._names, said, strict=True) if s is not None]
 
@@ -141,11 +138,6 @@ class PipelinedPasses:
     mini-batch has fewer responses than there are pipelines, the others get blank micro-batches.
 
     Args:
-        ranks: make them.
-        models: are trained.
-        planner: makes the schedules.
-        layout: of the pipelines.
-        config: how to divide mini-batches.
         budget: tokens of a micro-batch, where the settings do not say how many there are.
     """
 

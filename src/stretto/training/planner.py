@@ -40,9 +40,7 @@ class Planner:
     parameters, and a backward as two forwards.
 
     Args:
-        config: how to schedule.
         parameters: of each model.
-        seed: of the search.
     """
 
     def __init__(self, config: PipelineConfig, parameters: Mapping[Name, int], seed: int) -> None:

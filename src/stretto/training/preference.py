@@ -77,7 +77,6 @@ def train(
         model: a causal backbone with a scalar head; with adapters where only those and the head
             are to be trained.
         pairs: at least one.
-        config: of the run.
         after: told of each update; what it raises ends the training after a whole update.
 
     Raises:
@@ -108,7 +107,6 @@ class BradleyTerry:
 
     Args:
         model: a causal backbone with a scalar head.
-        token_budget: tokens (padding counted) in one pass.
         center_coef: 0 leaves the second term out.
     """
 
@@ -135,7 +133,6 @@ class BradleyTerry:
         return Preferences.of(*torch.cat(seen, 1))
 
     def _passes(self, pairs: Sequence[PairTokens]) -> Iterator[list[PairTokens]]:
-        """Divide pairs into passes; a pair's sides share a pass, as the loss takes both."""
         for part in by_token_budget([2 * p.longest for p in pairs], self._budget):
             yield [pairs[i] for i in part]
 

@@ -36,7 +36,6 @@ def train(model: nn.Module, examples: Sequence[Example], config: SftConfig, afte
     Args:
         model: with adapters where only those are to be trained.
         examples: at least one, each of at most ``config.data.max_tokens`` tokens.
-        config: of the run.
         after: told of each update; what it raises ends the training after a whole update.
 
     Raises:
@@ -68,8 +67,6 @@ class CrossEntropy:
     Every token counts the same, whichever example, pass or row it is in.
 
     Args:
-        model: a causal language model.
-        token_budget: tokens (padding counted) in one pass.
         row_tokens: pack examples into rows of at most so many tokens; 0 gives each its own row.
 
     Raises:
@@ -123,7 +120,6 @@ class CrossEntropy:
 
 
 def _inputs(example: Example) -> int:
-    """Tokens that the model reads of an example: nothing is predicted from the last."""
     return len(example.tokens) - 1
 
 
@@ -131,7 +127,6 @@ def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
     """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first.
 
     Args:
-        examples: to be packed.
         row_tokens: that a row holds at most; a longer example has a row of its own.
     """
     rows: list[list[Example]] = []

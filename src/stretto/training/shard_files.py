@@ -109,7 +109,6 @@ class Stored:
     """A tensor in files, each of which may have a part of it.
 
     Args:
-        name: of the tensor.
         whole: its shape.
 
     Attributes:
@@ -184,7 +183,6 @@ _REMEDY = "take the checkpoint before this one, or start the run anew"
 
 
 def _opened(file: Path) -> tuple[Any, Any]:
-    """Open a file; return it, and what its metadata say."""
     try:
         stored: Any = safe_open(file, "pt")
         return stored, json.loads((stored.metadata() or {})[_ABOUT])

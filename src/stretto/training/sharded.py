@@ -79,7 +79,6 @@ class Sharded:
 
     Args:
         model: whole on every rank, in evaluation mode, and the same.
-        grid: the ranks.
         lends: whether what is published are the shards themselves, as who reads them has done so
             before they change; else copies.
 
@@ -194,7 +193,6 @@ class Sharded:
         A collective, beside whatever else the ranks do.
 
         Args:
-            names: of parameters.
             part: returns this rank's part of what is like one; by default its shard.
         """
         found, part = {}, part or self.shard
@@ -223,13 +221,11 @@ class Sharded:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder's layers: what its longest list holds."""
     lists = [list(m) for m in backbone(model).children() if isinstance(m, nn.ModuleList)]
     return max(lists, key=len, default=[])
 
 
 def _without_weights(model: nn.Module) -> nn.Module:
-    """Return a copy that shares no memory and has no weights, but all else, ties included."""
     empty = {
         id(p): nn.Parameter(p.to("meta", final_dtype(p)), p.requires_grad)
         for p in model.parameters()
@@ -261,7 +257,6 @@ class ShardedModel(TrainedModel):
         return super()._make_master(weight)
 
     def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of weights and their masters, where these are not the shards."""
         return [pair for pair in super()._to_copy_back() if not isinstance(pair[0], DTensor)]
 
     @property
@@ -340,7 +335,6 @@ class ShardedModel(TrainedModel):
                 dist.all_reduce(master.grad, group=grid.rows)
 
     def _all_agree(self, is_open: bool) -> bool:
-        """Return whether no rank's gate is closed: all shards change or none."""
         closed = torch.tensor(float(not is_open), device=self.device)
         dist.all_reduce(closed)
         return closed.item() == 0
@@ -395,7 +389,6 @@ class ShardedModel(TrainedModel):
         }
 
     def _cut(self, number: int, value: Tensor | Stored) -> Tensor:
-        """Return this rank's part of a tensor like a weight."""
         grid = self._sharded.grid
         box = grid.layout.box(self._sharded.wholes[self._names[number]], grid.rank)
         part = value.read(box) if isinstance(value, Stored) else value[index(box)].clone()
@@ -403,5 +396,4 @@ class ShardedModel(TrainedModel):
 
 
 def _local(tensor: Any) -> Tensor:
-    """Return this rank's part of a tensor that is shared out, or the tensor."""
     return cast(Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor)

@@ -23,10 +23,7 @@ from stretto.types import Stats
 
 class ShardedPasses(LocalPasses):
     """Passes of which every rank makes its share; see :class:`~stretto.training.passes.Passes`.
-
-    Args:
-        actor, critic: the models; ``None`` for algorithms without a critic.
-        config: of the run.
+    actor, critic: the models; ``None`` for algorithms without a critic.
     """
 
     def __init__(self, actor: Sharded, critic: Sharded | None, config: Config) -> None:

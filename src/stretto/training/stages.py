@@ -36,7 +36,6 @@ class StageTrainer:
         rank: which of the process group.
         layout: where each stage is.
         losses: of the run, for last stages.
-        optimizer: settings of AdamW.
         courses: learning rates, by model.
         device_type: ``cpu``, or ``cuda`` for the GPU of the rank's number.
     """
@@ -166,6 +165,5 @@ class StageTrainer:
     def _of_first_pipeline(
         self, name: Name, get: Callable[[TrainedModel], Mapping[str, Any]]
     ) -> Mapping[str, Any] | None:
-        """Get something of a stage; ``None`` in all pipelines but the first: all hold the same."""
         pipeline, _ = self._layout.place(name, self._rank)
         return on_cpu(get(self._trained[name])) if pipeline == 0 else None

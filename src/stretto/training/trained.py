@@ -24,7 +24,6 @@ BLOCK = 1 << 20
 
 
 def _add_into(total: Tensor, part: Tensor) -> None:
-    """``total += part`` of a narrower type, without a converted copy of all of it."""
     blocks = zip(total.view(-1).split(BLOCK), part.reshape(-1).split(BLOCK), strict=True)
     for a, b in blocks:
         a.add_(b)
@@ -127,8 +126,6 @@ class TrainedModel(WholeModel):
 
     Args:
         model: its weights say by ``requires_grad`` whether they are trained.
-        lr: peak of the learning rate.
-        config: of AdamW.
         updates: over which the learning rate's schedule runs.
         warmup: updates over which it rises.
         may_be_frozen: whether there may be nothing to train, as in a stage of a model that is
@@ -272,7 +269,6 @@ class TrainedModel(WholeModel):
             torch._foreach_copy_([w for w, _ in rounded], [m for _, m in rounded])
 
     def _to_copy_back(self) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of weights and their masters, where these are others."""
         pairs = zip(self._weights, self._masters, strict=True)
         return [(w, m) for w, m in pairs if w is not m]
 

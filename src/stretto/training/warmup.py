@@ -33,7 +33,6 @@ def warm_up(
     Args:
         model: a causal language model; trained in place.
         examples: their responses are the references, the end-of-sequence token included.
-        config: of the run.
         advance: told how many more examples are done.
 
     Returns:
@@ -63,10 +62,8 @@ def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
     goes on from there bit for bit as it would have.
 
     Args:
-        model: warmed up.
         loss: that :func:`warm_up` returned.
         key: tells this warm-up from others.
-        file: to be written.
 
     Raises:
         StorageError: it cannot be written.
@@ -112,7 +109,6 @@ def take(model: nn.Module, key: str, file: Path) -> float:
 
 
 def _random_states(model: nn.Module) -> dict[str, Tensor]:
-    """Return states of the random numbers that the run draws from, by device."""
     device = next(model.parameters()).device
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":

@@ -54,9 +54,7 @@ class WholeModel:
         """Log-probs [B, T] of response tokens, 0 outside the mask, on the CPU in float32.
 
         Args:
-            responses: B of them.
             mask: [B, T] bool, true where there is a response token.
-            temperature: of the distribution.
             budget: tokens of a forward pass, padding counted; 0 takes what suits the device.
         """
         logprobs = torch.zeros(mask.shape)

@@ -190,10 +190,7 @@ def settings(
     """The settings of a run, as a recipe has them; those of the models' names are left out.
 
     Args:
-        args: TRL's arguments, checked.
         run: the sizes that follow from them.
-        rows: prompts.
-        longest: tokens of the longest prompt.
         dtype: that the policy computes in.
 
     Raises:
@@ -329,7 +326,6 @@ def _one_of(args: PPOConfig, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """An enum's value: scripts may use those of transformers."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -339,7 +335,6 @@ def _require(holds: bool, args: PPOConfig, name: str, rule: str) -> None:
 
 
 def _is_set(args: PPOConfig, name: str) -> bool:
-    """Return whether an argument has another value than its default; empty counts as left out."""
     value = getattr(args, name)
     return value not in (_DEFAULTS[name], None, "", [], {})
 

@@ -24,11 +24,6 @@ class CallbackProgress:
     the end. A callback that sets ``control.should_training_stop`` ends the run after the step.
 
     Args:
-        display: shows the run.
-        args: handed to the callbacks.
-        callbacks: of transformers.
-        steps: of the run.
-        episodes: responses a step.
         objects: what callbacks get besides, by the names that transformers gives them.
     """
 

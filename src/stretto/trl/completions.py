@@ -21,9 +21,7 @@ def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[d
     """Greedy answers to the first prompts, scored.
 
     Args:
-        config: of the run.
         given: holds the policy, its tokenizer and the reward model.
-        task: the prompts.
         most: prompts answered, at most.
     """
     assert given.actor is not None

@@ -33,11 +33,8 @@ class PPOTrainer:
     its own in ``args.output_dir``, with its settings, figures, samples and the trained model.
 
     Args:
-        args: settings under TRL's names.
         processing_class: the tokenizer that all models share.
-        model: the policy, a causal language model.
         ref_model: what the KL is measured to; ``None``: the policy as it starts.
-        reward_model: a sequence classifier with one label.
         train_dataset: tokenised prompts, in a column ``input_ids``.
         value_model: a sequence classifier with one label, which becomes the critic; ``None``: the
             policy's backbone with a zero head.

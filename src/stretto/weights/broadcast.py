@@ -108,7 +108,6 @@ class Inbox:
         """Prepare to receive a ticket's tensors.
 
         Args:
-            ref: the ticket.
             marks: of the plan by which each rank of the learner sends.
             routes: this side's way to each.
 

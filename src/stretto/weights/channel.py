@@ -24,7 +24,6 @@ class WeightChannel(Protocol):
         """Offer the tensors of a ticket; they do not change afterwards.
 
         Args:
-            ref: their ticket.
             tensors: by parameter name; only what is trained.
         """
         ...

@@ -43,10 +43,7 @@ class Resharding:
     All ranks call all methods, in the same order.
 
     Args:
-        outbox: of the learner in this process.
         wholes: the parameters that travel, by name.
-        shards: the layout of the learner.
-        slices: the layout here.
         bucket_bytes: of a bucket, of all that a rank gets; a larger parameter has its own.
         device: of this rank, over which all travels.
 
@@ -132,7 +129,6 @@ class Resharding:
         return [move for move in self._moves[source][target] if move.name in names]
 
     def _part(self, tensors: Mapping[str, Tensor], move: Move) -> Tensor:
-        """Return what a move takes of this rank's shard, in the type that it travels in."""
         return tensors[move.name][within(move.box, self._sent[move.name])].to(
             self._device, move.dtype
         )
@@ -169,5 +165,4 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _unaligned(flat: Tensor, move: Move) -> bool:
-    """Return whether bytes start where their type cannot be read."""
     return bool(flat.storage_offset() % move.dtype.itemsize)

@@ -111,8 +111,6 @@ class Transfers:
         """Receive tensors by their plan; each is good until the next is asked for.
 
         Args:
-            route: to the group.
-            what: the plan.
             sums: gets the checksum of each bucket.
 
         Raises:
@@ -144,7 +142,6 @@ class Transfers:
             self._leave(channel)
 
     def _leave(self, channel: str) -> None:
-        """End a channel's group, if there is one."""
         _, group = self._groups.pop(channel, (0, None))
         if group is not None:
             with suppress(Exception):  # of a group that is broken already

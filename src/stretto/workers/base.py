@@ -36,7 +36,6 @@ class BaseRanks(ABC):
         facts: what each rank found at its place.
 
     Args:
-        size: how many.
         patience_s: after a rank raised, how long to look whether it did so because another died.
         role: the role of a process that is alone, for messages.
         words: plain words for the methods' work, for messages: nouns, by the method's name.
@@ -206,7 +205,6 @@ class BaseRanks(ABC):
         return error
 
     def _silence(self, ranks: Sequence[int], doing: str, timeout_s: float | None) -> RankError:
-        """Return the error of ranks that did not answer in time, with what all are doing."""
         listed = ", ".join(map(str, ranks))
         error = self._error(ranks[0], f"did not come to the end of {doing} in {timeout_s:g} s")
         error.add_note(f"Silent: rank {listed}.\n{self.stacks()}")
@@ -246,7 +244,6 @@ class BaseRanks(ABC):
         return f"{of}the {self._role}"
 
     def _notes(self, rank: int) -> Iterator[str]:
-        """Yield what else is known of a rank's end: the last lines of its log."""
         if self._logs:
             with contextlib.suppress(OSError):
                 lines = self._logs[rank].read_text(errors="replace").splitlines(True)[-_LAST_LINES:]
@@ -280,7 +277,6 @@ def _first(raised: Sequence[tuple[int, Failed]]) -> tuple[int, Failed]:
 
 
 def _explain(error: RankError, rank: int, failed: Failed) -> None:
-    """Add what a rank raised; an error of Stretto says all that is needed, others have a trace."""
     error.__cause__ = failed.error
     if failed.error is None:
         error.add_note(f"On rank {rank}:\n{failed.trace}")

@@ -126,7 +126,6 @@ def _shake(
 
 
 def _limit(line: socket.socket, seconds: float) -> None:
-    """Limit the time for which a read or write waits; 0 takes the limit away."""
     limit = struct.pack("ll", int(seconds), 0)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

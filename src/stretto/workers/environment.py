@@ -36,7 +36,6 @@ def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[
     """Choose what is forwarded.
 
     Args:
-        environment: the driver's.
         also: more names, or patterns such as ``MY_*``.
 
     Raises:

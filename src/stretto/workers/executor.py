@@ -32,12 +32,7 @@ class Executor(Protocol):
 
 
 class ThreadExecutor:
-    """An executor that calls a service of this process on a thread, maybe shared with others.
-
-    Args:
-        service: whose methods return replies.
-        worker: the thread.
-    """
+    """An executor that calls a service of this process on a thread, maybe shared with others."""
 
     def __init__(self, service: object, worker: WorkerThread) -> None:
         self._service, self._worker = service, worker
@@ -59,8 +54,6 @@ class DivertingExecutor:
     """An executor with one method whose calls go another way.
 
     Args:
-        executor: makes all other calls.
-        method: whose calls are diverted.
         instead: called in their place, with their arguments.
     """
 

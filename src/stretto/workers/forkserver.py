@@ -120,7 +120,6 @@ class ForkServer:
 
         Args:
             descriptors: for calls, for the side, one that is held, and the listening socket if any.
-            listening: whether there is one.
 
         Raises:
             RankError: the server cannot be started, or has ended.

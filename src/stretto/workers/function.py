@@ -125,7 +125,6 @@ class FunctionProcess:
         self._kill()
 
     def _exit_code(self) -> int | None:
-        """Return the exit code of a process that closed its end; ``None`` if it lives on."""
         assert self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(timeout=1.0)

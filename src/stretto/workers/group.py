@@ -72,7 +72,6 @@ class Host:
     """The holder of services in a rank; keeps them alive through errors that a run may survive.
 
     Args:
-        rank: of the process in its group.
         makes: how the services are made, in this order.
     """
 
@@ -112,7 +111,6 @@ class ServiceGroup:
     Args:
         name: for messages.
         launch: starts the ranks, each with a :class:`Host`; called again for a replacement.
-        clock: of this process.
         replaceable: whether the ranks hold nothing that would be lost with them.
 
     Attributes:
@@ -244,12 +242,7 @@ def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -
 
 
 class GroupExecutor:
-    """An executor that calls one service of a group.
-
-    Args:
-        group: holds the service.
-        service: its name there.
-    """
+    """An executor that calls one service of a group."""
 
     def __init__(self, group: ServiceGroup, service: str) -> None:
         self._group, self._service, self._generation = group, service, group.generation
@@ -320,7 +313,6 @@ class GroupExecutor:
 
 
 def _lost(service: str, error: RankError) -> RoleLostError:
-    """Return the loss of a role whose process failed, with all that is known of that."""
     lost = RoleLostError(service, str(error))
     for note in getattr(error, "__notes__", ()):
         lost.add_note(note)

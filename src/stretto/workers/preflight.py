@@ -44,7 +44,6 @@ def facts(device: str, environment: Mapping[str, str]) -> Facts:
     """Look at this process's place.
 
     Args:
-        device: as torch names it.
         environment: variables that were forwarded here.
     """
     import psutil
@@ -68,7 +67,6 @@ def facts(device: str, environment: Mapping[str, str]) -> Facts:
 
 
 def _as_far_as_needed(package: str, version: str) -> str:
-    """Return the part of a version that ranks of different interpreters need alike."""
     if package == "python":
         return version.rpartition(".")[0]
     return version if package == "stretto" else ""

@@ -280,7 +280,6 @@ def _print_to(log: Path) -> None:
 
 
 def _travels(error: StrettoError) -> bool:
-    """Return whether an error comes out of a pickle as it went in."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

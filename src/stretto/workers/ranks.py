@@ -35,7 +35,6 @@ class Ranks(BaseRanks):
         facts: what each rank found at its place.
 
     Args:
-        size: how many.
         make: called on each as ``make(rank, *arguments)`` once the group is there; methods of what
             it returns can be called.
         arguments: the same for all ranks.
@@ -166,7 +165,6 @@ class Ranks(BaseRanks):
 
 
 def _watch(lives: Sequence[Connection[Any, Any]], of: weakref.ref[Ranks]) -> None:
-    """Wait for the end of a process; in a thread, which ends with it."""
     ended = wait(lives)
     ranks = of()
     if ranks is not None:

@@ -85,7 +85,6 @@ class RankActor:
 
 
 def _own() -> str:
-    """Return the address by which Ray knows this machine."""
     import ray
 
     address: str = ray.util.get_node_ip_address()

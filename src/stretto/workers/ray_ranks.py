@@ -37,7 +37,6 @@ class RayRanks(BaseRanks):
     importable there: installed, or under the same paths as here. One call at a time.
 
     Args:
-        size: how many.
         make: called on each as ``make(rank, *arguments)`` once the group is there; methods of what
             it returns can be called.
         arguments: the same for all ranks.
@@ -325,7 +324,6 @@ def _device(rank: int, backend: str, devices: Sequence[str]) -> str:
 
 
 def _environment(forwarded: Mapping[str, str], threads: int) -> dict[str, str]:
-    """Return variables for an actor; without threads among them Ray would set its own number."""
     given = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     paths = code_paths(sys.path)
     return {**given, **forwarded, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}

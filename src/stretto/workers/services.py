@@ -58,7 +58,6 @@ class Service:
     def _timed(
         self, name: str, call: Callable[[], T], about: Callable[[T], Mapping[str, Any]]
     ) -> Reply[T]:
-        """Make a call; the work's attributes come from its result."""
         start_s = self._clock.now()
         value = call()
         attributes = about(value)

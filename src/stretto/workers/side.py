@@ -34,7 +34,6 @@ class SideServer:
     """The rank's end.
 
     Args:
-        connection: to the driver.
         handle: called with the method's name and arguments, on any thread.
         ended: called when the driver's end has closed, on a thread of its own.
     """
@@ -80,7 +79,6 @@ class SideClient:
     """The driver's end.
 
     Args:
-        connection: to the rank.
         say: called with each line of the rank, on a thread of its own.
         ended: called when the rank's end has closed, on that thread.
 

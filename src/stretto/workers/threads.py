@@ -33,7 +33,6 @@ class WorkerThread:
     """A thread with a queue of calls.
 
     Args:
-        name: of the thread.
         threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Workers that
             work at the same time should share the cores out: threads that wait for each other spin.
         beside: workers that it shares cores with.

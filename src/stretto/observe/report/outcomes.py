@@ -167,6 +167,5 @@ def _latest_kl(key: str) -> Value:
 
 
 def _short(model: str) -> str:
-    """The last part of a path that says something: a run's model is called after the run."""
     path = PurePath(model)
     return path.parent.name if path.name == "model" and path.parent.name else path.name

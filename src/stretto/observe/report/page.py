@@ -235,7 +235,6 @@ def _timeline(run: Run, step: StepSpans, kinds: list[str]) -> list[Any]:
 
 
 def _details(bar: Bar) -> list[Any]:
-    """Details of a bar besides its place; empty ones at the end are left out."""
     details = [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
     details.append(bar.spans if bar.spans > 1 else None)
     while details and details[-1] is None:
@@ -244,5 +243,4 @@ def _details(bar: Bar) -> list[Any]:
 
 
 def _short(value: float) -> float:
-    """Six digits: more cannot be seen, and make the page longer."""
     return float(f"{value:.6g}")

@@ -21,7 +21,6 @@ def timeline_svg(runs: Sequence[Run], step: int | None = None) -> str:
     The picture follows the viewer's preference for light or dark.
 
     Args:
-        runs: to draw.
         step: which; ``None`` takes one from the middle of those that all runs have.
 
     Raises:
@@ -174,5 +173,4 @@ def _three_digits(value: float) -> str:
 
 
 def _cut(role: str) -> str:
-    """A role's name as far as there is room for it."""
     return role if len(role) <= _NAME_CHARS else f"{role[: _NAME_CHARS - 1]}…"

@@ -49,9 +49,7 @@ class PipelineExecutor:
 
     Args:
         actor: its stage on this rank, on ``device``.
-        critic: likewise.
         layout: which stages these are.
-        device: of this rank.
 
     Raises:
         ConfigError: the layout does not cover the ranks, or has other stages here.
@@ -88,9 +86,7 @@ class PipelineExecutor:
         """All micro-batches of all pipelines; gradients add up in the parameters' ``.grad``.
 
         Args:
-            schedule: of as many micro-batches.
             actor: pipeline p takes the p-th consecutive part; the same shapes on all ranks.
-            critic: likewise.
             problem: what the schedule was made for: its latencies say in which order tensors are
                 made. Without it a backward counts as two forwards.
 
@@ -124,7 +120,6 @@ class PipelineExecutor:
         """Sum in place over the model's pipelines, and a tied weight's over its two stages.
 
         Args:
-            name: of the model.
             gradients: of this rank's stage, by names in the whole model. Ranks with the same stage
                 give the same names.
         """

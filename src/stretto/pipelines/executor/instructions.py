@@ -71,7 +71,6 @@ def instructions(
     Args:
         problem: its latencies give the order in which tensors are made. The instructions are
             right for any latencies, and fastest for true ones.
-        schedule: of the problem.
 
     Raises:
         ConfigError: the schedule cannot run.

@@ -26,7 +26,6 @@ def profile(
     already waiting for when their tensor was made; of others it cannot be seen how long they took.
 
     Args:
-        layout: of the run.
         timings: of all ranks, of one run; the first run of a process is no good measure.
         saved_bytes: of each rank, what a micro-batch of the actor and one of the critic keeps
             (:meth:`~stretto.pipelines.executor.executor.PipelineExecutor.saved_bytes`); without it,

@@ -175,7 +175,6 @@ def _give_head(stage: Stage, model: nn.Module, whole: nn.Module) -> None:
 
 
 def _tied(model: nn.Module, decoder: Any, plan: list[str]) -> frozenset[str]:
-    """Names of the weights that embeddings and head share."""
     linear = unwrapped(model).get_output_embeddings()
     of_head = set() if linear is None else {id(p) for p in linear.parameters()}
     of_embedding = {id(p) for p in getattr(decoder, plan[0]).parameters()}
@@ -197,10 +196,6 @@ def for_sending(stage: Stage) -> Stage:
 @torch.no_grad()
 def check_cut(model: nn.Module, stages: int) -> None:
     """See that the stages, one after the other, compute what the model does.
-
-    Args:
-        model: in evaluation mode.
-        stages: to cut it into.
 
     Raises:
         ModelError: it has fewer layers than stages, or parts that cannot be cut apart.

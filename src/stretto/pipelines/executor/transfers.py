@@ -45,7 +45,6 @@ class Outbox:
 
 
 def _wait(work: dist.Work, tensor: Tensor) -> None:
-    """Wait until a tensor is sent; ``tensor`` is held so long, and not used."""
     work.wait()
 
 
@@ -103,7 +102,6 @@ class Groups:
 
 
 def _join(groups: dict[Name, dist.ProcessGroup], name: Name, ranks: list[int], rank: int) -> None:
-    """Make a group of several ranks; all ranks take part in making it, members or not."""
     if len(ranks) < 2:
         return
     group = dist.new_group(ranks)

@@ -154,11 +154,8 @@ class VllmEngine:
     tokens they have, they go on.
 
     Args:
-        requests: vLLM.
         source: turns what the learner hands over into what vLLM loads.
-        config: how to sample.
         end_tokens: ids that end a response.
-        seed: of the run.
         stop: strings that end a response.
         carry: what becomes of the keys and values of unfinished rollouts when new weights arrive.
             ``recompute`` makes them again, so that every token is sampled from the present policy.
@@ -334,7 +331,6 @@ class VllmEngine:
         self.version = state["version"]
 
     def _submit(self, row: Row) -> None:
-        """Make a request of a row, after all its tokens."""
         self._named += 1
         row.request, row.prompted, row.counted = f"{row.id}.{self._named}", len(row.tokens), False
         self._by_request[row.request] = row
@@ -342,7 +338,6 @@ class VllmEngine:
         self._requests.add(row.request, row.tokens, row.salt, self._seed_of(row), left)
 
     def _withdraw(self, rows: Iterable[Row]) -> None:
-        """End the requests of rows, which keep their tokens."""
         running = [row for row in rows if row.request]
         self._requests.abort([row.request for row in running])
         for row in running:
@@ -350,7 +345,6 @@ class VllmEngine:
             row.request = ""
 
     def _rest(self) -> None:
-        """Leave memory to others while there is nothing to decode, where that was asked for."""
         if self._requests.sleeps and not self._rows and not self._asleep:
             self._requests.sleep()
             self._asleep = True

@@ -320,7 +320,6 @@ class LlmRequests:
 
 
 def _output(found: Any) -> Output:
-    """Return what one request has got in an iteration."""
     (new,) = found.outputs
     # With none asked for beyond the sampled token's own there is one a token.
     logprobs = new.logprobs.logprobs if new.logprobs is not None else ()

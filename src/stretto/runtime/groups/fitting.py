@@ -109,7 +109,6 @@ class Shapes:
         """Return the bytes of a model's trained weights, which are handed over.
 
         Args:
-            held: its parameters.
             width: bytes of each; adapters are float32.
         """
         return width * held if self.adapters is None else memory.SINGLE * self.adapters
@@ -127,9 +126,6 @@ def loads(config: Config, found: Sequence[Place], shapes: Shapes, width: int) ->
     """Return the memory of each device.
 
     Args:
-        config: of the run.
-        found: its places.
-        shapes: of its models.
         width: bytes of a weight in the type that is computed in.
     """
     at_once = config.schedule.knobs.overlaps(config.rollout.engines)
@@ -215,12 +211,10 @@ def _add_follower(
 
 
 def _rests(load: Load, place: Place) -> bool:
-    """Return whether roles leave tensors on the host; on a CPU that frees nothing."""
     return place.offload and load.device != "cpu"
 
 
 def _buckets(config: Config, size: float) -> int:
-    """Return the bytes of two buckets for weights of a size."""
     return 2 * min(config.cluster.bucket_mb << 20, round(size))
 
 

@@ -41,10 +41,8 @@ class Handover:
     """The hand-over, driven from the schedule's process.
 
     Args:
-        learner: whose weights they are.
         meeting: where the groups of transfers meet.
         tolerance: largest difference on the probe: root mean square, in nats.
-        tracer: gets the learner's spans.
 
     Attributes:
         metrics: of the last hand-overs: seconds, bytes, retries, difference on the probe.

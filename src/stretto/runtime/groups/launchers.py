@@ -54,8 +54,6 @@ class Launcher(Protocol):
         """Start the ranks of a place, with their services.
 
         Args:
-            place: of the ranks.
-            makes: how their services are made.
             logs: for what each prints; none for standard error.
             check: called with what they found at their places, before anything is made.
             begun: called with the group while it starts, to be able to end it meanwhile.
@@ -191,8 +189,6 @@ def gpus_each(device: str, processes: int, gpus: int) -> float:
 
     Args:
         device: that the process is planned on.
-        processes: in all.
-        gpus: there are.
     """
     if not device.startswith("cuda") or not gpus:
         return 0.0

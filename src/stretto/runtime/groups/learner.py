@@ -95,7 +95,6 @@ class GroupLearner(LearnerService):
         """Send this rank's parts of a version; on the side, while training may go on.
 
         Args:
-            ref: the ticket.
             routes: of each rank.
         """
         return self._outbox.send(ref, routes[dist.get_rank()])
@@ -220,7 +219,6 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
 
 
 def _of_all(value: T) -> list[T]:
-    """Return what all ranks have. A collective."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

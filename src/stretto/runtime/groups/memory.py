@@ -16,7 +16,6 @@ class MemoryWatch:
     """Looks at the resident memory of all processes, on a thread of its own.
 
     Args:
-        groups: the processes.
         clock: for the time between looks.
     """
 

@@ -56,8 +56,6 @@ class Parcels:
     """The keys and values that a generator's process keeps for others, and fetches from them.
 
     Args:
-        name: of the generator.
-        device: of the engine.
         rank: of this process, of several that hold slices of it.
     """
 
@@ -124,7 +122,6 @@ class Parcels:
         return time.perf_counter() - start_s
 
     def _own(self, route: Route) -> Route:
-        """Return this rank's way: each sends its slice of keys and values to its like."""
         return replace(route, channel=f"{route.channel}/{self._rank}")
 
     def _fetched(self, ticket: Ticket) -> dict[str, torch.Tensor]:
@@ -161,8 +158,6 @@ class Couriers:
         """Return an executor of a generator that has parcels sent to it.
 
         Args:
-            name: of the generator.
-            generator: its own executor.
             executor: for all its other calls.
         """
         self._givers[name] = generator
@@ -208,13 +203,11 @@ class Couriers:
         return SAMPLE_BYTES / seconds
 
     def _ship(self, giver: str, parcels: Sequence[tuple[int, Route]]) -> None:
-        """Send; a giver that cannot is found out by the taker, who waits no longer than may be."""
         limit_s = self._meeting.timeout_s + 1.0
         for parcel, route in parcels:
             with suppress(RankError, TransferError):
                 self._givers[giver].aside_on_all("ship", parcel, route, timeout_s=limit_s)
 
     def _new_routes(self, giver: str, taker: str) -> list[Route]:
-        """Return the ways of one parcel, of giver and taker."""
         self._count += 1
         return self._meeting.routes(f"parcels/{giver}/{taker}", self._count, 2)

@@ -70,12 +70,7 @@ def learner_layout(config: Config) -> Layout:
 
 
 def lends(config: Config, found: Sequence[Place]) -> bool:
-    """Return whether all who follow the learner are in its process, and never behind it.
-
-    Args:
-        config: of the run.
-        found: all places, the learner's first.
-    """
+    """Return whether all who follow the learner are in its process, and never behind it."""
     elsewhere = [seat for place in found[1:] for seat in place.seats]
     followers = [s for s in elsewhere if not s.scorer or s.scorer == "critic"]
     return not followers and not config.schedule.knobs.lag
@@ -85,7 +80,6 @@ def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
     """Return the names of all scorers that are models, in the order of the schedule's replicas.
 
     Args:
-        config: of the run.
         brought: sources that are models which the caller brings.
     """
     names = [s for s in config.reward.sources if s.startswith(MODEL) or s in brought]
@@ -100,8 +94,6 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
     """Place all roles of a run on processes, the learner's first.
 
     Args:
-        config: of the run.
-        cores: of the machine.
         gpus: of the machine; 0 places all on the CPU.
         brought: see :func:`model_scorers`.
 
@@ -178,7 +170,6 @@ def memory(place: Place, role_bytes: Mapping[str, int]) -> int:
     """Return about how many bytes of weights, gradients and optimizer states a rank holds.
 
     Args:
-        place: the process.
         role_bytes: of ``learner`` (actor and critic as they are trained), and of a frozen copy of
             each model: ``actor``, ``critic``, ``reference``, ``reward``.
     """
@@ -213,13 +204,11 @@ def table(config: Config, found: Sequence[Place], role_bytes: Mapping[str, int])
 
 
 def _ranks(place: Place) -> list[str]:
-    """Return what each rank is called: by its roles, and its number if there are several."""
     roles, ranks = ", ".join(seat.role for seat in place.seats), len(place.devices)
     return [f"{roles}, rank {i}" for i in range(ranks)] if ranks > 1 else [roles]
 
 
 def _threads(kinds: set[str], shares: Threads) -> int:
-    """Return the threads of a process: a generator works beside others, whoever it hosts."""
     if "generating" in kinds:
         return shares.generating
     return max(shares.training if kind == "training" else shares.scoring for kind in kinds)
@@ -232,7 +221,6 @@ def _kind(seat: Seat) -> str:
 
 
 def _rule(config: Config) -> str:
-    """Return by which rule scorers are placed that the settings do not list."""
     rule = config.cluster.scorers
     if rule != "auto":
         return rule
@@ -279,7 +267,6 @@ def _by_hand(
 
 
 def _scorer_of(role: str, models: Collection[str]) -> str:
-    """Return the scorer that a role is, or is a numbered copy of; empty for none."""
     name, _, number = role.rpartition(" ")
     if role in models:
         return role
@@ -317,7 +304,6 @@ def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterato
 
 
 def _device(given: str, rank: int, i: int, gpus: int) -> str:
-    """Return a rank's device: as given, for several ranks from there on; else dealt out."""
     if given.startswith("cuda"):
         return f"cuda:{int(given[5:] or 0) + rank}"
     return given or (f"cuda:{i % gpus}" if gpus else "cpu")

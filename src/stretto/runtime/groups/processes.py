@@ -89,7 +89,6 @@ class Processes:
 
     @property
     def _warms_up(self) -> bool:
-        """Return whether there is a warm-up, which nobody has done before."""
         file = self._given.warmup
         return self._config.warmup_examples > 0 and not (file and file.exists())
 
@@ -247,7 +246,6 @@ def _require_engine(config: Config, found: Sequence[Place]) -> None:
 
 
 def _rank_names(place: Place) -> list[str]:
-    """Return the names of a place's ranks, for messages and files: the first has the place's."""
     return [place.name, *(f"{place.name}, rank {i}" for i in range(1, len(place.devices)))]
 
 

@@ -105,7 +105,6 @@ class GroupRun:
         return Staged({DRIVER: partial(write, state=driver), LEARNER_FOLDER: write_learner}, live)
 
     async def _write_learner(self, folder: Path) -> None:
-        """Have the learner's processes write its state, and look now and then whether they have."""
         await self.learner.call("write", folder.absolute())
         while not (await self.learner.call("written")).value:
             await asyncio.sleep(LOOK_S)
@@ -247,7 +246,6 @@ def _meeting(config: Config, at: tuple[str, Backend], stack: ExitStack) -> Meeti
 
 
 def _tolerance(config: Config) -> float:
-    """Return the largest difference on the probe, in nats."""
     if config.cluster.probe_tolerance != "auto":
         return config.cluster.probe_tolerance
     dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
@@ -287,7 +285,6 @@ def _check(config: Config, given: Given) -> None:
 
 
 def _function(function: FunctionScorer, stack: ExitStack, spans: Spans) -> ScorerClient:
-    """Make the scorer of a reward function: it has its process already, a thread waits for it."""
     service, worker = ScorerService(function), WorkerThread(function.name, 1)
     stack.callback(worker.stop)
     return ScorerClient(service.info(), ThreadExecutor(service, worker), spans)

@@ -75,7 +75,6 @@ class Follower:
         """Prepare to receive weights; on the side, on all ranks.
 
         Args:
-            ref: their ticket.
             marks: of the plans by which they travel.
             routes: of the first rank, to each rank of the learner.
         """
@@ -100,7 +99,6 @@ def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
 
     Args:
         model: as training starts; only shapes and types of its parameters are looked at.
-        setting: of the process.
     """
     config = setting.config
     theirs, trained = learner_layout(config), trained_names(model)
@@ -119,7 +117,6 @@ def follow(model: nn.Module, setting: Setting) -> Inbox | Resharding:
 
     Args:
         model: whole, as training starts; it is changed in place.
-        setting: of the process.
 
     Raises:
         ModelError: it cannot be cut into that many slices.
@@ -165,9 +162,7 @@ class GroupGenerator(Follower, GeneratorService):
     Args:
         engine: which.
         inbox: where they come from.
-        parcels: keys and values on their way.
         probe: token ids [n, t] that are read after each hand-over.
-        prefill_tokens_per_s: measures how fast the engine prefills.
     """
 
     def __init__(
@@ -308,7 +303,6 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Gr
     """Make a reward model's service, in its process.
 
     Args:
-        setting: of the process.
         source: as in ``reward.sources``.
         prompts: some of the run's, to check that the model can read them.
     """

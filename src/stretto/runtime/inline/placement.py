@@ -128,7 +128,6 @@ class ThreadPlacement:
             functions: rewards from code.
             models: for each replica, all model scorers. Where stragglers are moved together there
                 is a replica on each engine's worker, to work when nothing is left to decode there.
-            tracer: gets their spans.
         """
         (worker,) = self._workers["scorers"]
         self._functions, early = functions, self._knobs.scores_early
@@ -152,7 +151,6 @@ class ThreadPlacement:
 
         Args:
             learner: trains in this process, or has ranks train.
-            tracer: gets its spans.
             ranks: train for it, if there are any. If one dies while nothing is asked of them, the
                 run ends all the same, and at once.
         """
@@ -175,7 +173,6 @@ class ThreadPlacement:
         """The inverse of :meth:`follower_weights`.
 
         Args:
-            weights: of the copies.
             version: that engines work with, of weights of their own or of the learner's.
         """
         for engine in self.engines:
@@ -197,7 +194,6 @@ class ThreadPlacement:
             worker.join(max(until_s - time.monotonic(), 0.0))
 
     def _fail(self, error: Exception) -> None:
-        """Raise the error in all that waits for a worker; from any thread."""
         for worker in self._opened:
             worker.fail(error)
 

@@ -86,8 +86,6 @@ def subject_of(config: Config, tokens: int, say: Callable[[str], None]) -> Subje
     Nothing is fetched.
 
     Args:
-        config: of the run.
-        tokens: of the largest micro-batch.
         say: told when another model stands in, and why.
 
     Raises:

@@ -92,7 +92,6 @@ class Side:
     Args:
         rank: 0 for the sender.
         device: the kind of device that they are on; of GPUs the process's own.
-        dtype: of the weights.
     """
 
     def __init__(self, rank: int, device: str, dtype: torch.dtype) -> None:
@@ -135,5 +134,4 @@ class Side:
 
 
 def _together(work: Callable[[], None], device: torch.device, repeats: int) -> float:
-    """Time what both processes do: neither may stop before the other, whatever its clock says."""
     return timed(work, device, repeats, enough_s=0.0, patience_s=math.inf)

@@ -179,7 +179,6 @@ def timed(
 
 
 def _decoded(sizes: Sizes) -> int:
-    """Tokens of each row that is decoded, at most."""
     return sizes.steps * (DECODED * sizes.repeats + 1) + ADMITTED
 
 
@@ -204,7 +203,6 @@ def _wait_for(device: torch.device) -> None:
 
 
 def _responses(subject: Subject, tokens: int, length: int) -> list[Response]:
-    """Make sequences of equal length: a prompt of one token, and the rest as its response."""
     length = max(2, min(length, tokens, positions(subject.model) or length))
     return [
         Response(i, i, Prompt(i, (1,), ""), _ids(subject, length - 1, i))

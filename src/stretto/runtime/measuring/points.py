@@ -125,7 +125,6 @@ def _decoding(
     are is tried.
 
     Args:
-        points: what was measured.
         flops: rate of computing.
         peak, otherwise: see :func:`_line`.
     """
@@ -154,7 +153,6 @@ def _line(
     """Return seconds beside the work, and its rate.
 
     Args:
-        points: what was measured.
         work: of each, in operations or bytes.
         peak: what the rate is at most.
         otherwise: the rate that is taken if the points tell none.

@@ -220,7 +220,6 @@ class _Layouts:
 
     @cached_property
     def _sizes(self) -> range:
-        """Numbers of GPUs that a learner may get."""
         gpus, node = self._space.gpus, self._setting.hardware.links.gpus_per_node
         if gpus <= SPLITS:
             return range(1, gpus)
@@ -228,7 +227,6 @@ class _Layouts:
 
     @cached_property
     def _scorer_sizes(self) -> list[int]:
-        """Numbers of GPUs that scorers may get: 1, 2, 3, 4, 6, 8, 12 ..., at most half of them."""
         powers = [2**k for k in range(self._space.gpus.bit_length())]
         half = self._space.gpus // 2
         return [n for n in sorted({*powers, *(3 * n for n in powers)}) if n <= half]

@@ -56,9 +56,7 @@ def rounds(
     """Decode batches in lockstep.
 
     Args:
-        batch: responses of a round.
         extra: that are in flight besides (delta); a multiple of ``samples``.
-        count: rounds.
         length: of a response, by its number.
         prompt: length of a prompt, by its number.
         samples: responses to each prompt, which end together.

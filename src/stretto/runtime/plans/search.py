@@ -71,12 +71,8 @@ def search(
     """Find the plans with the shortest steps.
 
     Args:
-        setting: what runs, on what.
-        space: the candidates.
-        keep: how many plans to find.
         limit_s: seconds after which no further candidate is simulated.
         workers: processes that simulate; 0 takes one a core, 1 none but this one.
-        say: shows how far the search is.
 
     Raises:
         ConfigError: nothing fits.
@@ -179,14 +175,12 @@ class _Board:
 
 
 def _kind(candidate: Candidate) -> Kind:
-    """What shares GPUs, the schedule, and whether it is on paper only."""
     return (*candidate.kind, bool(candidate.on_paper))
 
 
 def _by_kind(
     bounded: Iterable[tuple[float, Candidate]],
 ) -> dict[Kind, deque[tuple[float, Candidate]]]:
-    """Return candidates of each kind, lowest bound first; the baseline's kinds come first."""
     found: dict[Kind, deque[tuple[float, Candidate]]] = {}
     for pair in sorted(bounded, key=lambda pair: pair[0]):
         found.setdefault(_kind(pair[1]), deque()).append(pair)
@@ -194,7 +188,6 @@ def _by_kind(
 
 
 def _rank(outcome: Outcome) -> tuple[float, str]:
-    """What is quicker comes first; equals in an order that does not depend on who came first."""
     return outcome.step_s, str(outcome.candidate.layout)
 
 

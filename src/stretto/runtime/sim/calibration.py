@@ -119,7 +119,6 @@ def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -
     While more threads are at work than there are cores, all work at the same reduced rate.
 
     Args:
-        spans: of all roles.
         threads: of each role's work, by the names that :func:`role_of` gives.
         cores: that they share; 0 for enough.
     """

@@ -371,7 +371,6 @@ class Cluster(Section):
 
 
 def _token_s(cost: PrefillCost, tokens: int) -> float:
-    """Seconds a token; where all is in the call, as in a pass over so many of them."""
     return cost.token_s or cost.call_s / tokens
 
 

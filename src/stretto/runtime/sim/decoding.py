@@ -151,13 +151,11 @@ class Replica:
         self._plan()
 
     def _has_room(self, row: SimRow) -> bool:
-        """Return whether there is a slot, and memory until the row's end, which is known here."""
         limit = self._cost.cache_tokens
         fits = not limit or not self.rows or self._reserved + row.prompt + row.length <= limit
         return fits and (self._slots is None or len(self.rows) < self._slots)
 
     def _tokens_of_rows(self) -> int:
-        """Count the tokens of all rows with a slot; the prompt of a group counts once."""
         prompts = {row.group: row.prompt for row in self.rows.values()}
         return sum(prompts.values()) + sum(self.step - row.base for row in self.rows.values())
 

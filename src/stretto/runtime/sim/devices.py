@@ -68,7 +68,6 @@ class Cores:
         return min(1.0, self._count / sum(self._threads.values())) if self._threads else 1.0
 
     def _settle(self) -> None:
-        """Take off what was done since the last time."""
         now_s = asyncio.get_running_loop().time()
         done_s, self._since_s = (now_s - self._since_s) * self._rate, now_s
         for piece in self._left_s:
@@ -85,7 +84,6 @@ class Cores:
             self._timer = loop.call_later(wait_s, self._end, first)
 
     def _end(self, piece: asyncio.Future[float]) -> None:
-        """End a piece of work; who waits for it then takes its threads away."""
         del self._left_s[piece]
         if not piece.done():  # by cancellation
             piece.set_result(self._timer.when() if self._timer else 0.0)
@@ -112,9 +110,7 @@ class SimWorker:
         """Make the worker of a role that does nothing yet.
 
         Args:
-            role: its name in spans.
             devices: that it occupies while it works.
-            tracer: gets its spans.
             cores: that its threads share with others; ``None`` where there are enough.
             threads: that its work takes.
             call_s: that each call is on its way, and its answer.

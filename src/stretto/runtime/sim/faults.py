@@ -101,7 +101,6 @@ class _Faulty:
         return answer
 
     async def _die(self, work: Awaitable[Any], number: int) -> None:
-        """Lose the process in the middle of a call, or with the answer on its way."""
         with suppress(TimeoutError):
             async with asyncio.timeout(uniform(self._faults.seed, self._name, "death", number)):
                 await work
@@ -124,7 +123,6 @@ class _Faulty:
             self._dead = False
 
     def _marked(self, score: Score) -> Score:
-        """Return the score, or a failure in its place; the same for a rollout every time."""
         if uniform(self._faults.seed, self._name, "score", score.rollout_id) >= (
             self._faults.unscored
         ):

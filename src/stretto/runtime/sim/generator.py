@@ -47,9 +47,7 @@ class SimGenerator:
 
         Args:
             worker: its devices; a call occupies all of them.
-            cost: of one replica.
             lengths: response tokens of a rollout, without a limit.
-            max_new_tokens: the limit.
             slots: rollouts that a replica decodes together; ``None`` for all that it has.
             replicas: copies of the model that decode side by side.
             carry: whether cached keys and values are made again after new weights.

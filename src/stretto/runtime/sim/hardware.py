@@ -113,9 +113,7 @@ def generator_cost(
     weights cost nothing here, see the hand-overs of ``layouts.py``.
 
     Args:
-        shape: of the actor.
         tensor: devices that it is split over.
-        on: the devices.
         length: of prompts, on average: what a prefilled token attends to.
         free_bytes: of a device, for keys and values; ``None`` takes all beside the weights.
 
@@ -161,10 +159,7 @@ def prefill_cost(shape: Shape, mesh: Mesh, on: Hardware, *, length: float = 0.0)
     """Return the cost of scoring by a model; its copies share a call's tokens evenly.
 
     Args:
-        shape: of the model.
         mesh: copies, and the devices that each is split over.
-        on: the devices.
-        length: of a sequence, on average.
     """
     token_s, pass_s = _reduced(shape, mesh.tensor, on, FORWARD)
     work = on.gpu.flops * on.assumed.prefill
@@ -181,9 +176,6 @@ def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes
 
     Args:
         shapes: of the actor, and of the critic if there is one.
-        mesh: shards, tensor-parallel devices, stages.
-        on: the devices.
-        passes: how many, of how many tokens.
     """
     token_s = step_s = 0.0
     for shape in shapes:
@@ -221,11 +213,6 @@ def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
     """Return the seconds of an update's exchange under ZeRO stage 1.
 
     Gradients are reduced in float32, and new weights gathered in bfloat16.
-
-    Args:
-        shape: of the model.
-        mesh: shards, tensor-parallel devices, stages.
-        on: the devices.
     """
     held = shape.stage(mesh.stages).held(mesh.tensor)
     size = wire.gather_bytes((memory.SINGLE + memory.HALF) * held, mesh.data)
@@ -233,7 +220,6 @@ def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
 
 
 def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:
-    """Seconds of all-reduces of tensor parallelism: a token, and a pass."""
     if tensor == 1:
         return 0.0, 0.0
     size = wire.tensor_bytes(shape, 1, tensor, reductions)

@@ -81,7 +81,6 @@ def cluster_of(
     """Make the cluster of a layout.
 
     Args:
-        setting: what runs.
         layout: where.
         schedule: in which order.
         engines: generators, of which each has a share of the copies. Few, with several copies each,
@@ -157,7 +156,6 @@ def memory_of(setting: Setting, layout: Layout, schedule: ScheduleConfig) -> dic
     their average length.
 
     Args:
-        setting: what runs.
         layout: where.
         schedule: in which order.
     """
@@ -258,7 +256,6 @@ def swap_s(setting: Setting, layout: Layout) -> float:
 
 
 def _load_s(setting: Setting, layout: Layout) -> float:
-    """Seconds in which generators take over new weights."""
     actor, on = setting.models.actor, setting.hardware
     if layout.colocated:
         return _reshard_s(actor, layout.learner, layout.generator, on)
@@ -276,7 +273,6 @@ def _critic_load_s(setting: Setting, layout: Layout) -> float:
 
 
 def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
-    """Seconds of making slices out of shards in place (``wire.reshard_bytes``)."""
     size = wire.reshard_bytes(shape, learner, to)
     speed = to.data_bytes_per_s(on.links)  # those who hold the same slice exchange their shards
     return max(size, 0.0) / (speed * on.assumed.link)

@@ -169,7 +169,6 @@ class Replayed(Section):
         """Take the lengths of rollouts that ended; unknown ones get the median length.
 
         Args:
-            tokens_by_id: the lengths.
             so_far: tokens of rollouts that had not ended: they get the median of all that became
                 longer.
         """

@@ -146,7 +146,6 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
     Args:
         spans: those that touch the window; parts outside of it are cut off.
         start_s, end_s: the window.
-        steps: in the window.
     """
     work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)  # by phase and role
     busy: defaultdict[str, Intervals] = defaultdict(list)
@@ -171,7 +170,6 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
 
 
 def _phase(span: Span) -> str:
-    """Return the phase that a piece of work belongs to; empty for what is beside the steps."""
     kind = span.name.partition("/")[0]
     if kind in _SCORING:
         return f"{_SCORING_BY}{role_of(span)}"
@@ -179,7 +177,6 @@ def _phase(span: Span) -> str:
 
 
 def _order(phase: str) -> tuple[int, str]:
-    """Sort key of phases as they are shown."""
     known = list(dict.fromkeys(_PHASES.values()))
     if phase in known:
         return 2 * known.index(phase), ""

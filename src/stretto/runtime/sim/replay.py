@@ -185,7 +185,6 @@ class Recording:
         return _threads(config, self.machine.threads, map(short_name, models))
 
     def _cores(self, config: Config) -> int:
-        """Return the cores that all roles share; 0 where they may be on several machines."""
         return 0 if config.runtime == "ray" and config.cluster.address else self.machine.cores
 
     def _workload(self, config: Config) -> Workload:
@@ -234,7 +233,6 @@ def _scorers(
 
 
 def _chosen(config: Config, metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
-    """Return what a controller chose, from the first update on, for each hand-over of weights."""
     if any(m.get(name) is None for m in metrics):
         return ()
     rounds = metrics[:: config.schedule.weight_sync_interval]
@@ -242,7 +240,6 @@ def _chosen(config: Config, metrics: Sequence[Mapping[str, Any]], name: str) -> 
 
 
 def _cuts(config: Config) -> dict[str, tuple[int, int]]:
-    """Return fsdp and tp by role, where a role has several ranks."""
     several = (p for p in config.cluster.processes if p.ranks > 1)
     return {role: (p.fsdp, p.tp) for p in several for role in p.roles}
 

@@ -80,14 +80,12 @@ class SimScorer:
         Args:
             worker: its devices; the worker's role is its name.
             cost: by tokens for a model, by responses for a function.
-            kind: what its scores are.
             reward: of a rollout id and the version of its last token; for kind ``reward``.
             follows: the trained model whose weights it loads.
             streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
             padded: rollouts that are worked on at a time, each padded to the longest of them; 0
                 pads nothing.
             worthwhile_tokens: that make a call worth its fixed cost.
-            load_s: what taking over weights takes.
         """
         self._worker, self._cost, self._reward = worker, cost, reward
         self._streams = streams and isinstance(cost, PrefillCost)
@@ -209,7 +207,6 @@ class SimScorer:
             await self._worker.work(name, self._cost.seconds(len(ids)), rollouts=ids)
 
     def _passes(self, new: Sequence[int]) -> list[int]:
-        """Return the tokens of each forward pass, of those that each rollout has got."""
         if not self._padded:
             return [sum(new)]
         parts = (new[i : i + self._padded] for i in range(0, len(new), self._padded))
