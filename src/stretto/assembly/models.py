@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -83,6 +84,18 @@ def prepare_torch(config: Config | SupervisedConfig) -> None:
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
+
+
+@contextmanager
+def drawing_apart(name: str, device: torch.device) -> Iterator[None]:
+    """Have torch draw from a generator seeded by a name, whatever was drawn before.
+
+    Models may then be loaded in any order, and in any process.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1)
+        yield
 
 
 def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
@@ -211,7 +224,8 @@ def with_adapters(
     if not config.model.lora_rank:
         return model
     trained = trained_names(model)
-    wrapped = add_lora(model, config.model, kind)
+    with drawing_apart(f"{config.seed} adapters {kind}", pick_device(config.model.device)):
+        wrapped = add_lora(model, config.model, kind)
     if brought:
         stack.callback(merge_lora, wrapped, trained)
     return wrapped
