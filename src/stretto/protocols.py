@@ -7,9 +7,10 @@ lost raise :class:`~stretto.errors.RoleLostError` from then on, until they are r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from stretto.types import (
     Chunk,
@@ -28,10 +29,48 @@ DRIVER = "driver"
 RECORDS = "driver/records"
 """Name of the spans in which the driver takes down a step, before it begins the next one."""
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteMethod:
+    """How a role's method is called through an executor; clients and services follow from it.
+
+    Attributes:
+        span: name of its work in traces; empty where it takes no time worth recording.
+        light: it needs no offloaded tensors, and next to no room on the device.
+        reads: it leaves offloaded tensors as they are.
+        waits: it waits for offloaded tensors itself, when it comes to need them.
+    """
+
+    span: str = ""
+    light: bool = False
+    reads: bool = False
+    waits: bool = False
+
+
+def remote(
+    span: str = "", *, light: bool = False, reads: bool = False, waits: bool = False
+) -> Callable[[F], F]:
+    """Mark a method of a role's protocol as one that an executor carries."""
+
+    def mark(method: F) -> F:
+        vars(method)["remote"] = RemoteMethod(span, light, reads, waits)
+        return method
+
+    return mark
+
+
+def remote_methods(role: type) -> dict[str, RemoteMethod]:
+    """Return the methods of a role's protocol that executors carry, by name."""
+    found = {name: getattr(getattr(role, name), "remote", None) for name in dir(role)}
+    return {name: method for name, method in found.items() if method}
+
 
 class Replaceable(Protocol):
     """The part that generators and scorers have in common: roles whose process may be replaced."""
 
+    @remote("load")
     async def load(self, weights: WeightsRef) -> None:
         """Work with these weights from now on, and prove it.
 
@@ -56,10 +95,12 @@ class Replaceable(Protocol):
 class Generator(Replaceable, Protocol):
     """The role that decodes rollouts with the actor."""
 
+    @remote(light=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Queue responses for decoding. One that already has tokens goes on after them."""
         ...
 
+    @remote("gen")
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
         """Give every admitted rollout up to ``max_tokens`` more tokens.
 
@@ -72,10 +113,12 @@ class Generator(Replaceable, Protocol):
         """
         ...
 
+    @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts, finished or not; unknown ids are ignored."""
         ...
 
+    @remote("migrate")
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
         """Let go of rollouts that go on elsewhere, in the order asked.
 
@@ -83,16 +126,9 @@ class Generator(Replaceable, Protocol):
         """
         ...
 
+    @remote("migrate")
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
         """Go on with rollouts that another generator exported, one transfer each."""
-        ...
-
-    async def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on, and prove it.
-
-        Raises:
-            EngineError: the fingerprint after loading is not the one handed over.
-        """
         ...
 
 
@@ -129,22 +165,27 @@ class Scorer(Replaceable, Protocol):
         """Tokens that make a call worth its fixed cost; it gets fewer only when someone waits."""
         ...
 
+    @remote(reads=True)
     async def admit(self, responses: Sequence[Response]) -> None:
         """Learn of responses whose chunks will follow; their prompts may be worked on already."""
         ...
 
+    @remote("prefill", reads=True)
     async def extend(self, chunks: Sequence[Chunk]) -> None:
         """Take more tokens of admitted rollouts, in order for each rollout."""
         ...
 
+    @remote("score", reads=True)
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
         """Score rollouts whose last chunk has been given, in the order asked, and forget them."""
         ...
 
+    @remote(light=True)
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts without a score; unknown ids are ignored."""
         ...
 
+    @remote("load")
     async def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on; what was computed with older ones is void.
 
@@ -159,6 +200,7 @@ class Scorer(Replaceable, Protocol):
 class Learner(Protocol):
     """The role that owns the trained weights, and trains them."""
 
+    @remote("update", waits=True)
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step on scored responses.
 
@@ -166,6 +208,7 @@ class Learner(Protocol):
         """
         ...
 
+    @remote("publish", light=True)
     async def publish(self) -> Mapping[str, WeightsRef]:
         """Publish the next version of each trained model: ``actor``, and ``critic`` if any."""
         ...

@@ -185,7 +185,7 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
         ConfigError: it cannot run this one; the message says why.
     """
     from stretto.config.cluster import generator_names
-    from stretto.runtime.groups.placement import model_scorers
+    from stretto.runtime.placement import model_scorers
     from stretto.runtime.sim.layouts import slots_of
 
     if candidate.on_paper:

@@ -277,7 +277,7 @@ def _check_cluster(config: Config) -> None:
     """Refuse devices that are not there, and a Ray cluster at which nobody answers."""
     gpus = usable_gpus()
     if config.runtime == "local":
-        from stretto.runtime.groups.placement import places
+        from stretto.runtime.placement import places
 
         places(config, config.threads or usable_cores(), gpus)
     if config.runtime == "ray" and config.cluster.address:

@@ -92,7 +92,7 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     """Describe which roles stand where, and what each process holds."""
     from stretto.models.memory import width
     from stretto.runtime.groups import fitting
-    from stretto.runtime.groups.placement import places, remarks, table
+    from stretto.runtime.placement import places, remarks, table
 
     if config.runtime == "inline":
         return

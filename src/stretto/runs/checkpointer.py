@@ -20,7 +20,7 @@ from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs import checkpoint
 from stretto.runs.inputs import Identities
-from stretto.runtime.base import Running
+from stretto.runtime.run import Run
 from stretto.runtime.state import Staged
 
 FIRST_MINUTES = 1.0
@@ -49,7 +49,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        running: Running,
+        running: Run,
         folder: Path,
         inputs: Identities,
         observe: ObserveConfig,

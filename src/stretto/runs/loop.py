@@ -20,8 +20,7 @@ from stretto.runs import checkpoint
 from stretto.runs.checkpointer import Checkpointer
 from stretto.runs.ending import saved_at_the_end
 from stretto.runs.inputs import Identities, Inputs
-from stretto.runtime.base import Running
-from stretto.runtime.start import start
+from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import Step
@@ -104,7 +103,7 @@ class _Run:
     """
 
     config: Config
-    running: Running
+    running: Run
     recorder: Recorder
     run_dir: RunDirectory
     inputs: Identities

@@ -2,138 +2,129 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 from stretto.observe.spans import SWAPS
-from stretto.protocols import Tracer
-from stretto.types import (
-    Chunk,
-    KVTransfer,
-    Response,
-    Score,
-    ScoreKind,
-    ScorerInfo,
-    TrainBatch,
-    TrainOutput,
-    WeightsRef,
-    short_name,
+from stretto.protocols import (
+    Generator,
+    Learner,
+    RemoteMethod,
+    Scorer,
+    Tracer,
+    remote_methods,
 )
+from stretto.types import Reply, ScoreKind, ScorerInfo, short_name
 from stretto.workers.executor import Executor
 
-
-class _Client:
-    """A role that asks a worker, and hands the worker's spans to the tracer."""
-
-    def __init__(self, role: str, executor: Executor, tracer: Tracer) -> None:
-        self._role, self._executor, self._tracer = role, executor, tracer
-
-    async def _ask(self, method: str, *args: Any, work: str = "") -> Any:
-        """Make a call and return its value; ``work`` names its work while it is under way."""
-        open_span = self._tracer.awaiting(self._role, work) if work else nullcontext()
-        with open_span:
-            reply = await self._executor.call(method, *args)
-        for w in reply.work:
-            role = SWAPS if w.beside else self._role
-            self._tracer.add(role, w.name, w.start_s, w.end_s, **w.attributes)
-        return reply.value
+Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
+"""What is called in place of the executor, by the method's name."""
 
 
-class GeneratorClient(_Client):
-    """A generator whose work an executor carries; see :class:`~stretto.protocols.Generator`."""
-
-    async def admit(self, responses: Sequence[Response]) -> None:
-        await self._ask("admit", responses)
-
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
-        chunks: Sequence[Chunk] = await self._ask("decode", max_tokens, stop_after, work="gen")
-        return chunks
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        await self._ask("release", rollout_ids)
-
-    async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
-        transfers: Sequence[KVTransfer] = await self._ask("export", rollout_ids, with_cache)
-        return transfers
-
-    async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        await self._ask("accept", responses, transfers)
-
-    async def load(self, weights: WeightsRef) -> None:
-        await self._ask("load", weights, work="load")
-
-    async def restart(self) -> None:
-        await self._executor.restart()
-
-
-class ScorerClient(_Client):
-    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`.
+class Client:
+    """A role with the methods of its protocol, which asks a service and traces its work.
 
     Args:
-        info: the facts about the scorer, at the start.
-        role: of one of several replicas, in traces; the scorer's short name by default.
+        member: name that is unique in a run.
+        role: name in traces.
+        ways: methods that go another way than through the executor.
     """
 
     def __init__(
-        self, info: ScorerInfo, executor: Executor, tracer: Tracer, role: str = ""
+        self, protocol: type, member: str, role: str, executor: Executor, tracer: Tracer, ways: Ways
     ) -> None:
-        self._scorer = short_name(info.name)
-        super().__init__(role or self._scorer, executor, tracer)
-        self._info = info
-
-    @property
-    def name(self) -> str:
-        return self._info.name
-
-    @property
-    def kind(self) -> ScoreKind:
-        return self._info.kind
-
-    @property
-    def follows(self) -> str:
-        return self._info.follows
-
-    @property
-    def streams(self) -> bool:
-        return self._info.streams
-
-    @property
-    def reads_text(self) -> bool:
-        return self._info.reads_text
-
-    @property
-    def worthwhile_tokens(self) -> int:
-        return self._info.worthwhile_tokens
-
-    async def admit(self, responses: Sequence[Response]) -> None:
-        self._info = await self._ask("admit", responses)
-
-    async def extend(self, chunks: Sequence[Chunk]) -> None:
-        self._info = await self._ask("extend", chunks, work=f"prefill/{self._scorer}")
-
-    async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        work = f"score/{self._scorer}"
-        scores: Sequence[Score] = await self._ask("finish", rollout_ids, work=work)
-        return scores
-
-    async def release(self, rollout_ids: Sequence[int]) -> None:
-        await self._ask("release", rollout_ids)
-
-    async def load(self, weights: WeightsRef) -> None:
-        await self._ask("load", weights, work="load")
+        self.member, self._role, self._executor, self._tracer = member, role, executor, tracer
+        for method, spec in remote_methods(protocol).items():
+            call = ways.get(method) or partial(executor.call, method)
+            setattr(self, method, partial(self._ask, spec, call))
 
     async def restart(self) -> None:
         await self._executor.restart()
 
+    async def _ask(
+        self, spec: RemoteMethod, call: Callable[..., Awaitable[Reply[Any]]], *args: Any
+    ) -> Any:
+        work = self._span(spec.span)
+        with self._tracer.awaiting(self._role, work) if work else nullcontext():
+            reply = await call(*args)
+        for w in reply.work:
+            role = SWAPS if w.beside else self._role
+            self._tracer.add(role, w.name, w.start_s, w.end_s, **w.attributes)
+        return self._value(reply.value)
 
-class LearnerClient(_Client):
-    """A learner whose work an executor carries; see :class:`~stretto.protocols.Learner`."""
+    def _span(self, name: str) -> str:
+        return name
 
-    async def train(self, batch: TrainBatch) -> TrainOutput:
-        output: TrainOutput = await self._ask("train", batch, work="update")
-        return output
+    def _value(self, value: Any) -> Any:
+        return value
 
-    async def publish(self) -> Mapping[str, WeightsRef]:
-        refs: Mapping[str, WeightsRef] = await self._ask("publish", work="publish")
-        return refs
+
+class ScorerClient(Client):
+    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`.
+
+    Args:
+        info: the facts about the scorer, at the start; calls that may change them answer with them.
+        replica: name of one of several, unique in a run, and in traces; the scorer's by default.
+    """
+
+    def __init__(
+        self,
+        info: ScorerInfo,
+        executor: Executor,
+        tracer: Tracer,
+        replica: str = "",
+        ways: Ways | None = None,
+    ) -> None:
+        self.info, member = info, replica or info.name
+        super().__init__(Scorer, member, short_name(member), executor, tracer, ways or {})
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def kind(self) -> ScoreKind:
+        return self.info.kind
+
+    @property
+    def follows(self) -> str:
+        return self.info.follows
+
+    @property
+    def streams(self) -> bool:
+        return self.info.streams
+
+    @property
+    def reads_text(self) -> bool:
+        return self.info.reads_text
+
+    @property
+    def worthwhile_tokens(self) -> int:
+        return self.info.worthwhile_tokens
+
+    def _span(self, name: str) -> str:
+        return f"{name}/{short_name(self.info.name)}" if name in ("prefill", "score") else name
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, ScorerInfo):
+            self.info, value = value, None
+        return value
+
+
+def generator_client(
+    name: str, executor: Executor, tracer: Tracer, ways: Ways | None = None
+) -> Generator:
+    """Return a generator whose work an executor carries."""
+    return cast(Generator, Client(Generator, name, name, executor, tracer, ways or {}))
+
+
+def scorer_client(info: ScorerInfo, *args: Any, **rest: Any) -> Scorer:
+    """Return a scorer whose work an executor carries; arguments as :class:`ScorerClient`'s."""
+    return cast(Scorer, ScorerClient(info, *args, **rest))
+
+
+def learner_client(name: str, executor: Executor, tracer: Tracer) -> Learner:
+    """Return a learner whose work an executor carries."""
+    return cast(Learner, Client(Learner, name, name, executor, tracer, {}))

@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -35,9 +33,6 @@ import torch
 from torch import Tensor
 
 from stretto import files
-from stretto.schedules.schedule import Schedule
-from stretto.training import shard_files
-from stretto.weights.channel import WeightChannel
 
 DRIVER, LEARNER = "driver.pt", "learner"
 """The file and the folder of a checkpoint."""
@@ -64,44 +59,6 @@ class Staged:
     live: bool
 
 
-def staged(
-    prompts: Mapping[str, Any],
-    schedule: Mapping[str, Any],
-    weights: Mapping[str, Any],
-    learner: Mapping[str, Any],
-    *,
-    copy: bool,
-) -> Staged:
-    """Stage the state of a run whose parts are all in this process; see the top of this file.
-
-    Args:
-        prompts, schedule: of ``driver.pt``, copied already, as they may change at any time.
-        weights: of ``driver.pt``.
-        copy: these two, if there is room for that.
-    """
-    state = (weights, shard_files.packed(learner))
-    (weights, learner), live = copied_if_room(state, copy=copy)
-    driver = {"prompts": prompts, "schedule": schedule, "weights": weights}
-
-    def write_learner(folder: Path) -> None:
-        files.leave_room(folder, size_of(learner))
-        folder.mkdir()
-        shard_files.write(folder / shard_files.file_name(), learner)
-
-    return Staged({DRIVER: partial(write, state=driver), LEARNER: write_learner}, live)
-
-
-def offered(schedule: Schedule, channel: WeightChannel) -> dict[str, Any]:
-    """Return the weights that are published and not loaded, by model, version and name."""
-    return {model: {ref.version: dict(channel.get(ref))} for model, ref in schedule.pending.items()}
-
-
-def offer(schedule: Schedule, weights: Mapping[str, Any], channel: WeightChannel) -> None:
-    """The inverse of :func:`offered`, once the schedule has its state."""
-    for model, ref in schedule.pending.items():
-        channel.put(ref, weights[model][ref.version])
-
-
 # -- copies --------------------------------------------------------------------------------------
 
 
@@ -114,17 +71,6 @@ def copied(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(copied(value) for value in state)
     return state
-
-
-def copied_if_room(state: Any, *, copy: bool = True) -> tuple[Any, bool]:
-    """Copy a state, where that leaves enough memory for others.
-
-    Returns:
-        The copy and ``False``; or the state itself and ``True``.
-    """
-    if copy and fit([claim_of(state)]):
-        return copied(state), False
-    return state, True
 
 
 class Claim(NamedTuple):
@@ -205,41 +151,3 @@ class _Stream:
 
     def flush(self) -> None:
         self._raw.flush()
-
-
-class BackgroundWriter:
-    """A writer of what one rank has of the learner, on a thread beside the rank's own work."""
-
-    def __init__(self) -> None:
-        self._state: Any = None
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._writing: Future[None] | None = None
-
-    def stage(self, state: Mapping[str, Any], *, copy: bool) -> None:
-        """Keep a state, or a copy, as :func:`~stretto.training.shard_files.write` takes it."""
-        self._state = copied(state) if copy else state
-
-    def begin(self, file: Path) -> None:
-        """Begin to write the state that was staged last."""
-        state, self._state = self._state, None
-        self._writing = self._pool.submit(_write_explained, file, state)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the writing has ended, well or not."""
-        return self._writing is not None and self._writing.done()
-
-    def finish(self) -> None:
-        """Take note of the end of the writing.
-
-        Raises:
-            StorageError: the file could not be written.
-        """
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
-
-
-def _write_explained(file: Path, state: Mapping[str, Any]) -> None:
-    with files.explained(file):
-        shard_files.write(file, state)

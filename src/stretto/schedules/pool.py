@@ -93,6 +93,11 @@ class Pool:
         with suppress(GoneError):
             await self._guards[i].ask(self._generators[i].admit(told), share)
 
+    @property
+    def serving(self) -> list[Generator]:
+        """Generators that are not being replaced."""
+        return [g for g, guard in zip(self._generators, self._guards, strict=True) if guard.serves]
+
     async def load(self, weights: WeightsRef) -> None:
         """Give new weights to all generators."""
         async with asyncio.TaskGroup() as group:

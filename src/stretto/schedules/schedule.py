@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from stretto.clock import Clock
-from stretto.protocols import DRIVER, Generator, Learner, Tracer
+from stretto.protocols import DRIVER, Generator, Learner, Replaceable, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.filtering import reasons_to_reject
 from stretto.schedules.fleet import Fleet, tickets_from, tickets_of
@@ -33,6 +33,9 @@ from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.settings import Controls, Step
 from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef
+
+BeginSync = Callable[[Mapping[str, WeightsRef], Sequence[Replaceable]], None]
+"""Told of new weights, by model, and of all the roles that are about to be asked to load them."""
 
 
 class Schedule:
@@ -47,6 +50,7 @@ class Schedule:
     Args:
         initial: tickets of the weights that roles start with, by model, for processes that come in
             the place of others before the first hand-over; without one they keep their own.
+        begin_sync: called once before roles load new weights, which may then travel to all of them.
 
     Attributes:
         ledger: the books.
@@ -64,8 +68,10 @@ class Schedule:
         clock: Clock,
         tracer: Tracer,
         initial: Mapping[str, WeightsRef] | None = None,
+        begin_sync: BeginSync | None = None,
     ) -> None:
         s = self._settings = controls.settings
+        self._begin_sync = begin_sync
         self._next_prompt, self._learner = next_prompt, learner
         self._chunk, self._overcommit = controls.chunk, controls.overcommit
         self._migration = controls.migration
@@ -178,6 +184,8 @@ class Schedule:
         async with self._waits.holding(self.weights_lock, "generation", "the checkpoint"):
             if self._loaded < self._version:
                 version, weights = self._version, self._weights
+                if self._begin_sync:
+                    self._begin_sync(weights, [*self._pool.serving, *self._scoring.following])
                 await self._pool.load(weights["actor"])
                 await self._scoring.load(weights)
                 self._loaded, self._fleet.held = version, weights

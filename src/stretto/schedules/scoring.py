@@ -362,6 +362,12 @@ class Scoring:
             for feed in group.feeds if group.follows else ():
                 await feed.pause("training")
 
+    @property
+    def following(self) -> list[Scorer]:
+        """Scorers that follow a trained model, and are not being replaced."""
+        feeds = [feed for group in self._groups if group.follows for feed in group.feeds]
+        return [feed.scorer for feed in feeds if feed._guard.serves]
+
     async def load(self, weights: Mapping[str, WeightsRef]) -> None:
         """Give new weights to scorers that follow a trained model."""
         for group in self._groups:

@@ -12,13 +12,12 @@ from stretto.errors import EngineError
 from stretto.models.pieces import Box, Part, overlap, shape, within
 from stretto.types import WeightsRef
 from stretto.weights.buckets import combined, plan
+from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route, Transfers
 
 
-class Outbox:
+class Outbox(SharedChannel):
     """The learner's side: a channel whose tensors are sent when the driver says so.
-
-    State: the tensors of the newest versions.
 
     Args:
         device: that the tensors are on.
@@ -29,26 +28,18 @@ class Outbox:
     name = "broadcast"
 
     def __init__(self, device: torch.device, bucket_bytes: int, keep: int) -> None:
-        self._bucket_bytes, self._keep = bucket_bytes, keep
-        self._transfers = Transfers(device)
-        self._offered: dict[str, dict[int, Mapping[str, Tensor]]] = {}
+        super().__init__()
+        self._bucket_bytes, self._count, self._transfers = bucket_bytes, keep, Transfers(device)
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
         """Keep the tensors for their followers, and forget the oldest."""
-        versions = {**self._offered.get(ref.model, {}), ref.version: tensors}
-        newest = sorted(versions)[-self._keep :]
-        # Replaced, not changed: a transfer may be reading it.
-        self._offered[ref.model] = {v: versions[v] for v in newest}
+        super().put(ref, tensors)
+        versions = self._offered[ref.model]
+        self._keep(ref.model, {v: versions[v] for v in sorted(versions)[-self._count :]})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
         """Return the tensors of a ticket; see :class:`~stretto.weights.channel.WeightChannel`."""
-        versions = self._offered.get(ref.model, {})
-        if ref.version not in versions:
-            raise EngineError(
-                f"version {ref.version} of the {ref.model} is not kept any more; there are "
-                f"{sorted(versions) or 'none'}"
-            )
-        return versions[ref.version]
+        return self.kept(ref)
 
     def plan(self, ref: WeightsRef) -> tuple[str, int]:
         """Return the mark of the plan by which a ticket's tensors travel, and its bytes."""

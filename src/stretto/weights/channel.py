@@ -31,8 +31,6 @@ class WeightChannel(Protocol):
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
         """Return the tensors of a ticket, or parts of them (:class:`~stretto.models.pieces.Part`).
 
-        Older versions of the model are not asked for again.
-
         Raises:
             EngineError: they are not here.
         """
@@ -56,7 +54,10 @@ def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]
 
 
 class SharedChannel:
-    """A channel within one process: tensors are handed on as they are."""
+    """A channel within one process: tensors are handed on as they are.
+
+    State: the tensors of versions that followers hold, or are to load.
+    """
 
     name = "shared"
 
@@ -65,16 +66,27 @@ class SharedChannel:
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
         """Keep the tensors for their followers; see :class:`WeightChannel`."""
-        self._offered.setdefault(ref.model, {})[ref.version] = tensors
+        self._keep(ref.model, {**self._offered.get(ref.model, {}), ref.version: tensors})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
         """Return the tensors, and forget those of older versions; see :class:`WeightChannel`."""
+        tensors, versions = self.kept(ref), self._offered[ref.model]
+        self._keep(ref.model, {v: t for v, t in versions.items() if v >= ref.version})
+        return tensors
+
+    def kept(self, ref: WeightsRef) -> Mapping[str, Tensor]:
+        """Return the tensors of a ticket, and forget none.
+
+        Raises:
+            EngineError: they are not here.
+        """
         versions = self._offered.get(ref.model, {})
         if ref.version not in versions:
             raise EngineError(
                 f"version {ref.version} of the {ref.model} is not in the channel '{self.name}', "
                 f"which holds {sorted(versions) or 'none'}"
             )
-        # Replaced, not changed: the learner may be putting the next version meanwhile.
-        self._offered[ref.model] = {v: t for v, t in versions.items() if v >= ref.version}
         return versions[ref.version]
+
+    def _keep(self, model: str, versions: Mapping[int, Mapping[str, Tensor]]) -> None:
+        self._offered[model] = dict(versions)  # replaced, not changed: others may be reading it

@@ -1,8 +1,7 @@
-"""Executors, which carry calls to a worker, wherever it is."""
+"""Executors, which carry calls to a service, wherever it is."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from stretto.errors import LifecycleError
@@ -13,12 +12,36 @@ from stretto.workers.threads import WorkerThread
 class Executor(Protocol):
     """An executor that makes calls of one service, in the order in which they are asked for."""
 
+    @property
+    def generation(self) -> int:
+        """How many processes of the service have died or been ended before the present one."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold the service."""
+        ...
+
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         """Call a method of the service; return its reply, with times by this process's clock.
 
         Raises:
+            RoleLostError: the service's process has died, or been replaced with what it held.
+            RankError: it has died, and cannot be replaced.
             Exception: what the method raised.
         """
+        ...
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Return a method's result; blocks. Only while nothing else is asked of the service."""
+        ...
+
+    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method on the first rank while another may be under way; blocks."""
+        ...
+
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method on all ranks at once while another may be under way; blocks."""
         ...
 
     async def restart(self) -> None:
@@ -30,44 +53,37 @@ class Executor(Protocol):
         """
         ...
 
+    def shares_ranks(self, other: Executor) -> bool:
+        """Return whether another executor's service is in the same ranks."""
+        ...
+
 
 class ThreadExecutor:
     """An executor that calls a service of this process on a thread, maybe shared with others."""
 
-    def __init__(self, service: object, worker: WorkerThread) -> None:
-        self._service, self._worker = service, worker
+    generation, size = 0, 1
+
+    def __init__(self, service: Any, thread: WorkerThread) -> None:
+        self.service, self._thread = service, thread
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """Call the method on the thread; see :class:`Executor`."""
-        reply: Reply[Any] = await self._worker.run(lambda: getattr(self._service, method)(*args))
+        reply: Reply[Any] = await self._thread.run(lambda: self.ask(method, *args))
         return reply
 
+    def ask(self, method: str, *args: Any) -> Any:
+        return getattr(self.service, method)(*args)
+
+    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
+        return self.ask(method, *args)
+
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [self.ask(method, *args)]
+
     async def restart(self) -> None:
-        """Refuse; see :class:`Executor`."""
         raise LifecycleError(
             "only a role with a process of its own can be replaced, and this one works on a thread "
             "of the run's process; start the run again"
         )
 
-
-class DivertingExecutor:
-    """An executor with one method whose calls go another way.
-
-    Args:
-        instead: called in their place, with their arguments.
-    """
-
-    def __init__(
-        self, executor: Executor, method: str, instead: Callable[..., Awaitable[Reply[Any]]]
-    ) -> None:
-        self._executor, self._method, self._instead = executor, method, instead
-
-    async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """Call the method; see :class:`Executor`."""
-        if method == self._method:
-            return await self._instead(*args)
-        return await self._executor.call(method, *args)
-
-    async def restart(self) -> None:
-        """Start the service again; see :class:`Executor`."""
-        await self._executor.restart()
+    def shares_ranks(self, other: Executor) -> bool:
+        return isinstance(other, ThreadExecutor)

@@ -32,8 +32,8 @@ PRELOADED = (
     "torch.distributed",
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
-    "stretto.runtime.groups.learner",
-    "stretto.runtime.groups.services",
+    "stretto.runtime.learner",
+    "stretto.runtime.services",
 )
 """Modules that the server imports; names, as it stands below some of them."""
 

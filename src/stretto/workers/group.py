@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
 from stretto.types import Reply, Work
+from stretto.workers.executor import Executor
 from stretto.workers.preflight import Facts
 from stretto.workers.services import Service
 from stretto.workers.threads import WorkerThread
@@ -280,9 +281,9 @@ class GroupExecutor:
             raise _lost(self._service, error) from error
         self._generation = self._group.generation
 
-    def with_(self, other: GroupExecutor) -> bool:
+    def shares_ranks(self, other: Executor) -> bool:
         """Return whether the services are in the same ranks."""
-        return self._group is other._group
+        return isinstance(other, GroupExecutor) and self._group is other._group
 
     @property
     def size(self) -> int:

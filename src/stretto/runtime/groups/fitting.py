@@ -23,7 +23,7 @@ from stretto.models.memory import described, format_size, measure
 from stretto.planning import memory
 from stretto.planning.layout import Mesh
 from stretto.planning.shapes import Shape
-from stretto.runtime.groups.placement import PROCESS_BYTES, Place, Seat, published
+from stretto.runtime.placement import PROCESS_BYTES, Place, Seat, published
 
 PHASES = ("generation", "scoring", "training", "hand-over")
 CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"

@@ -18,14 +18,13 @@ from stretto.rollout.stop import StopStrings
 from stretto.rollout.vllm.engine import VllmEngine
 from stretto.rollout.vllm.llm import LlmSettings, open_requests
 from stretto.rollout.vllm.source import source_of
-from stretto.runtime.groups.loading import on_host
-from stretto.runtime.groups.messages import Setting
-from stretto.runtime.groups.migration import Parcels
-from stretto.runtime.groups.services import GroupGenerator, follow_whole, loaded_actor
+from stretto.runtime.kv_transfer import Parcels
+from stretto.runtime.messages import Setting, on_host
+from stretto.runtime.services import GeneratorService, follow_whole, loaded_actor
 from stretto.types import IntArray
 
 
-def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
+def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
     """Make a generator's service; parcels bear its name.
 
     The actor is loaded on the CPU, to learn what travels. vLLM makes its own from the config, with
@@ -68,7 +67,7 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GroupGenerator:
         channel=inbox,
     )
     parcels = Parcels(name, device, dist.get_rank())
-    return GroupGenerator(engine, inbox, parcels, probe, engine.prefill_tokens_per_s)
+    return GeneratorService(engine, engine.prefill_tokens_per_s, inbox, parcels, probe)
 
 
 def kv_bytes_per_token(model: nn.Module, dtype: torch.dtype) -> int:

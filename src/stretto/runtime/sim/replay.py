@@ -266,7 +266,7 @@ def _threads(config: Config, threads_here: int, models: Iterable[str]) -> dict[s
 
 def _processes(config: Config, machine: Machine, models: Collection[str]) -> dict[str, list[Seat]]:
     """Seat the roles of a run over processes, as its placement says."""
-    from stretto.runtime.groups.placement import places  # imports torch
+    from stretto.runtime.placement import places  # imports torch
 
     named = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
     gpus = max(len(machine.gpus), *(int(number) + n for number, n in named if number), 0)

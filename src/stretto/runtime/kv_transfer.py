@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,8 +23,7 @@ from stretto.rollout.rows import RowCache
 from stretto.types import KVTransfer, Reply, Response
 from stretto.weights.buckets import Plan, plan
 from stretto.weights.transfer import Meeting, Route, Transfers
-from stretto.workers.executor import DivertingExecutor, Executor
-from stretto.workers.group import GroupExecutor
+from stretto.workers.executor import Executor
 
 BUCKET_BYTES = 16 << 20
 """Bytes of keys and values that travel at a time."""
@@ -151,25 +151,17 @@ class Couriers:
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting, self._count = meeting, 0
-        self._givers: dict[str, GroupExecutor] = {}
+        self._generators: dict[str, Executor] = {}
         self._takers: dict[str, asyncio.Lock] = {}
 
-    def serve(self, name: str, generator: GroupExecutor, executor: Executor) -> Executor:
-        """Return an executor of a generator that has parcels sent to it.
-
-        Args:
-            executor: for all its other calls.
-        """
-        self._givers[name] = generator
+    def serve(self, name: str, generator: Executor) -> partial[Any]:
+        """Take up a generator; return the call by which it accepts rollouts."""
+        self._generators[name] = generator
         self._takers[name] = asyncio.Lock()
-        return DivertingExecutor(executor, "accept", partial(self.accept, name, executor))
+        return partial(self.accept, name)
 
     async def accept(
-        self,
-        name: str,
-        taker: Executor,
-        responses: Sequence[Response],
-        transfers: Sequence[KVTransfer],
+        self, name: str, responses: Sequence[Response], transfers: Sequence[KVTransfer]
     ) -> Reply[None]:
         """Have parcels sent while the taker of that name waits for them."""
         parcels = dict.fromkeys(
@@ -187,7 +179,9 @@ class Couriers:
             by_giver.setdefault(giver, []).append((parcel, ways[0]))
         async with self._takers[name]:
             shipping = [asyncio.to_thread(self._ship, g, sent) for g, sent in by_giver.items()]
-            reply, *_ = await asyncio.gather(taker.call("accept", responses, told), *shipping)
+            reply, *_ = await asyncio.gather(
+                self._generators[name].call("accept", responses, told), *shipping
+            )
         accepted: Reply[None] = reply
         return accepted
 
@@ -195,10 +189,10 @@ class Couriers:
         """Measure how fast keys and values travel from one generator to another. Blocks."""
         ways, seconds = self._new_routes(giver, taker), 0.0
         for _ in range(2):  # in the first they meet
-            parcel, what = self._givers[giver].ask("sample")
+            parcel, what = self._generators[giver].ask("sample")
             with ThreadPoolExecutor(1) as pool:
                 shipped = pool.submit(self._ship, giver, [(parcel, ways[0])])
-                seconds = self._givers[taker].ask("measure", ways[1], what)
+                seconds = self._generators[taker].ask("measure", ways[1], what)
                 shipped.result()
         return SAMPLE_BYTES / seconds
 
@@ -206,7 +200,7 @@ class Couriers:
         limit_s = self._meeting.timeout_s + 1.0
         for parcel, route in parcels:
             with suppress(RankError, TransferError):
-                self._givers[giver].aside_on_all("ship", parcel, route, timeout_s=limit_s)
+                self._generators[giver].aside_on_all("ship", parcel, route, timeout_s=limit_s)
 
     def _new_routes(self, giver: str, taker: str) -> list[Route]:
         self._count += 1

@@ -13,16 +13,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from stretto import files
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
 from stretto.models.load import pick_device
 from stretto.models.shelf import Shelf
-from stretto.runtime.groups.loading import loading
-from stretto.runtime.groups.messages import OUTBOX, Offer, Ready, Setting, frozen_mark
-from stretto.runtime.groups.placement import learner_layout
-from stretto.runtime.state import BackgroundWriter, claim_of, fit
+from stretto.protocols import Learner
+from stretto.runtime.messages import OUTBOX, Offer, Ready, Setting, frozen_mark, loading
+from stretto.runtime.placement import learner_layout
+from stretto.runtime.state import claim_of, copied, fit
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
 from stretto.training.grid import Grid
@@ -30,8 +31,9 @@ from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
 from stretto.weights.broadcast import Outbox
+from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route
-from stretto.workers.services import LearnerService
+from stretto.workers.services import Service
 
 T = TypeVar("T")
 
@@ -40,30 +42,43 @@ WARMUP = timedelta(days=7)
 """What a warm-up may take, at most."""
 
 
-class GroupLearner(LearnerService):
-    """The learner, and the weights that travel from it."""
+class LearnerService(Service):
+    """The learner, and the weights and the state that travel from it.
 
-    reads = frozenset({"stage"})
+    Args:
+        channel: keeps published weights.
+        prompts: whose tokenizer is saved with the model.
+        ready: the message to the other processes.
+        probe: token ids [n, t] that are read with each version's weights; ``None`` for no proof.
+        rank, ranks: of this process, of those that hold shards of the models.
+    """
+
+    role = Learner
 
     def __init__(
         self,
         learner: PolicyLearner,
-        outbox: Outbox,
+        channel: SharedChannel,
         prompts: PromptSource,
         ready: Ready,
-        probe: IntArray,
+        probe: IntArray | None = None,
+        rank: int = 0,
+        ranks: int = 1,
     ) -> None:
         super().__init__(learner)
-        self._learner, self._outbox, self._prompts, self._ready = learner, outbox, prompts, ready
+        self.reads |= {"stage"}
+        self._learner, self._channel, self._prompts, self._ready = learner, channel, prompts, ready
         self._probe = [
-            Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:]) for i, row in enumerate(probe)
+            Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:])
+            for i, row in enumerate([] if probe is None else probe)
         ]
         self._probed: dict[int, FloatArray] = {}
-        self._writer = BackgroundWriter()
+        self._rank, self._ranks = rank, ranks
+        self._staged: dict[str, Any] | None = None
 
     @property
     def light(self) -> frozenset[str]:
-        return super().light | {"ready", "write", "written", "kept"}
+        return super().light | {"ready", "kept"}
 
     def ready(self) -> Ready:
         """Return what the others must know."""
@@ -74,13 +89,15 @@ class GroupLearner(LearnerService):
 
         def publish() -> Mapping[str, WeightsRef]:
             refs = self._learner.publish()
-            self.probe(refs["actor"].version)
+            self._read_probe(refs["actor"].version)
             return refs
 
         return self._timed("publish", publish, lambda _: {})
 
-    def probe(self, version: int) -> None:
+    def _read_probe(self, version: int) -> None:
         """Read the probe with the weights as they are, which are of that version."""
+        if not self._probe:
+            return
         logprobs = self._learner.logprobs(self._probe)
         newest = [*sorted(self._probed), version][-4:]
         self._probed = {v: self._probed[v] for v in newest if v in self._probed}
@@ -88,7 +105,8 @@ class GroupLearner(LearnerService):
 
     def offer(self, ref: WeightsRef) -> Offer:
         """Say by which plan a version travels; on the side."""
-        mark, size = self._outbox.plan(ref)
+        assert isinstance(self._channel, Outbox)
+        mark, size = self._channel.plan(ref)
         return Offer(mark, size, self._probed.get(ref.version) if ref.model == "actor" else None)
 
     def send(self, ref: WeightsRef, routes: Sequence[Route]) -> str:
@@ -97,7 +115,8 @@ class GroupLearner(LearnerService):
         Args:
             routes: of each rank.
         """
-        return self._outbox.send(ref, routes[dist.get_rank()])
+        assert isinstance(self._channel, Outbox)
+        return self._channel.send(ref, routes[self._rank])
 
     def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
         """Stage this rank's pieces of the learner's state, copied if all ranks have room.
@@ -106,35 +125,31 @@ class GroupLearner(LearnerService):
             Whether they are ``live``, see :class:`~stretto.runtime.state.Staged`; and the bytes of
             all ranks' pieces.
         """
-        state = shard_files.packed(
-            self._learner.state_dict(), dist.get_rank(), dist.get_world_size()
-        )
-        claims = _of_all(claim_of(state))
+        state = shard_files.packed(self._learner.state_dict(), self._rank, self._ranks)
+        claims = self._of_all(claim_of(state))
         copy = copy and fit(claims)
-        self._writer.stage(state, copy=copy)
+        self._staged = copied(state) if copy else state
         return Reply((not copy, sum(claim.size for claim in claims)))
 
-    def write(self, folder: Path) -> Reply[None]:
-        """Begin to write what was staged, each rank a file of its own."""
-        name = shard_files.file_name(dist.get_rank(), dist.get_world_size())
-        self._writer.begin(folder / name)
-        return Reply(None)
-
-    def written(self) -> Reply[bool]:
-        """Return whether all ranks' files are written.
+    def write(self, folder: Path) -> None:
+        """Write what was staged, each rank a file of its own; on the side, on all ranks.
 
         Raises:
-            StorageError: this rank's could not be, and no rank writes any more.
+            StorageError: it could not be written.
         """
-        ended = all(_of_all(self._writer.ended))
-        if ended:
-            self._writer.finish()
-        return Reply(ended)
+        state, self._staged = self._staged, None
+        assert state is not None
+        file = folder / shard_files.file_name(self._rank, self._ranks)
+        with files.explained(file):
+            shard_files.write(file, state)
 
-    def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[dict[str, torch.Tensor]]]:
-        """Return the tensors of versions that are kept, which the first rank gathers."""
-        found = ((ref.model, self._outbox.get(ref)) for ref in refs)
-        return Reply([dict(self._learner.gathered(*tensors)) for tensors in found])
+    def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[Mapping[str, torch.Tensor]]]:
+        """Return the tensors of versions that are kept, which the first rank gathers.
+
+        In the learner's own process they are good as long as their mapping is held.
+        """
+        found = ((ref.model, self._channel.kept(ref)) for ref in refs)
+        return Reply([self._learner.gathered(*tensors) for tensors in found])
 
     def load(
         self,
@@ -150,16 +165,15 @@ class GroupLearner(LearnerService):
         Raises:
             StateError: a rank cannot read it.
         """
-        state = _read_by_all(path)
-        self._learner.load_state_dict(state)
+        self._learner.load_state_dict(self._read(path))
         for ref, tensors in kept:
-            self._outbox.put(ref, self._learner.divided(ref.model, tensors))
+            self._channel.put(ref, self._learner.divided(ref.model, tensors))
         return Reply(self.offered())
 
     def offered(self) -> Mapping[str, WeightsRef]:
         """Offer the weights as they are, as the version that they have."""
         refs = self._learner.offer()
-        self.probe(refs["actor"].version)
+        self._read_probe(refs["actor"].version)
         return refs
 
     def trained(self) -> Reply[dict[str, dict[str, torch.Tensor]]]:
@@ -177,8 +191,29 @@ class GroupLearner(LearnerService):
         """Write the trained model; on the side, on all ranks."""
         self._learner.save(folder, self._prompts.tokenizer)
 
+    def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
+        (batch,) = args
+        return {"rollouts": batch.ids.tolist(), "tokens": batch.total_tokens}
 
-def learner(setting: Setting, probe: IntArray) -> GroupLearner:
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Read a state; raise on all ranks what any raised, as the others would wait."""
+        state, error = dict[str, Any](), None
+        try:
+            state = shard_files.read(path)
+        except StateError as raised:
+            error = raised
+        if found := next(filter(None, self._of_all(error)), None):
+            raise found
+        return state
+
+    def _of_all(self, value: T) -> list[T]:
+        found: list[Any] = [value] * self._ranks
+        if self._ranks > 1:
+            dist.all_gather_object(found, value)
+        return found
+
+
+def learner(setting: Setting, probe: IntArray) -> LearnerService:
     """Make the learner's service, in its process, or in each of its ranks."""
     setting.prepare()
     device, ranks = pick_device(setting.config.model.device), dist.get_world_size()
@@ -212,16 +247,10 @@ def learner(setting: Setting, probe: IntArray) -> GroupLearner:
         grid=Grid(device.type, learner_layout(config)) if ranks > 1 else None,
     )
     ready = Ready({}, frozen, said)
-    service = GroupLearner(made, outbox, prompts, ready, probe)
+    service = LearnerService(made, outbox, prompts, ready, probe, dist.get_rank(), ranks)
     service.shelf = _shelf(made, setting)
     service._ready = replace(ready, refs=service.offered())
     return service
-
-
-def _of_all(value: T) -> list[T]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def _shelf(learner: PolicyLearner, setting: Setting) -> Shelf | None:
@@ -232,15 +261,3 @@ def _shelf(learner: PolicyLearner, setting: Setting) -> Shelf | None:
         for model in models:
             model.before_update = shelf.ready
     return shelf
-
-
-def _read_by_all(path: Path) -> dict[str, Any]:
-    """Read a learner's state; raise on all ranks what any raised, as the others would wait."""
-    state, error = dict[str, Any](), None
-    try:
-        state = shard_files.read(path)
-    except StateError as raised:
-        error = raised
-    if found := next(filter(None, _of_all(error)), None):
-        raise found
-    return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from stretto.assembly.models import Given, prepare_torch
 from stretto.config import Config
-from stretto.models.load import pick_device
+from stretto.models.load import pick_device, pick_dtype
 from stretto.models.shelf import Lane, Shelf
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
@@ -140,3 +140,25 @@ def probe_of(prompts: Sequence[Prompt]) -> IntArray:
 def frozen_mark(model: nn.Module) -> str:
     """Return the fingerprint of the parameters that are not trained."""
     return fingerprint((n, p) for n, p in model.named_parameters() if not p.requires_grad)
+
+
+def loading(setting: Setting) -> Setting:
+    """Return the setting by which a process loads models.
+
+    Ranks that divide a model load it on the CPU, in the type that suits their device, and leave it
+    in its files until they take their parts. A warm-up changes all of it before that: then each
+    rank loads the whole.
+    """
+    return setting if dist.get_world_size() == 1 else on_host(setting)
+
+
+def on_host(setting: Setting) -> Setting:
+    """Return the setting by which models are loaded on the CPU, and left in their files."""
+    m, run = setting.config.model, setting.of_run
+    dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
+    return replace(
+        setting,
+        of_run=run.model_copy(update={"model": run.model.model_copy(update={"dtype": dtype})}),
+        given=replace(setting.given, in_files=not run.warmup_examples),
+        devices=["cpu"] * len(setting.devices),
+    )

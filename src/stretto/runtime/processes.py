@@ -6,7 +6,6 @@ import pickle
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,43 +21,38 @@ from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.load import pick_device, pick_dtype
 from stretto.rollout.vllm.llm import check_version
-from stretto.runtime.groups import fitting, learner, services, vllm
+from stretto.runtime import learner, services
+from stretto.runtime.groups import fitting, vllm
 from stretto.runtime.groups.launchers import launcher_of
-from stretto.runtime.groups.messages import Ready, Setting
-from stretto.runtime.groups.placement import Place, Seat, lends, places, remarks
-from stretto.saying import Say
-from stretto.types import IntArray, Prompt, short_name
+from stretto.runtime.messages import Ready, Setting, probe_of
+from stretto.runtime.placement import Place, Seat, learner_layout, lends, places, remarks
+from stretto.runtime.run import Opening
+from stretto.saying import working
+from stretto.types import short_name
+from stretto.weights.broadcast import Outbox
 from stretto.weights.transfer import Backend
 from stretto.workers.base import BaseRanks
 from stretto.workers.group import Group, GroupExecutor, ServiceGroup
 from stretto.workers.preflight import Facts, check
+from stretto.workers.threads import WorkerThread
 
 
 class Processes:
-    """The processes of a run, opened side by side; where there is a warm-up, the learner's first.
+    """Processes, opened side by side; where there is a warm-up, the learner's first.
 
-    Attributes:
-        places: of all processes, the learner's first.
-        ready: the message of the learner's process; only once that is open.
+    See :class:`~stretto.runtime.run.Workers`.
     """
 
-    ready: Ready
+    channel = Outbox.name
 
-    def __init__(
-        self,
-        config: Config,
-        given: Given,
-        stack: ExitStack,
-        say: Say,
-        folder: Path | None,
-        probe: IntArray,
-        first: Sequence[Prompt],
-    ) -> None:
+    def __init__(self, opening: Opening) -> None:
+        config, given, say, stack = opening.config, opening.given, opening.say, opening.stack
+        _check(config, given)
         self._config, self._stack, self._say = config, stack, say
-        self._logs = folder / "logs" if folder else None
-        self._probe, self._first = probe, first
+        self._logs = opening.folder / "logs" if opening.folder else None
+        self._probe, self._first = probe_of(opening.first), opening.first
         # Processes on other machines see the run's folder, and not this machine's temporary one.
-        where = folder if config.runtime == "ray" else None
+        where = opening.folder if config.runtime == "ray" else None
         scratch = Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="start-", dir=where))
         ).absolute()
@@ -71,21 +65,45 @@ class Processes:
         )
         self._launcher = launcher_of(config, say)
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
-        self.places = places(config, cores, gpus, given.reward_models)
-        for line in remarks(config, self.places, usable_cores(), gpus):
+        self._places = places(config, cores, gpus, given.reward_models)
+        for line in remarks(config, self._places, usable_cores(), gpus):
             say(line)
         width = pick_dtype(config.model.dtype, pick_device(config.model.device)).itemsize
         brought = any((given.actor, given.critic, given.reference, given.reward_models))
-        found = [] if brought else fitting.planned(config, self.places, width)
+        found = [] if brought else fitting.planned(config, self._places, width)
         for line in fitting.check(found, fitting.capacity):
             say(line)
         if config.runtime == "local":
-            _require_engine(config, self.places)
-        self._launcher.prepare(self.places, stack)
+            _require_engine(config, self._places)
+        self._launcher.prepare(self._places, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
         self._starting: list[BaseRanks] = []
         self._given_up = False
+        with working(say, self._opening):
+            self.groups = self._open_all()
+        self.executors = {
+            seat.role: GroupExecutor(group, seat.role)
+            for place, group in zip(self._places, self.groups, strict=True)
+            for seat in place.seats
+        }
+        self.ready: Ready = self.executors[LEARNER].ask("ready")
+        for line in self.ready.said:
+            say(line)
+
+    def thread_of(self, function: str) -> WorkerThread:
+        """Return a thread of its own for each reward function."""
+        thread = WorkerThread(function, 1)
+        self._stack.callback(thread.stop)
+        return thread
+
+    def close_followers(self) -> None:
+        """End all processes but the learner's."""
+        for group in self.groups[1:]:
+            group.close()
+
+    def close(self) -> None:
+        """Do nothing: the learner's process ends with the run's stack."""
 
     @property
     def _warms_up(self) -> bool:
@@ -95,13 +113,13 @@ class Processes:
     @property
     def scorers(self) -> list[Seat]:
         """The model scorers' seats, in the order in which the schedule gets them."""
-        seats = [seat for place in self.places for seat in place.seats if seat.scorer]
+        seats = [seat for place in self._places for seat in place.seats if seat.scorer]
         return sorted(seats, key=lambda seat: seat.host or 0)
 
     @property
-    def opening(self) -> str:
+    def _opening(self) -> str:
         """What is done while they are opened, for people."""
-        count = sum(len(place.devices) for place in self.places)
+        count = sum(len(place.devices) for place in self._places)
         first = f"; first the learner warms up on {self._config.warmup_examples} examples"
         return f"starting {count} processes{first if self._warms_up else ''}"
 
@@ -111,21 +129,18 @@ class Processes:
         ids = {name: facts.device_id for name, facts in self._facts.items()}
         return {
             short_name(seat.role): ids.get(place.name) or place.name
-            for place in self.places
+            for place in self._places
             for seat in place.seats
         }
 
-    def opened(self) -> tuple[list[ServiceGroup], dict[str, GroupExecutor]]:
-        """Open all processes; return them, and an executor for each role.
-
-        When one cannot be opened, or on Ctrl-C, the others are ended, also while they start.
-        """
-        pool = ThreadPoolExecutor(len(self.places))
+    def _open_all(self) -> list[ServiceGroup]:
+        """Open all processes. When one cannot be opened, or on Ctrl-C, the others are ended."""
+        pool = ThreadPoolExecutor(len(self._places))
         try:
-            opening = [pool.submit(self._open, self.places[0])]
+            opening = [pool.submit(self._open, self._places[0])]
             if self._warms_up:  # others read its outcome
                 opening[0].result()
-            opening += [pool.submit(self._open, place) for place in self.places[1:]]
+            opening += [pool.submit(self._open, place) for place in self._places[1:]]
             for future in as_completed(opening):
                 future.result()
         except BaseException:
@@ -134,16 +149,7 @@ class Processes:
         finally:
             pool.shutdown(cancel_futures=True)
             self._starting.clear()
-        groups = [future.result() for future in opening]
-        executors = {
-            seat.role: GroupExecutor(group, seat.role)
-            for place, group in zip(self.places, groups, strict=True)
-            for seat in place.seats
-        }
-        self.ready = executors[LEARNER].ask("ready")
-        for line in self.ready.said:
-            self._say(line)
-        return groups, executors
+        return [future.result() for future in opening]
 
     def _begun(self, ranks: BaseRanks) -> None:
         """Take note of a process that starts.
@@ -171,7 +177,7 @@ class Processes:
     @property
     def meeting(self) -> tuple[str, Backend]:
         """Where transfers meet, and how they go: NCCL where every process has a GPU of its own."""
-        devices = [device for place in self.places for device in place.devices]
+        devices = [device for place in self._places for device in place.devices]
         apart = len(set(devices)) == len(devices) and "cpu" not in devices
         return self._launcher.host, "nccl" if apart else "gloo"
 
@@ -181,7 +187,7 @@ class Processes:
             self._given,
             place.threads,
             self._launcher.devices(place),
-            lends=lends(self._config, self.places),
+            lends=lends(self._config, self._places),
             offload=place.offload,
         )
         makes = {seat.role: self._make(seat, setting) for seat in place.seats}
@@ -222,7 +228,7 @@ class Processes:
         """Compare what all processes so far have found at their places."""
         ranks = [
             (name, p.threads, device)
-            for p in self.places
+            for p in self._places
             for name, device in zip(_rank_names(p), p.devices, strict=True)
         ]
         threads = {name: count for name, count, _ in ranks if count and name in self._facts}
@@ -230,8 +236,31 @@ class Processes:
         for name, _, device in ranks:
             alone = self._launcher.gpus >= len(ranks)
             on.setdefault(device if alone else "", set()).add(name)
-        apart = {name for p in self.places if p.python for name in _rank_names(p)}
+        apart = {name for p in self._places if p.python for name in _rank_names(p)}
         check(self._facts, threads, [frozenset(names) for names in on.values()], apart)
+
+
+def _check(config: Config, given: Given) -> None:
+    """Refuse what only a run in one process can do."""
+    layout = learner_layout(config)
+    if layout.ranks > 1 and config.pipeline.ranks:
+        raise ConfigError(
+            f"pipeline.ranks = {config.pipeline.ranks} trains through stages, and "
+            f"cluster.processes divides the learner by fsdp = {layout.fsdp} and tp = {layout.tp}; "
+            "set one or the other"
+        )
+    if layout.ranks > 1 and (given.actor is not None or given.critic is not None):
+        raise ConfigError(
+            f"cluster.processes: fsdp = {layout.fsdp} and tp = {layout.tp} train shards in other "
+            "processes, and a model that the caller brings as an object is trained in place; name "
+            "its folder, or set both to 1"
+        )
+    if config.model.lora_rank and given.actor is not None:
+        raise ConfigError(
+            f"runtime = '{config.runtime}' trains adapters in another process, and cannot merge "
+            "them into a model that the caller brings as an object; name its folder, or set "
+            "runtime = 'inline'"
+        )
 
 
 def _require_engine(config: Config, found: Sequence[Place]) -> None:

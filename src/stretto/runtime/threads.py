@@ -1,0 +1,149 @@
+"""The workers of a run that are threads of this process, and the weights they work with.
+
+Where nothing overlaps there is one thread and one copy of everything: the plain trainer. Scorers
+that look at responses while these are decoded get a thread of their own, and so does a learner that
+trains while responses are decoded; generators, and the critic as a scorer, then have weights of
+their own, which change only at a weight sync.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from stretto.assembly.controls import most_in_flight
+from stretto.assembly.cores import share_cores
+from stretto.assembly.engines import make_engine, prefill_tokens_per_s
+from stretto.assembly.learner import make_learner
+from stretto.assembly.parts import trained_models
+from stretto.assembly.scorers import model_scorers, reward_models
+from stretto.config.cluster import LEARNER, generator_names
+from stretto.models.clone import with_own_structure, with_own_weights
+from stretto.runtime.learner import LearnerService
+from stretto.runtime.messages import Ready
+from stretto.runtime.placement import Seat
+from stretto.runtime.run import Opening
+from stretto.runtime.services import GeneratorService, ScorerService
+from stretto.saying import working
+from stretto.weights.channel import SharedChannel
+from stretto.workers.executor import ThreadExecutor
+from stretto.workers.group import ServiceGroup
+from stretto.workers.threads import WorkerThread
+
+PATIENCE_S = 3.0
+"""Seconds that the end of a run waits for calls that were interrupted."""
+
+
+class Threads:
+    """Threads of this process; see :class:`~stretto.runtime.run.Workers`."""
+
+    groups: Sequence[ServiceGroup] = ()
+    meeting = None
+    devices: Mapping[str, str] = {}
+
+    def __init__(self, opening: Opening) -> None:
+        config, prompts, say, stack = opening.config, opening.prompts, opening.say, opening.stack
+        self._config, self._opened = config, list[WorkerThread]()
+        self._end_ranks: Callable[[], None] = lambda: None
+        stack.callback(self.close)
+        knobs, engines = config.schedule.knobs, config.rollout.engines
+        rewards = reward_models(config, prompts.tokenizer, opening.given, say)
+        models = trained_models(
+            config, opening.task, prompts, rewards[0], stack, say, opening.given
+        )
+        actor, critic = models.actor, models.critic
+        own = with_own_weights if knobs.copies_weights else _itself
+        channel = SharedChannel()
+        self.channel = channel.name if knobs.copies_weights else ""
+        self._early = knobs.scores_early
+        self._threads = self._open_threads()
+        self.executors: dict[str, ThreadExecutor] = {}
+        generating = own(actor)
+        with working(say, "starting the engines"):
+            rows = most_in_flight(config)
+            for i, name in enumerate(generator_names(engines)):
+                model = with_own_structure(generating) if i else generating
+                engine = make_engine(
+                    config, model, prompts.tokenizer, rows, models.end_tokens, channel
+                )
+                service = GeneratorService(engine, partial(prefill_tokens_per_s, model))
+                self.executors[name] = ThreadExecutor(service, self._threads[name])
+        self.scorers: list[Seat] = []
+        for i, replica in enumerate(rewards):
+            host = i if knobs.hosts_scorers(engines) else None
+            values = own(critic) if critic else None
+            made = model_scorers(config, models.reference, values, channel, say)
+            for scorer in (*replica, *made):
+                role = scorer.name if host is None else f"{scorer.name} {i}"
+                self.scorers.append(Seat(role, scorer.name, host))
+                thread = self._threads["scorers" if host is None else generator_names(engines)[i]]
+                self.executors[role] = ThreadExecutor(ScorerService(scorer), thread)
+        trained = ["actor", "critic"] if critic else ["actor"]
+        with working(say, "starting the learner"):  # maybe with processes of its own
+            learner, ranks = make_learner(
+                config,
+                actor,
+                critic,
+                stack,
+                snapshots=trained if knobs.copies_weights else (),
+                channel=channel,
+                threads=share_cores(config, self._cores).training,
+            )
+        if ranks is not None:  # if one dies while nothing is asked of it, the run ends at once
+            self._end_ranks = ranks.close
+            ranks.watch(self._fail)
+        self.ready = Ready(learner.offer() if knobs.copies_weights else {}, "", ())
+        training = LearnerService(learner, channel, prompts, self.ready)
+        self.executors[LEARNER] = ThreadExecutor(training, self._threads[LEARNER])
+
+    def thread_of(self, function: str) -> WorkerThread:
+        """Return a reward function's own thread, where it works beside others; see the class."""
+        return self._thread(function, 1) if self._early else self._threads["scorers"]
+
+    def close_followers(self) -> None:
+        """Do nothing: an update may be under way on a thread that also scores."""
+
+    def close(self) -> None:
+        """End all threads, and break off their calls; wait at most :data:`PATIENCE_S` for that."""
+        threads, self._opened = self._opened, []
+        for thread in threads:
+            thread.interrupt()
+        self._end_ranks()  # a thread that waits for them cannot be interrupted
+        until_s = time.monotonic() + PATIENCE_S
+        for thread in threads:
+            thread.join(max(until_s - time.monotonic(), 0.0))
+
+    @property
+    def _cores(self) -> int:
+        return self._config.threads or torch.get_num_threads()
+
+    def _open_threads(self) -> dict[str, WorkerThread]:
+        config, knobs = self._config, self._config.schedule.knobs
+        names = generator_names(config.rollout.engines)
+        if not knobs.overlaps(len(names)):
+            return dict.fromkeys((*names, "scorers", LEARNER), self._thread("main", config.threads))
+        generating, scoring, training = share_cores(config, self._cores)
+        threads = {name: self._thread(name, generating) for name in names}
+        # Without lag nothing is decoded again before all is scored: what is left has the cores.
+        busy = knobs.trains_beside or config.schedule.threads
+        beside, alone = list(threads.values()), 0 if busy else self._cores
+        threads["scorers"] = self._thread("scorers", scoring, beside=beside, alone=alone)
+        return {**threads, LEARNER: self._thread("learner", training)}
+
+    def _thread(self, name: str, threads: int, **options: Any) -> WorkerThread:
+        thread = WorkerThread(name, threads, **options)
+        self._opened.append(thread)
+        return thread
+
+    def _fail(self, error: Exception) -> None:
+        for thread in self._opened:
+            thread.fail(error)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model
