@@ -2,8 +2,9 @@
 
 The executor is for a process that is one of several ranks, or has a device of its own. The backend
 takes tensors that come through Stretto's own channels: vLLM's worker asks it to begin, to receive
-and to end, as it asks its own backends. Layers are loaded one by one, as on a CPU and with quantized weights they are packed anew: a tensor that was
-written into a packed layer would be read by nobody. (:mod:`vllm.distributed.weight_transfer`.)
+and to end, as it asks its own backends. Layers are loaded one by one, as on a CPU and with
+quantized weights they are packed anew: a tensor that was written into a packed layer would be read
+by nobody. (:mod:`vllm.distributed.weight_transfer`.)
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.decoding import Replica, SimRow, decode
 from stretto.runtime.sim.devices import SimWorker
-from stretto.types import Chunk, FinishReason, KVTransfer, Response, WeightsRef
+from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Response, WeightsRef
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
 """Stand-ins for sampled tokens and their log-probabilities; longer than any response."""
@@ -69,7 +69,7 @@ class SimGenerator:
             for response in responses:
                 self._add(response, 0)
 
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
         async with self._worker.turn:
             ended, work = decode(self._replicas, max_tokens, stop_after)
@@ -87,7 +87,7 @@ class SimGenerator:
                     context=work.context,
                     uneven_s=work.uneven_s,
                 )
-            return chunks
+            return Decoded(chunks, work.steps)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts; unknown ids are ignored."""
