@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stretto.types import Chunk, Decoded, FinishReason, Reply, Response, Score, ScorerInfo, WeightsRef
+from stretto.types import (
+    Chunk,
+    Decoded,
+    FinishReason,
+    Reply,
+    Response,
+    Score,
+    ScorerInfo,
+    WeightsRef,
+)
 
 
 class IdleGenerator:

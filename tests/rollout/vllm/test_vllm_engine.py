@@ -14,9 +14,10 @@ from torch import Tensor
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError, StrettoError
 from stretto.models.weights import fingerprint
-from stretto.rollout.stop import StopStrings
+from stretto.rollout.base import StopStrings
 from stretto.rollout.vllm import llm
-from stretto.rollout.vllm.engine import Output, VllmEngine
+from stretto.rollout.vllm.engine import VllmEngine
+from stretto.rollout.vllm.llm import Output
 from stretto.rollout.vllm.source import WholeWeights
 from stretto.types import Chunk, FinishReason, FloatArray, KVTransfer, Prompt, Response, WeightsRef
 from stretto.weights.channel import SharedChannel
@@ -168,8 +169,8 @@ def test_chunks_of_any_size_make_the_same_responses(size: int) -> None:
     one = engine()
     one.admit([response(i) for i in IDS])
     chunks: list[Chunk] = []
-    while not one.decode(0) and one._rows:
-        new = one.decode(size)
+    while not one.decode(0).chunks and one._held:
+        new = one.decode(size).chunks
         assert all(len(c.tokens) <= size for c in new)
         chunks += new
     assert together(chunks) == {i: whole(i) for i in IDS}
@@ -183,13 +184,13 @@ def test_chunks_of_any_size_make_the_same_responses(size: int) -> None:
 def test_it_returns_as_soon_as_enough_have_finished_and_these_come_first() -> None:
     one = engine()
     one.admit([response(i) for i in IDS])
-    chunks = one.decode(100, stop_after=2)
+    chunks = one.decode(100, stop_after=2).chunks
     done = [c for c in chunks if c.finish]
     assert chunks[: len(done)] == done
     assert 2 <= len(done) < len(IDS)  # several may end in one iteration
     rest = [c.rollout_id for c in chunks[len(done) :]]
     assert rest == sorted(rest)
-    assert together([*chunks, *one.decode(100)]) == {i: whole(i) for i in IDS}
+    assert together([*chunks, *one.decode(100).chunks]) == {i: whole(i) for i in IDS}
 
 
 def test_a_prompt_that_is_being_read_is_no_step() -> None:
@@ -197,8 +198,8 @@ def test_a_prompt_that_is_being_read_is_no_step() -> None:
     stand_in = StandIn()
     one = engine(stand_in)
     one.admit([response(0), response(1)])
-    assert [len(c.tokens) for c in one.decode(1)] == [1]
-    assert [len(c.tokens) for c in one.decode(1)] == [1, 1]
+    assert [len(c.tokens) for c in one.decode(1).chunks] == [1]
+    assert [len(c.tokens) for c in one.decode(1).chunks] == [1, 1]
     assert stand_in.steps == 2
 
 
@@ -207,12 +208,12 @@ def test_nothing_that_was_decoded_is_lost_when_a_request_ends(after: int) -> Non
     """Released and admitted again with what calls have returned, a rollout goes on after it."""
     one, two = engine(), engine()
     one.admit([response(0)])
-    first = one.decode(after)
+    first = one.decode(after).chunks
     have = together(first)[0]
     one.release([0, 99])
     assert not one._requests.busy
     two.admit([response(0, have)])
-    assert together([*first, *two.decode(100)])[0] == whole(0)
+    assert together([*first, *two.decode(100).chunks])[0] == whole(0)
 
 
 def test_no_number_is_drawn_twice() -> None:
@@ -222,7 +223,7 @@ def test_no_number_is_drawn_twice() -> None:
     one.admit([response(i) for i in IDS])
     for _ in range(3):
         one.decode(2)
-        one._withdraw(one._rows.values())
+        one._withdraw(one._held.values())
     # A request that ended before its first token has drawn nothing: the next may have its seed.
     by_place = {(name.split(".")[0], tokens): seed for name, tokens, seed, _ in stand_in.added}
     seeds = list(by_place.values())
@@ -241,7 +242,7 @@ def test_a_seed_that_counts_positions_stays() -> None:
     one.admit([response(0), response(1)])
     for _ in range(2):
         one.decode(1)
-        one._withdraw(one._rows.values())
+        one._withdraw(one._held.values())
     one.decode(1)
     by_rollout = {(name.split(".")[0], seed) for name, _, seed, _ in stand_in.added}
     assert len(by_rollout) == 2
@@ -270,14 +271,14 @@ def test_after_a_hand_over_no_prefix_of_older_weights_is_found(
     stand_in = StandIn()
     one = engine(stand_in, carry, channel=channel)
     one.admit([response(0)])
-    first = one.decode(3)
+    first = one.decode(3).chunks
     assert one.prefilled_tokens == 5
     one.admit([response(1)])
     one.load(ref)
     assert one.version == 4
     assert all(t.eq(4).all() for t in stand_in.loaded.values())
     one.admit([response(2, prompt=response(0).prompt.tokens)])
-    chunks = one.decode(100)
+    chunks = one.decode(100).chunks
     assert {c.version for c in chunks} == {4}
     assert together([c for c in [*first, *chunks] if c.rollout_id == 0]) == {0: whole(0)}
     newest = {name.split(".")[0]: (tokens, salt) for name, tokens, _, salt in stand_in.added}
@@ -307,7 +308,7 @@ def test_stop_strings_end_a_response_by_the_runs_own_rule() -> None:
     stop = text[2:4]
     one = engine(stop=StopStrings([stop], Digits()))
     one.admit([response(0)])
-    (chunk,) = one.decode(100)
+    (chunk,) = one.decode(100).chunks
     assert chunk.finish is FinishReason.STOP
     assert chunk.tokens.tolist() == whole(0)[: text.index(stop) + 2]
     assert not one._requests.busy
@@ -316,12 +317,12 @@ def test_stop_strings_end_a_response_by_the_runs_own_rule() -> None:
 def test_rollouts_move_without_their_cache() -> None:
     one, two = engine(), engine()
     one.admit([response(0), response(1)])
-    first = one.decode(2)
+    first = one.decode(2).chunks
     have = together(first)
     transfers = one.export([1, 0], with_cache=True)
     assert transfers == [KVTransfer(1), KVTransfer(0)]
     two.accept([response(1, have[1]), response(0, have[0])], transfers)
-    assert together([*first, *two.decode(100)]) == {i: whole(i) for i in (0, 1)}
+    assert together([*first, *two.decode(100).chunks]) == {i: whole(i) for i in (0, 1)}
     with pytest.raises(EngineError, match="are not in this engine"):
         one.export([0], with_cache=False)
     with pytest.raises(EngineError, match="give each rollout its own transfer"):
@@ -342,11 +343,11 @@ def test_an_end_that_no_rule_knows_is_an_error() -> None:
 def test_the_probe_does_not_disturb_rollouts() -> None:
     one = engine()
     one.admit([response(0)])
-    first = one.decode(2)
+    first = one.decode(2).chunks
     found = one.logprobs(np.array([[1, 2, 3], [4, 5, 6]], np.int32))
     assert found.tolist() == [[102, 203], [105, 206]]
     assert one.prefill_tokens_per_s() == 123.0
-    assert together([*first, *one.decode(100)]) == {0: whole(0)}
+    assert together([*first, *one.decode(100).chunks]) == {0: whole(0)}
 
 
 def test_it_sleeps_while_it_holds_nothing_and_wakes_in_order() -> None:

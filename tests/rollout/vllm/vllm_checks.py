@@ -98,7 +98,7 @@ def answers(engine: Any, size: int = 1000, cut: Any = None) -> list[list[int]]:
     engine.admit([r.response() for r in mine])
     done = 0
     while done < len(mine):
-        for chunk in engine.decode(size):
+        for chunk in engine.decode(size).chunks:
             mine[chunk.rollout_id].append(chunk)
             done += chunk.finish is not None
         if cut:
@@ -193,7 +193,7 @@ def seeds(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
         parts = []
         engine.admit([mine.response()])
         for _ in range(2):
-            chunks = engine.decode(8)
+            chunks = engine.decode(8).chunks
             for chunk in chunks:
                 mine.append(chunk)
             parts.append([int(t) for chunk in chunks for t in chunk.tokens])
