@@ -30,11 +30,10 @@ from stretto.errors import (
     RewardError,
     TaskError,
 )
-from stretto.evaluation.answers import answer, of_model
-from stretto.evaluation.gold import end_tokens_of, reference_text
+from stretto.evaluation.answers import answer, of_model, open_engine
+from stretto.evaluation.gold import compare, end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, counted, open_judge, parse
-from stretto.evaluation.rates import compare
 from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
@@ -117,7 +116,7 @@ def sampled(config: Config, policy: Path) -> list[Rollout]:
     config = of_model(config, str(policy))
     task, tokenizer = tasks.load(config.task, config.seed), load_tokenizer(policy)
     prompts = PromptSource(task, config.task, tokenizer, config.seed).first(SAMPLES)
-    return list(answer(config, _load(policy), tokenizer, prompts).rollouts)
+    return list(answer(open_engine(config, tokenizer)[0], prompts).rollouts)
 
 
 def test_a_win_rate_by_hand() -> None:
@@ -134,9 +133,9 @@ def test_win_rate_by_a_function_sees_both_sides_as_text(
 ) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     by = f"{tmp_path / 'judge.py'}:digits"
-    result = evaluation.win_rate(
+    result = evaluation.measure(
         config, policy=str(policy), samples=SAMPLES, by=by, reference_column="human"
-    )
+    ).win_rate
     tokenizer = load_tokenizer(policy)
     own, references = [], []
     for r in sampled(config, policy):
@@ -285,7 +284,8 @@ def test_what_is_read_is_said(config: Config) -> None:
 
 
 def test_the_task_judges_its_own_answers_right(config: Config, policy: Path) -> None:
-    result = evaluation.win_rate(config, policy=str(policy), samples=3, by="task")
+    result = evaluation.measure(config, policy=str(policy), samples=3, by="task").win_rate
+    assert result
     assert (result.reference_score, result.by) == (1.0, "task")
     assert result.rate == (result.wins + result.ties / 2) / 3
 
@@ -296,7 +296,9 @@ def test_kl_and_perplexity_are_those_of_a_naive_forward_pass(
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    result = evaluation.kl_to_sft(config, policy=str(policy), samples=SAMPLES, sft=str(tiny_folder))
+    options = {"policy": str(policy), "samples": SAMPLES, "sft": str(tiny_folder)}
+    result = evaluation.measure(config, **options).kl
+    assert result
     rollouts = sampled(config, policy)
     pi, sft = (auto.from_pretrained(folder) for folder in (policy, tiny_folder))
     with torch.no_grad():
@@ -318,7 +320,8 @@ def test_kl_and_perplexity_are_those_of_a_naive_forward_pass(
 
 
 def test_a_policy_has_no_kl_to_itself(config: Config, policy: Path) -> None:
-    result = evaluation.kl_to_sft(config, policy=str(policy), samples=4, sft=str(policy))
+    result = evaluation.measure(config, policy=str(policy), samples=4, sft=str(policy)).kl
+    assert result
     assert result.kl == pytest.approx(0, abs=1e-5)
     rollouts = sampled(config, policy)[:4]
     at_one = left_padded_logprobs(_load(policy), rollouts, 1.0)
@@ -373,7 +376,7 @@ def test_a_score_that_is_no_number_stops_the_comparison(
 ) -> None:
     monkeypatch.setattr("stretto.evaluation.gold.score_all", lambda *_: [math.nan] * 3)
     with pytest.raises(RewardError, match="gives nan for the response to prompt"):
-        evaluation.win_rate(config, policy=str(policy), samples=3, by="task")
+        evaluation.measure(config, policy=str(policy), samples=3, by="task")
 
 
 def test_a_conversation_stands_for_its_last_turn(config: Config) -> None:
@@ -500,9 +503,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeJudge]]
 
 def judged(config: Config, policy: Path, fake: FakeJudge, **options: Any) -> evaluation.Judgement:
     by = evaluation.LlmJudge("m", fake.url, **options)
-    return evaluation.judge(
-        config, policy=str(policy), samples=SAMPLES, by=by, reference_column="human"
+    result = evaluation.measure(
+        config, policy=str(policy), samples=SAMPLES, judge=by, reference_column="human"
     )
+    assert result.judge
+    return result.judge
 
 
 def test_a_judge_that_always_takes_the_first_gives_one_half(

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import tasks
-from stretto.assembly.models import load_actor, prepare_torch
+from stretto.assembly.models import prepare_torch
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.config.sections import MODEL
 from stretto.errors import ConfigError, TaskError
-from stretto.evaluation.answers import answer, of_model
+from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
@@ -184,9 +184,9 @@ def label_responses(
     task = tasks.load(config.task, config.seed, on_stderr)
     with ExitStack() as stack:
         gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
-        actor = load_actor(config, on_stderr)
+        engine, _ = open_engine(config, tokenizer)
         asked = PromptSource(task, config.task, tokenizer, config.seed).first(prompts)
-        rollouts = answer(config, actor, tokenizer, asked, per_prompt).rollouts
+        rollouts = answer(engine, asked, per_prompt).rollouts
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
         scores = gold_scores(gold, by, ended, config.rollout.batch)
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}

@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.errors import ConfigError, JudgeError, require
-from stretto.evaluation.rates import point, standard_error
+from stretto.evaluation.gold import point, standard_error
 from stretto.types import Prompt
 from stretto.workers.drive import drive
 
@@ -66,6 +66,9 @@ _SHOWN = """\
 {b}
 </response_b>"""
 
+JudgedPair = tuple[Prompt, str, str]
+"""A prompt, the policy's response and the reference."""
+
 _VERDICT = re.compile(r"verdict\W*\b(a|b|tie)\b(.*)", re.IGNORECASE)
 """The verdict, with the rest of its line."""
 
@@ -94,15 +97,6 @@ class LlmJudge:
                 f"the judge is asked {self.concurrency} questions at a time, with {self.timeout_s} "
                 "s for each; both must be above 0"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedPair:
-    """Two responses to compare, with their prompt."""
-
-    prompt: Prompt
-    policy: str
-    reference: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +156,22 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
 
 def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) -> Judgement:
     questions = [
-        _question(p.prompt, *sides)
-        for p in pairs
-        for sides in ((p.policy, p.reference), (p.reference, p.policy))
+        _question(prompt, *sides)
+        for prompt, policy, reference in pairs
+        for sides in ((policy, reference), (reference, policy))
     ]
     verdicts: list[Verdict | None] = []
 
     async def ask() -> None:
-        answers = await _ask_all(judge, client, questions)
-        verdicts.extend(parse(answer) for answer in answers)
+        """Ask all, in the order of the questions; the first failure ends all of them."""
+        gate = asyncio.Semaphore(judge.concurrency)
+
+        async def one(question: str) -> str:
+            async with gate:
+                return await _ask(judge, client, question)
+
+        async with client:
+            verdicts.extend(map(parse, await asyncio.gather(*map(one, questions))))
 
     drive(ask())
     return counted(judge.model, list(zip(verdicts[::2], verdicts[1::2], strict=True)))
@@ -226,18 +227,6 @@ def _question(prompt: Prompt, a: str, b: str) -> str:
         else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
     )
     return _SHOWN.format(request=request, a=a, b=b)
-
-
-async def _ask_all(judge: LlmJudge, client: AsyncOpenAI, questions: Sequence[str]) -> list[str]:
-    """The answers, in the order of the questions; the first failure ends all of them."""
-    gate = asyncio.Semaphore(judge.concurrency)
-
-    async def ask(question: str) -> str:
-        async with gate:
-            return await _ask(judge, client, question)
-
-    async with client:
-        return await asyncio.gather(*map(ask, questions))
 
 
 async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
