@@ -553,22 +553,6 @@ def test_moving_rollouts_with_and_without_their_cache() -> None:
     assert virtually(body) == [("gen", 20.0), ("migrate", 2.0), ("migrate", 0.0), ("gen", 15.0)]
 
 
-def test_a_generator_refuses_what_a_real_one_would() -> None:
-    async def body(spans: Spans) -> None:
-        g = make(spans, lengths=lambda i: 5)
-        await g.admit(told([rollout(1)]))
-        with pytest.raises(EngineError, match="rollout 1 is in the engine already"):
-            await g.admit(told([rollout(1)]))
-        with pytest.raises(EngineError, match="rollout 2 has ended, at 5 tokens"):
-            await g.admit(told([rollout(2, tokens=5)]))
-        with pytest.raises(EngineError, match="rollout 3 is not in this engine"):
-            await g.export([3], True)
-        await g.release([1, 99])
-        assert (await g.decode(5)).chunks == []
-
-    virtually(body)
-
-
 # -- scorers and the learner ------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ Tokens are placeholders, and lengths come from a distribution. Calls that break 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import merge
 from typing import Literal
@@ -100,13 +101,14 @@ class SimGenerator:
         """Let go of rollouts; the time that moving a cache takes is the receiver's.
 
         Raises:
-            EngineError: a rollout is not here.
+            EngineError: a rollout is not here, or is named twice; nothing has been let go.
         """
         async with self._worker.turn:
+            wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._home]
+            if wrong:
+                raise EngineError(f"rollouts {wrong} are not in this engine, or were named twice")
             transfers = []
             for id_ in rollout_ids:
-                if id_ not in self._home:
-                    raise EngineError(f"rollout {id_} is not in this engine; it cannot leave it")
                 replica = self._home.pop(id_)
                 decoded = id_ in replica.rows
                 row = replica.take_out(id_)
