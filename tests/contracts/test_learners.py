@@ -33,12 +33,13 @@ LEARNERS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", LEARNERS)
 def test_a_step_reports_the_mean_reward_and_one_for_each_response(name: str) -> None:
-    made = make_rollouts(llama(), critic_of(llama()), [(3, 5), (2, 4), (6, 1)])
+    made = make_rollouts(llama(), critic_of(llama()), [(3, 5), (2, 4), (6, 1)], noise=0.0)
     learner, batch = LEARNERS[name](), train_batch(made)
     for _ in range(2):
         out = learner.train(batch)
         assert np.isfinite(out.stats["objective/scores"])
         assert len(out.rewards) == len(batch.ids)
+        learner.publish()
 
 
 @pytest.mark.parametrize("name", LEARNERS)

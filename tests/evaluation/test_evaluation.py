@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
+from engine_helpers import StandIn
 from helpers import critic_of, left_padded_logprobs
 from stretto import evaluation, tasks
 from stretto.cli.main import main
-from stretto.config import Config, recipes
+from stretto.config import Config, ModelConfig, RolloutConfig, recipes
 from stretto.errors import (
     ConfigError,
     JudgeError,
@@ -30,7 +32,7 @@ from stretto.errors import (
     RewardError,
     TaskError,
 )
-from stretto.evaluation.answers import answer, of_model, open_engine
+from stretto.evaluation.answers import answer, generate, of_model, open_engine
 from stretto.evaluation.gold import compare, end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, counted, open_judge, parse
@@ -802,3 +804,51 @@ def test_options_that_cannot_be_meant_are_refused(
 ) -> None:
     assert main(["eval", "tiny", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- engines --------------------------------------------------------------------------------------
+
+
+def by_vllm(config: Config) -> Config:
+    rollout = config.rollout.model_copy(update={"engine": "vllm"})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def test_the_engine_of_the_settings_answers(
+    config: Config, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the weights of the policy; vLLM is a stand-in, whose tokens are below 11."""
+    opened: list[tuple[Any, StandIn]] = []
+
+    def open_requests(settings: Any, kv_bytes_per_token: int) -> StandIn:
+        opened.append((settings, StandIn()))
+        return opened[-1][1]
+
+    monkeypatch.setattr("stretto.rollout.vllm.engine.open_requests", open_requests)
+    monkeypatch.setattr("stretto.rollout.vllm.llm.installed", lambda: Version("0.32"))
+    monkeypatch.setattr(StandIn, "longest", 10_000)
+    config = by_vllm(config)
+    measured = evaluation.measure(config, policy=str(policy), samples=4, sft=str(policy))
+    assert measured.kl is not None
+    assert measured.kl.kl == pytest.approx(0, abs=1e-5)
+    ((settings, stand_in),) = opened
+    assert settings.folder == str(policy)
+    assert settings.longest == config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    for name, weight in _load(policy).named_parameters():
+        assert torch.equal(stand_in.loaded[name], weight)
+    options = RolloutConfig(engine="vllm", batch=2, max_new_tokens=3)
+    model = ModelConfig(name=str(policy), dtype="float32", device="cpu")
+    texts = dict(generate(model, ["one", "another"], options))
+    assert sorted(texts) == [0, 1]
+    assert len(opened) == 2
+
+
+def test_without_that_engines_library_stretto_s_own_answers(
+    config: Config, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("stretto.rollout.vllm.llm.installed", lambda: None)
+    plain = evaluation.measure(config, policy=str(policy), samples=4, sft=str(policy))
+    assert evaluation.measure(by_vllm(config), policy=str(policy), samples=4, sft=str(policy)) == (
+        plain
+    )
+    assert "here Stretto's own engine answers" in capsys.readouterr().err
