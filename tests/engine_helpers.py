@@ -33,7 +33,7 @@ def logprob(token: int) -> float:
 class StandIn:
     """Requests to a model that knows :func:`following`; it reads one prompt in an iteration."""
 
-    longest, kv_bytes_per_token, seeds_positions = 40, 64, False
+    longest, kv_bytes_per_token, seeds_positions, end = 40, 64, False, END
 
     def __init__(self, ends_early: str = "") -> None:
         self.tokens: dict[str, list[int]] = {}
@@ -81,7 +81,7 @@ class StandIn:
             for end in range(BLOCK, len(tokens), BLOCK):
                 self.cache.add((self.salts[request], tuple(tokens[:end])))
             self.left[request] -= 1
-            ended = "stop" if token == END else "length" if not self.left[request] else ""
+            ended = "stop" if token == self.end else "length" if not self.left[request] else ""
             ended = ended or self.ends_early
             found.append(Output(request, [token], [logprob(token)], self.read[request], ended))
             if ended:
