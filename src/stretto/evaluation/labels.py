@@ -32,7 +32,7 @@ from stretto.scoring.text import response_text
 from stretto.tasks.conversations import cells_of
 from stretto.tasks.encode import utf8
 from stretto.tasks.files import Row, read
-from stretto.tasks.pairs import Pair, read_pairs
+from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource
 from stretto.tasks.responses import PromptLayout, attempt
 from stretto.tasks.tables import as_prompt
@@ -94,6 +94,10 @@ class _Row:
     labelled: bool = False
 
 
+_Read = tuple[_Row, Prompt, Sequence[Sequence[int]]]
+"""A row as the source reads it: with the prompt, and the tokens of each response."""
+
+
 def label_pairs(
     config: RewardModelConfig, *, by: str, out: Path, timeout_s: float = 30.0
 ) -> LabelResult:
@@ -127,8 +131,12 @@ def label_pairs(
     tokenizer, layout = _tokens_for(by, config)
     readable, left_out = attempt(rows, lambda row: _reading(row, layout), config.data)
     _say_left_out(left_out, config.data)
-    rows = [each.row for each in readable]
-    rollouts = _rollouts(readable)
+    rows = [row for row, _, _ in readable]
+    rollouts: list[Rollout] = []  # as if they had been sampled
+    for index, (row, prompt, responses) in enumerate(readable):
+        asked = replace(prompt, id=index, data=row.data)
+        for tokens in responses:
+            rollouts.append(as_rollout(len(rollouts), asked, tokens))
     with ExitStack() as stack:
         gold = open_gold(by, run, rows[0].data.keys(), tokenizer, stack)
         scores = iter(gold_scores(gold, by, rollouts, run.rollout.batch))
@@ -199,7 +207,11 @@ def label_responses(
             kept.append(found)
     read = len(kept) + left_out.total()
     if left_out["unended"] == read:
-        raise _none_ended(read, config)
+        raise TaskError(
+            f"a preference takes two responses that ended, and none of {read} prompts got two "
+            f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, "
+            "or --samples"
+        )
     _write(out, kept, read, by)
     return LabelResult(
         by=by,
@@ -210,14 +222,6 @@ def label_responses(
         empty=left_out["empty"],
         unended=left_out["unended"],
         flipped=None,
-    )
-
-
-def _none_ended(prompts: int, config: Config) -> TaskError:
-    return TaskError(
-        f"a preference takes two responses that ended, and none of {prompts} prompts got two "
-        f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, or "
-        "--samples"
     )
 
 
@@ -260,7 +264,6 @@ def _read(config: RewardModelConfig) -> list[_Row]:
     """The rows of pairs, or of prompts with several responses, as the first one says."""
     data = config.data
     read_rows = read(data)
-    made: list[_Row]
     if RESPONSES in read_rows[0] and not (
         {data.chosen_column, data.rejected_column} <= read_rows[0].keys()
     ):
@@ -268,7 +271,10 @@ def _read(config: RewardModelConfig) -> list[_Row]:
         made, left_out = attempt(numbered, lambda each: _several(*each, data), data)
     else:
         pairs, left_out = read_pairs(data)
-        made = [_of_pair(pair) for pair in pairs]
+        made = [
+            _Row(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
+            for p in pairs
+        ]
     _say_left_out(left_out, data)
     return made
 
@@ -276,11 +282,6 @@ def _read(config: RewardModelConfig) -> list[_Row]:
 def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
     if reasons:
         on_stderr(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
-
-
-def _of_pair(pair: Pair) -> _Row:
-    sides = (pair.chosen, pair.rejected)
-    return _Row(pair.index, pair.prompt, sides, dict(pair.data), pair.transcript, labelled=True)
 
 
 def _several(index: int, row: Row, data: PairsConfig) -> _Row:
@@ -306,35 +307,15 @@ def _tokens_for(
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A row as the source reads it."""
-
-    row: _Row
-    prompt: Prompt
-    responses: Sequence[Sequence[int]]
-
-
 def _reading(row: _Row, layout: PromptLayout | None) -> _Read:
     """Read a row in a reward model's tokens with a layout, or as bytes for functions."""
     try:
         if layout is None:
-            responses = [tuple(utf8(text, "a text")) for text in row.responses]
-            return _Read(row, _bytes_of(row), responses)
+            return row, _bytes_of(row), [tuple(utf8(text, "a text")) for text in row.responses]
         prompt = layout.prompt(row.prompt, transcript=row.transcript)
-        return _Read(row, prompt, [layout.response(prompt, text) for text in row.responses])
+        return row, prompt, [layout.response(prompt, text) for text in row.responses]
     except TaskError as error:
         raise TaskError(f"row {row.index}: {error}") from error
-
-
-def _rollouts(rows: Sequence[_Read]) -> list[Rollout]:
-    """All rows' responses as if they had been sampled."""
-    rollouts: list[Rollout] = []
-    for index, read_row in enumerate(rows):
-        prompt = replace(read_row.prompt, id=index, data=read_row.row.data)
-        for tokens in read_row.responses:
-            rollouts.append(as_rollout(len(rollouts), prompt, tokens))
-    return rollouts
 
 
 def _bytes_of(row: _Row) -> Prompt:
