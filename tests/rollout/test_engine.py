@@ -785,7 +785,9 @@ def test_after_a_hand_over_it_is_the_engine_of_a_resumed_run_bit_for_bit(seed: i
     here, resumed = (engine(m, **options, own={"slots": 16}) for _ in range(2))
     made = rollouts(prompts)
     here.admit(told(made[:11]))
-    take(here.decode(100, stop_after=4).chunks, dict(enumerate(made)))  # others move into their slots
+    take(
+        here.decode(100, stop_after=4).chunks, dict(enumerate(made))
+    )  # others move into their slots
     m.load_state_dict(new.state_dict())
     here.load(weights_of(new, 1, copied=False))
     resumed.version = 1

@@ -66,9 +66,9 @@ class LabelResult:
     read: int
     kept: int
     ties: int
-    empty: int
-    unended: int
-    flipped: int | None
+    empty: int = 0
+    unended: int = 0
+    flipped: int | None = None
 
     @property
     def agreement(self) -> float | None:
@@ -152,8 +152,6 @@ def label_pairs(
         read=len(rows),
         kept=len(kept),
         ties=len(rows) - len(kept),
-        empty=0,
-        unended=0,
         flipped=sum(row["flipped"] for row in kept) if rows[0].labelled else None,
     )
 
@@ -221,7 +219,6 @@ def label_responses(
         ties=left_out["ties"],
         empty=left_out["empty"],
         unended=left_out["unended"],
-        flipped=None,
     )
 
 

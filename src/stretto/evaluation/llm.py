@@ -155,11 +155,13 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
 
 
 def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) -> Judgement:
-    questions = [
-        _question(prompt, *sides)
-        for prompt, policy, reference in pairs
-        for sides in ((policy, reference), (reference, policy))
-    ]
+    questions = []
+    for prompt, policy, reference in pairs:
+        turns = prompt.messages or ()
+        request = "\n\n".join(f"{m['role']}: {m['content']}" for m in turns)
+        request = prompt.text if prompt.messages is None else request
+        for a, b in ((policy, reference), (reference, policy)):
+            questions.append(_SHOWN.format(request=request, a=a, b=b))
     verdicts: list[Verdict | None] = []
 
     async def ask() -> None:
@@ -220,27 +222,21 @@ def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]
     )
 
 
-def _question(prompt: Prompt, a: str, b: str) -> str:
-    request = (
-        prompt.text
-        if prompt.messages is None
-        else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
-    )
-    return _SHOWN.format(request=request, a=a, b=b)
-
-
 async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
     """One answer; empty where it was cut off."""
     from openai import BadRequestError, OpenAIError
 
+    messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": question}]
+    completions: Any = client.chat.completions
+    complete = partial(completions.create, model=judge.model, messages=messages)
     try:
         async with asyncio.timeout(judge.timeout_s):
             try:
-                answer = await _complete(judge, client, question, OPTIONS)
+                answer = await complete(**OPTIONS)
             except BadRequestError as error:
                 if not any(option in str(error) for option in OPTIONS):
                     raise
-                answer = await _complete(judge, client, question, REASONING_OPTIONS)
+                answer = await complete(**REASONING_OPTIONS)
     except TimeoutError as error:
         raise JudgeError(
             f"the judge '{judge.model}' did not answer within {judge.timeout_s:g} s, retries "
@@ -260,16 +256,3 @@ async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
         )
     cut = choices[0].finish_reason == "length"
     return "" if cut else choices[0].message.content or ""
-
-
-async def _complete(
-    judge: LlmJudge, client: AsyncOpenAI, question: str, options: Mapping[str, Any]
-) -> Any:
-    return await client.chat.completions.create(
-        model=judge.model,
-        messages=[
-            {"role": "system", "content": RUBRIC},
-            {"role": "user", "content": question},
-        ],
-        **options,
-    )
