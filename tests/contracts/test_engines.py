@@ -61,7 +61,7 @@ def vllm_itself(**_: Any) -> Engine:
     )
     tokenizer: Any = None
     model, ends = llama(hidden=64), frozenset({END})
-    return make_engine(config, model, tokenizer, 4, ends, CHANNEL, brought=True)
+    return make_engine(config, model, tokenizer, 4, ends, brought=True)
 
 
 SUBJECTS: dict[str, Callable[..., Any]] = {
