@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from stretto.errors import RankError
-from stretto.workers.forkserver import NAME, SERVER, UNKNOWN, ForkServer
+from stretto.workers.forkserver import NAME, SERVER, UNKNOWN, ForkedProcesses, ForkServer
 from stretto.workers.ranks import Ranks
 
 
@@ -49,7 +49,9 @@ def test_children_have_this_process_s_surroundings_as_they_are_now(
 
 def test_exit_codes_are_told_and_told_again() -> None:
     ranks = Ranks(1, Looking, ())
-    (process,) = ranks._processes
+    launched = ranks._launched
+    assert isinstance(launched, ForkedProcesses)
+    (process,) = launched.processes
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.01)

@@ -19,7 +19,6 @@ import torch
 from stretto.clock import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
 from stretto.types import Reply, Work
-from stretto.workers.base import BaseRanks
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead
 from stretto.workers.preflight import Facts, check
 from stretto.workers.ranks import Ranks
@@ -259,9 +258,9 @@ class Slow(Service):
 
 
 def test_a_process_can_be_ended_while_it_starts() -> None:
-    begun: list[BaseRanks] = []
+    begun: list[Ranks] = []
 
-    def note(ranks: BaseRanks) -> None:
+    def note(ranks: Ranks) -> None:
         begun.append(ranks)
         threading.Timer(0.5, ranks.close).start()
 

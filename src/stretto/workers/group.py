@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
 from stretto.types import Reply, Work
 from stretto.workers.executor import Executor
-from stretto.workers.preflight import Facts
+from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service
 from stretto.workers.threads import WorkerThread
 from stretto.workers.turns import Turns, shelf_of
@@ -22,44 +22,6 @@ SAMPLES = 5
 
 Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """How each service is made, by name: an importable function, and its arguments."""
-
-
-class Group(Protocol):
-    """Ranks of one group, wherever a launcher has put them.
-
-    Attributes:
-        facts: what each rank found at its place.
-    """
-
-    facts: list[Facts]
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks at once; return the results by rank.
-
-        Raises:
-            RankError: a rank failed, and all have been ended.
-        """
-        ...
-
-    def aside(self, rank: int, method: str, *args: Any, timeout_s: float = ...) -> Any:
-        """Call a method of one rank while another is under way; blocks."""
-        ...
-
-    def stacks(self) -> str:
-        """Return what every thread of every rank is doing, for people; for those that answer."""
-        ...
-
-    def used_bytes(self) -> list[int]:
-        """Return each rank's resident memory; 0 for one that does not answer."""
-        ...
-
-    def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Have the death of a rank between two calls told at once."""
-        ...
-
-    def close(self) -> None:
-        """End all ranks, at work or not; from any thread, any number of times."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +88,7 @@ class ServiceGroup:
     def __init__(
         self,
         name: str,
-        launch: Callable[[], Group],
+        launch: Callable[[], Ranks],
         clock: Clock | None = None,
         *,
         replaceable: bool = True,
@@ -138,7 +100,7 @@ class ServiceGroup:
         self._open()
 
     @property
-    def ranks(self) -> Group:
+    def ranks(self) -> Ranks:
         """The ranks of the present generation."""
         return self._ranks
 
@@ -309,8 +271,9 @@ class GroupExecutor:
         return [call.result() for call in calls]
 
     def _aside(self, rank: int, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        ranks: Group = self._group.ranks
-        return ranks.aside(rank, "aside", self._service, method, *args, timeout_s=timeout_s)
+        return self._group.ranks.aside(
+            rank, "aside", self._service, method, *args, timeout_s=timeout_s
+        )
 
 
 def _lost(service: str, error: RankError) -> RoleLostError:

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,15 +15,37 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from stretto import signals
 from stretto.errors import ConfigError, first_line, require
-from stretto.workers.environment import described, forwarded
 
 OBJECT_STORE_BYTES = 200 * 2**20
-"""Shared memory of a cluster that is started here; calls' arguments and results pass through it."""
+"""Shared memory of a cluster that is started here; nothing of Stretto's passes through it."""
+PATTERNS = (
+    "NCCL_*",
+    "GLOO_*",
+    "TORCH_*",
+    "PYTORCH_*",
+    "OMP_*",
+    "MKL_*",
+    "GOMP_*",
+    "HF_*",
+    "TRANSFORMERS_*",
+    "TOKENIZERS_*",
+    "WANDB_*",
+    "VLLM_*",
+    "CUDA_*",
+    "STRETTO_*",
+)
+"""Names of variables that are forwarded. All others stay: most belong to this machine."""
+
+_PLACED = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+"""Variables by which each rank is told its GPU; the driver's would put all of them on one."""
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH)S?(_|$)")
+_LOGIN = re.compile(r"://[^/]*@")
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 10.0
 _SAY_EVERY_S = 30.0
@@ -180,6 +203,42 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
     order = sorted(range(len(bundles)), key=by_address)
     equal = {bundle: iter([i for i in order if bundles[i] == bundle]) for bundle in bundles}
     return [next(equal[bundle]) for bundle in bundles]
+
+
+def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
+    """Choose what is forwarded.
+
+    Args:
+        also: more names, or patterns such as ``MY_*``.
+
+    Raises:
+        ConfigError: a variable that decides about GPUs is asked for.
+    """
+    also = tuple(also)
+    if asked := set(_PLACED).intersection(also):
+        raise ConfigError(
+            f"'{min(asked)}' cannot be forwarded: each rank gets the GPU of its place, and the "
+            "driver's would put all of them on one; leave it out"
+        )
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name not in _PLACED and any(fnmatchcase(name, p) for p in (*PATTERNS, *also))
+    }
+
+
+def described(variables: Mapping[str, str]) -> str:
+    """Say in a line what is forwarded; values only of the usual names, and never a secret's."""
+    told = ", ".join(
+        f"{name}={value}" if _may_be_shown(name, value) else name
+        for name, value in variables.items()
+    )
+    return f"environment of the ranks: {told}" if told else "environment of the ranks: nothing"
+
+
+def _may_be_shown(name: str, value: str) -> bool:
+    usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
+    return usual and not _SECRET.search(name.upper()) and not _LOGIN.search(value)
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:

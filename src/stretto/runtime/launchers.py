@@ -6,8 +6,9 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,67 +17,39 @@ from stretto.errors import ConfigError
 from stretto.models.load import pick_device
 from stretto.runtime.placement import Place
 from stretto.saying import Say
-from stretto.workers.base import BaseRanks
-from stretto.workers.forkserver import server_of
-from stretto.workers.group import Group, Host, Makes
+from stretto.workers.forkserver import ForkedProcesses, server_of
+from stretto.workers.group import Host, Makes
 from stretto.workers.preflight import Facts
-from stretto.workers.ranks import Ranks
+from stretto.workers.rank import RankSpec
+from stretto.workers.ranks import Launched, Ranks
 
 if TYPE_CHECKING:
     from stretto.workers.ray_cluster import RayCluster
 
-Check = Callable[[Sequence[Facts]], None]
-Begun = Callable[[BaseRanks], None]
+
+def launcher_of(config: Config, say: Say) -> Launcher:
+    """Return the launcher that the settings name."""
+    return RayLauncher(config, say) if config.runtime == "ray" else Launcher(config, say)
 
 
-class Launcher(Protocol):
-    """A launcher of the processes of one run.
+class Launcher:
+    """A launcher of a run's processes on this machine.
 
     Attributes:
         gpus: there are for it; 0 places all on CPUs.
         host: address of this process, as the others reach it; known once it is prepared.
     """
 
-    gpus: int
-    host: str
+    def __init__(self, config: Config, say: Say) -> None:
+        self._config, self._say, self.host = config.cluster, say, "127.0.0.1"
+        on_gpus = pick_device(config.model.device).type == "cuda"
+        self.gpus = torch.cuda.device_count() if on_gpus else 0
 
     def prepare(self, places: Sequence[Place], stack: ExitStack) -> None:
-        """Make ready for these processes; the stack undoes it."""
-        ...
-
-    def devices(self, place: Place) -> Sequence[str]:
-        """Return the devices of a place's ranks, as each of them sees its own."""
-        ...
-
-    def launch(
-        self, place: Place, makes: Makes, logs: Sequence[Path], check: Check, begun: Begun
-    ) -> Group:
-        """Start the ranks of a place, with their services.
+        """Make ready for these processes: libraries are imported while this process goes on.
 
         Args:
-            logs: for what each prints; none for standard error.
-            check: called with what they found at their places, before anything is made.
-            begun: called with the group while it starts, to be able to end it meanwhile.
-        """
-        ...
-
-
-def launcher_of(config: Config, say: Say) -> Launcher:
-    """Return the launcher that the settings name."""
-    return RayLauncher(config, say) if config.runtime == "ray" else LocalLauncher(config, say)
-
-
-class LocalLauncher:
-    """A launcher of processes on this machine."""
-
-    host = "127.0.0.1"
-
-    def __init__(self, config: Config, say: Say) -> None:
-        self._timeout_s, self._say = config.cluster.start_timeout_s, say
-        self.gpus = _gpus_here(config)
-
-    def prepare(self, places: Sequence[Place], stack: ExitStack) -> None:
-        """Have libraries imported while this process goes on.
+            stack: undoes it.
 
         Raises:
             ConfigError: an interpreter is not there.
@@ -90,41 +63,56 @@ class LocalLauncher:
             server_of(python).start()
 
     def devices(self, place: Place) -> Sequence[str]:
-        """Return the devices of a place's ranks: all see all."""
+        """Return the devices of a place's ranks, as each sees its own: here all see all."""
         return place.devices
 
     def launch(
-        self, place: Place, makes: Makes, logs: Sequence[Path], check: Check, begun: Begun
-    ) -> Group:
-        """Start the ranks of a place; see :class:`Launcher`."""
-        options = self._options(place, logs, check, begun)
-        return Ranks(len(place.devices), Host, (makes,), **options)
+        self,
+        place: Place,
+        makes: Makes,
+        logs: Sequence[Path],
+        check: Callable[[Sequence[Facts]], None],
+        begun: Callable[[Ranks], None],
+    ) -> Ranks:
+        """Start the ranks of a place, with their services.
 
-    def _options(
-        self, place: Place, logs: Sequence[Path], check: Check, begun: Begun
-    ) -> dict[str, Any]:
+        Args:
+            logs: for what each prints; none for standard error.
+            check: called with what they found at their places, before anything is made.
+            begun: called with the ranks while they start, to be able to end them meanwhile.
+        """
         several_gpus = len(place.devices) > 1 and place.device != "cpu"
-        return {
-            "devices": self.devices(place),
-            "backend": "cpu:gloo,cuda:nccl" if several_gpus else "gloo",
-            "threads": place.threads,
-            "role": place.name,
-            "words": {"call": "its work"},
-            "timeout_s": self._timeout_s,
-            "logs": logs,
-            "say": lambda line: self._say(f"{place.name}: {line}"),
-            "check": check,
-            "begun": begun,
-            "python": place.python,
-        }
+        return Ranks(
+            len(place.devices),
+            Host,
+            (makes,),
+            launch=self._starter(place),
+            devices=self.devices(place),
+            backend="cpu:gloo,cuda:nccl" if several_gpus else "gloo",
+            threads=place.threads,
+            interface=self._interface,
+            role=place.name,
+            words={"call": "its work"},
+            timeout_s=self._config.start_timeout_s,
+            logs=logs,
+            say=lambda line: self._say(f"{place.name}: {line}"),
+            check=check,
+            begun=begun,
+        )
+
+    @property
+    def _interface(self) -> str:
+        return ""
+
+    def _starter(self, place: Place) -> Callable[[Sequence[RankSpec]], Launched]:
+        return partial(ForkedProcesses, python=place.python)
 
 
-class RayLauncher(LocalLauncher):
+class RayLauncher(Launcher):
     """A launcher of processes on a Ray cluster: one placement group, a bundle for each process."""
 
     def __init__(self, config: Config, say: Say) -> None:
         super().__init__(config, say)
-        self._config = config.cluster
         self._cluster: RayCluster | None = None
         self._positions: dict[str, list[int]] = {}
         if config.cluster.address and config.model.device != "cpu":
@@ -150,11 +138,12 @@ class RayLauncher(LocalLauncher):
         self._positions = {
             place.name: [i for i, other in enumerate(ranks) if other is place] for place in places
         }
+        here = not self._config.address
         self._cluster = cluster = RayCluster(
             bundles,
             address=self._config.address,
-            cpus=math.ceil(sum(b.cpus for b in bundles)) if not self._config.address else None,
-            gpus=self.gpus if not self._config.address else None,
+            cpus=math.ceil(sum(b.cpus for b in bundles)) if here else None,
+            gpus=self.gpus if here else None,
             timeout_s=self._config.start_timeout_s,
             also=self._config.forward,
             say=self._say,
@@ -166,21 +155,19 @@ class RayLauncher(LocalLauncher):
         """Return the devices of a place's ranks: Ray shows each its own GPU alone."""
         return ["cuda:0" if device.startswith("cuda") else "cpu" for device in place.devices]
 
-    def launch(
-        self, place: Place, makes: Makes, logs: Sequence[Path], check: Check, begun: Begun
-    ) -> Group:
-        """Start the ranks of a place; see :class:`Launcher`."""
-        from stretto.workers.ray_ranks import RayRanks
+    @property
+    def _interface(self) -> str:
+        return self._config.interface
+
+    def _starter(self, place: Place) -> Callable[[Sequence[RankSpec]], Launched]:
+        from stretto.workers.ray_ranks import ActorProcesses
 
         assert self._cluster is not None
-        return RayRanks(
-            len(place.devices),
-            Host,
-            (makes,),
+        return partial(
+            ActorProcesses,
             cluster=self._cluster,
             places=self._positions[place.name],
-            interface=self._config.interface,
-            **self._options(place, logs, check, begun),
+            python=place.python,
         )
 
 
@@ -193,8 +180,3 @@ def gpus_each(device: str, processes: int, gpus: int) -> float:
     if not device.startswith("cuda") or not gpus:
         return 0.0
     return 1.0 if gpus >= processes else 1.0 / math.ceil(processes / gpus)
-
-
-def _gpus_here(config: Config) -> int:
-    on_gpus = pick_device(config.model.device).type == "cuda"
-    return torch.cuda.device_count() if on_gpus else 0
