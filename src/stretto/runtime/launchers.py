@@ -122,12 +122,6 @@ class RayLauncher(Launcher):
             self.gpus = int(found.gpus) if found else 0
 
     def prepare(self, places: Sequence[Place], stack: ExitStack) -> None:
-        """Start or find the cluster, and wait for the bundles.
-
-        Raises:
-            MissingExtraError: Ray is not installed.
-            ConfigError: no cluster answers, or it has not got the bundles in time.
-        """
         from stretto.workers.ray_cluster import Bundle, RayCluster
 
         ranks = [place for place in places for _ in place.devices]
@@ -152,7 +146,7 @@ class RayLauncher(Launcher):
         self.host = cluster.host
 
     def devices(self, place: Place) -> Sequence[str]:
-        """Return the devices of a place's ranks: Ray shows each its own GPU alone."""
+        # Ray shows each its own GPU alone.
         return ["cuda:0" if device.startswith("cuda") else "cpu" for device in place.devices]
 
     @property

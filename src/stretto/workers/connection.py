@@ -23,9 +23,9 @@ import socket
 import struct
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -40,7 +40,7 @@ KEY_BYTES = 32
 STEP = 0
 LINE = 2**63
 _NUMBER_BYTES = 8
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 10
 """Seconds in which the other end has to prove its key."""
 _QUIET_S = 15
 """Seconds of silence after which the other machine is asked whether it is still there."""
@@ -324,14 +324,12 @@ class Listener:
                 Thread(target=self._let_in, args=(line,), name="handshake", daemon=True).start()
 
     def _let_in(self, line: socket.socket) -> None:
-        def prove(connection: Raw) -> int:
-            deliver_challenge(connection, self.key)
-            answer_challenge(connection, self.key)
-            number: int = connection.recv()
-            return number
-
         with suppress(AuthenticationError, EOFError, OSError):
-            self._connected.put(_shaken(line, prove))
+            with _handshake(line) as connection:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
+                number: int = connection.recv()
+            self._connected.put((number, connection))
 
 
 def listening_at(host: str) -> socket.socket:
@@ -353,17 +351,16 @@ def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Ra
         AuthenticationError: the key is another one.
     """
 
-    def prove(connection: Raw) -> int:
+    with _handshake(socket.create_connection(address, timeout_s)) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)
         connection.send(number)
-        return number
-
-    return _shaken(socket.create_connection(address, timeout_s), prove)[1]
+    return connection
 
 
-def _shaken(line: socket.socket, prove: Callable[[Raw], int]) -> tuple[int, Raw]:
-    """Return what the proof returns, and the connection; it is closed if the proof fails."""
+@contextmanager
+def _handshake(line: socket.socket) -> Iterator[Raw]:
+    """Make a connection of a socket; the body proves the key, in time, or it is closed."""
     line.setblocking(True)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish unsaid
     if hasattr(socket, "TCP_KEEPIDLE"):
@@ -374,16 +371,15 @@ def _shaken(line: socket.socket, prove: Callable[[Raw], int]) -> tuple[int, Raw]
     _limit(line, _HANDSHAKE_S)
     connection = Raw(line.detach())
     try:
-        number = prove(connection)
+        yield connection
         with socket.socket(fileno=os.dup(connection.fileno())) as same:
             _limit(same, 0)
     except BaseException:
         connection.close()
         raise
-    return number, connection
 
 
-def _limit(line: socket.socket, seconds: float) -> None:
-    limit = struct.pack("ll", int(seconds), 0)
+def _limit(line: socket.socket, seconds: int) -> None:
+    limit = struct.pack("ll", seconds, 0)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

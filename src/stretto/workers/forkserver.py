@@ -29,7 +29,7 @@ from stretto.allocator import keep_freed_memory
 from stretto.errors import RankError
 from stretto.workers.connection import Raw
 from stretto.workers.preflight import Facts
-from stretto.workers.rank import RankSpec, run_rank
+from stretto.workers.rank import Rank, RankSpec
 
 PRELOADED = (
     "torch.distributed",
@@ -49,14 +49,7 @@ UNKNOWN = 255
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to fork a rank.
-
-    Attributes:
-        spec: of the rank.
-        environment: of the process.
-        path: for its imports; ``None`` for that of its own interpreter.
-        folder: that it works in.
-    """
+    """A request to fork a rank; ``path`` is for its imports, ``None`` its interpreter's own."""
 
     spec: RankSpec
     environment: Mapping[str, str]
@@ -116,7 +109,7 @@ class ForkServer:
             self._connected()
 
     def fork(self, spec: RankSpec, connection: int) -> Forked:
-        """Fork a process that runs :func:`stretto.workers.rank.run_rank`.
+        """Fork a process that runs :class:`~stretto.workers.rank.Rank`.
 
         Args:
             connection: file descriptor of its end of a connection.
@@ -135,11 +128,8 @@ class ForkServer:
                 pid: int = server.recv()
             except (OSError, EOFError) as error:
                 self._connection = None
-                see = (
-                    f"this very version of Stretto is installed for {self._python}"
-                    if self._python
-                    else "memory was short"
-                )
+                installed = f"this very version of Stretto is installed for {self._python}"
+                see = installed if self._python else "memory was short"
                 raise RankError(
                     f"the server that starts processes has ended; see whether {see}, and start "
                     "again"
@@ -213,11 +203,9 @@ class ForkedProcesses:
             raise
 
     def connect(self, timeout_s: float) -> Sequence[Raw]:
-        """Return the connection to each."""
         return self._connections
 
     def kill(self) -> None:
-        """End processes and their groups, now."""
         for process in self.processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -228,23 +216,17 @@ class ForkedProcesses:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5.0)
 
-    def how(self, rank: int) -> str:
-        """Say how a rank ended."""
+    def ended(self, rank: int) -> tuple[str, Sequence[str]]:
         code = None
         with suppress(subprocess.TimeoutExpired):
             code = self.processes[rank].wait(timeout=1.0)
         if code is None or code >= 0:
-            return f"ended with exit code {code}"
+            return f"ended with exit code {code}", ()
         by_hand = " (by hand, or for want of memory)" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{by_hand}"
+        return f"was killed by {signal.Signals(-code).name}{by_hand}", ()
 
     def where(self, rank: int, facts: Facts | None) -> str:
-        """Say where a rank is."""
         return f"pid {self.processes[rank].pid}"
-
-    def notes(self, rank: int) -> Sequence[str]:
-        """Say no more."""
-        return ()
 
 
 def serve(descriptor: int) -> NoReturn:
@@ -292,7 +274,7 @@ def _become(request: Request, connection: int, printed: int) -> NoReturn:
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     os.close(printed)
-    run_rank(request.spec, Raw(connection))
+    Rank(request.spec, Raw(connection)).serve()
 
 
 def _reaped(pid: int, known: dict[int, int]) -> int | None:

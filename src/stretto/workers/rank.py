@@ -55,16 +55,11 @@ class RankSpec:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_rank(spec: RankSpec, connection: Raw) -> NoReturn:
-    """Be a rank until the driver goes."""
-    keep_freed_memory()
-    Rank(spec, connection).serve()
-
-
 class Rank:
     """A rank. It knows nothing of what its object does."""
 
     def __init__(self, spec: RankSpec, connection: Raw) -> None:
+        keep_freed_memory()
         self._spec, self._made = spec, None
         self._listener: socket.socket | None = None
         self._driver = DriverConnection(connection, self.aside)

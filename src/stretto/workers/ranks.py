@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
@@ -65,16 +65,12 @@ class Launched(Protocol):
         """End all, at work or not; from any thread, any number of times."""
         ...
 
-    def how(self, rank: int) -> str:
-        """Say how a rank ended, as in 'ended with exit code 3'."""
+    def ended(self, rank: int) -> tuple[str, Sequence[str]]:
+        """Say how a rank ended, as in 'ended with exit code 3', and what else is known of it."""
         ...
 
     def where(self, rank: int, facts: Facts | None) -> str:
         """Say where a rank is, as in 'pid 17'."""
-        ...
-
-    def notes(self, rank: int) -> Sequence[str]:
-        """Say more of how a rank ended."""
         ...
 
 
@@ -262,16 +258,10 @@ class Ranks:
     def _take(
         self, doing: str, messages: Iterable[memoryview], until_s: float | None = None
     ) -> list[Any]:
-        """Have ranks take a step, from the first on; return the results."""
+        """Have ranks take a step, from the first on; return the results when none has failed."""
         asked = [c.step(message) for c, message in zip(self._connections, messages, strict=False)]
         if self._closed:
             raise _ended()
-        return self._answers(doing, asked, until_s)
-
-    def _answers(
-        self, doing: str, asked: Sequence[Future[Done | Failed]], until_s: float | None
-    ) -> list[Any]:
-        """Wait for an answer of each, or for a failure of any rank."""
         silent = {future: rank for rank, future in enumerate(asked)}
         results: dict[int, Any] = {}
         raised: list[tuple[int, Failed]] = []
@@ -294,12 +284,15 @@ class Ranks:
                 raised.append((rank, answer))
                 until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
         if raised:
-            rank, failed = _first(raised)
+            rank, failed = min(raised, key=_time)
             error = self._error(rank, f"failed in {doing}: {failed.what}")
-            _explain(error, rank, failed)
-            raise error
+            raise _explained(error, rank, failed)
         if silent:
-            raise self._silence(sorted(silent.values()), doing)
+            ranks = sorted(silent.values())
+            what = f"did not come to the end of {doing} in {self._timeout_s:g} s"
+            error = self._error(ranks[0], what)
+            error.add_note(f"Silent: rank {', '.join(map(str, ranks))}.\n{self.stacks()}")
+            raise error
         return [results[rank] for rank in range(len(asked))]
 
     def _has_ended(self, rank: int) -> None:
@@ -311,32 +304,21 @@ class Ranks:
             self.close()
         self._tell(error)
 
-    def _silence(self, ranks: Sequence[int], doing: str) -> RankError:
-        listed = ", ".join(map(str, ranks))
-        what = f"did not come to the end of {doing} in {self._timeout_s:g} s"
-        error = self._error(ranks[0], what)
-        error.add_note(f"Silent: rank {listed}.\n{self.stacks()}")
-        return error
-
     def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
         """Return the error of a rank that closed its end without an answer.
 
-        Args:
-            rank: the one that ended.
-            when: in words, for the message.
-            raised: errors of others by then; maybe the cause, maybe a consequence.
+        What others had ``raised`` by then may be the cause, or a consequence.
         """
         if self._closed:
             return RankError(f"the ranks were ended {when}")
-        how = self._launched.how(rank)
-        if not raised:
-            error = self._error(rank, f"{how} {when}")
-            for note in (*self._end_of_log(rank), *self._launched.notes(rank)):
-                error.add_note(note)
-            return error
-        other, failed = _first(raised)
-        error = self._error(rank, f"{how} {when}; rank {other} had raised: {failed.what}")
-        _explain(error, other, failed)
+        how, notes = self._launched.ended(rank)
+        if raised:
+            other, failed = min(raised, key=_time)
+            error = self._error(rank, f"{how} {when}; rank {other} had raised: {failed.what}")
+            return _explained(error, other, failed)
+        error = self._error(rank, f"{how} {when}")
+        for note in (*self._end_of_log(rank), *notes):
+            error.add_note(note)
         return error
 
     def _error(self, rank: int, what: str) -> RankError:
@@ -376,11 +358,12 @@ def _end(launched: Launched, connections: Sequence[RankConnection]) -> None:
         connection.close()
 
 
-def _first(raised: Sequence[tuple[int, Failed]]) -> tuple[int, Failed]:
-    return min(raised, key=lambda each: each[1].at_s)
+def _time(raised: tuple[int, Failed]) -> float:
+    return raised[1].at_s
 
 
-def _explain(error: RankError, rank: int, failed: Failed) -> None:
+def _explained(error: RankError, rank: int, failed: Failed) -> RankError:
     error.__cause__ = failed.error
     if failed.error is None:
         error.add_note(f"On rank {rank}:\n{failed.trace}")
+    return error

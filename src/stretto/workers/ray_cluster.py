@@ -25,21 +25,9 @@ from stretto.errors import ConfigError, first_line, require
 OBJECT_STORE_BYTES = 200 * 2**20
 """Shared memory of a cluster that is started here; nothing of Stretto's passes through it."""
 PATTERNS = (
-    "NCCL_*",
-    "GLOO_*",
-    "TORCH_*",
-    "PYTORCH_*",
-    "OMP_*",
-    "MKL_*",
-    "GOMP_*",
-    "HF_*",
-    "TRANSFORMERS_*",
-    "TOKENIZERS_*",
-    "WANDB_*",
-    "VLLM_*",
-    "CUDA_*",
-    "STRETTO_*",
-)
+    "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "OMP_*", "MKL_*", "GOMP_*", "HF_*",
+    "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "VLLM_*", "CUDA_*", "STRETTO_*",
+)  # fmt: skip
 """Names of variables that are forwarded. All others stay: most belong to this machine."""
 
 _PLACED = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
@@ -119,8 +107,8 @@ class RayCluster:
             import ray
             from ray.util.placement_group import placement_group
 
-            wanted = [{"CPU": b.cpus, "GPU": b.gpus} for b in bundles]
-            self._group = placement_group([_without_zeros(w) for w in wanted], strategy="PACK")
+            wanted = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in self.bundles]
+            self._group = placement_group(wanted, strategy="PACK")
             self._wait(timeout_s, say)
             nodes = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
             hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -229,16 +217,14 @@ def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[
 
 def described(variables: Mapping[str, str]) -> str:
     """Say in a line what is forwarded; values only of the usual names, and never a secret's."""
-    told = ", ".join(
-        f"{name}={value}" if _may_be_shown(name, value) else name
-        for name, value in variables.items()
-    )
-    return f"environment of the ranks: {told}" if told else "environment of the ranks: nothing"
 
+    def shown(name: str, value: str) -> str:
+        usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
+        secret = _SECRET.search(name.upper()) or _LOGIN.search(value)
+        return f"{name}={value}" if usual and not secret else name
 
-def _may_be_shown(name: str, value: str) -> bool:
-    usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
-    return usual and not _SECRET.search(name.upper()) and not _LOGIN.search(value)
+    told = ", ".join(shown(name, value) for name, value in variables.items())
+    return f"environment of the ranks: {told or 'nothing'}"
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:
@@ -366,7 +352,3 @@ def _has() -> str:
 
 def _amount(cpus: float, gpus: float) -> str:
     return f"{gpus:g} GPUs and {cpus:g} CPUs"
-
-
-def _without_zeros(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: amount for name, amount in resources.items() if amount}

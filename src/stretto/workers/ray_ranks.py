@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.workers.connection import Address, Listener, Raw, connected
 from stretto.workers.preflight import Facts
-from stretto.workers.rank import RankSpec, run_rank
+from stretto.workers.rank import Rank, RankSpec
 from stretto.workers.ranks import NotConnectedError
 from stretto.workers.ray_cluster import RayCluster, code_paths
 
@@ -27,7 +27,7 @@ class RankActor:
 
     def run(self, spec: RankSpec, address: Address, key: bytes) -> None:
         """Connect to the driver's listener, and be a rank until the driver goes."""
-        run_rank(spec, connected(address, key, spec.index, spec.timeout_s))
+        Rank(spec, connected(address, key, spec.index, spec.timeout_s)).serve()
 
 
 class ActorProcesses:
@@ -81,11 +81,6 @@ class ActorProcesses:
             raise
 
     def connect(self, timeout_s: float) -> Sequence[Raw]:
-        """Wait for each actor's connection.
-
-        Raises:
-            NotConnectedError: one has ended, or did not connect in time.
-        """
         import ray
 
         until_s = time.monotonic() + timeout_s
@@ -109,7 +104,6 @@ class ActorProcesses:
         return [came[rank] for rank in sorted(came)]
 
     def kill(self) -> None:
-        """End all actors, at work or not."""
         import ray
 
         self._listener.close()
@@ -118,34 +112,20 @@ class ActorProcesses:
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
                     ray.kill(actor)
 
-    def how(self, rank: int) -> str:
-        """Say how a rank ended."""
-        reason = self._reason(rank)
-        return explained(reason) if reason else "closed its connection"
-
-    def where(self, rank: int, facts: Facts | None) -> str:
-        """Say where a rank is."""
-        return f"pid {facts.pid} on {facts.node}" if facts else f"place {self._places[rank]}"
-
-    def notes(self, rank: int) -> Sequence[str]:
-        """Say what Ray says of a rank's end."""
-        reason = self._reason(rank)
-        return [f"Ray says: {reason}"] if reason else []
-
-    def _reason(self, rank: int) -> BaseException | None:
-        """Ask Ray why an actor is dead, if it is."""
+    def ended(self, rank: int) -> tuple[str, Sequence[str]]:
         import ray
 
-        if not ray.is_initialized():
-            return None
-        try:
-            ray.get(self._runs[rank], timeout=_REASON_S)
-        except ray.exceptions.GetTimeoutError:
-            pass
-        except ray.exceptions.RayError as error:
-            reason: BaseException = error
-            return reason
-        return None
+        if ray.is_initialized():
+            try:
+                ray.get(self._runs[rank], timeout=_REASON_S)
+            except ray.exceptions.GetTimeoutError:
+                pass
+            except ray.exceptions.RayError as reason:
+                return explained(reason), [f"Ray says: {reason}"]
+        return "closed its connection", ()
+
+    def where(self, rank: int, facts: Facts | None) -> str:
+        return f"pid {facts.pid} on {facts.node}" if facts else f"place {self._places[rank]}"
 
 
 def explained(reason: BaseException) -> str:
@@ -172,5 +152,5 @@ def explained(reason: BaseException) -> str:
 
 def _environment(forwarded: Mapping[str, str], threads: int) -> dict[str, str]:
     given = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    paths = code_paths(sys.path)
-    return {**given, **forwarded, **({"PYTHONPATH": os.pathsep.join(paths)} if paths else {})}
+    paths = os.pathsep.join(code_paths(sys.path))
+    return {**given, **forwarded, **({"PYTHONPATH": paths} if paths else {})}
