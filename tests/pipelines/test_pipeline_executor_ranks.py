@@ -218,7 +218,6 @@ def test_ranks_end_with_their_parent(how: signal.Signals) -> None:
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert all(alive(pid) for pid in pids)
-    time.sleep(0.2)
     parent.send_signal(how)
     _, said = parent.communicate(timeout=LIMIT_S)
     assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -81,10 +80,8 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     seen: list[str] = []
 
     def look() -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while "in hang" not in (stacks := ranks.stacks()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        seen.append(stacks)
+        assert all(ranks.aside(rank, "hanging", timeout_s=LIMIT_S) for rank in range(2))
+        seen.append(ranks.stacks())
         assert all(used > 10**7 for used in ranks.used_bytes())
         ranks.close()
 

@@ -29,7 +29,7 @@ from stretto.runtime.placement import Place, Seat, learner_layout, lends, places
 from stretto.runtime.run import Opening
 from stretto.saying import working
 from stretto.types import short_name
-from stretto.weights.broadcast import Outbox
+from stretto.weights.broadcast import WeightSender
 from stretto.weights.transfer import Backend
 from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.preflight import Facts, check
@@ -43,7 +43,7 @@ class Processes:
     See :class:`~stretto.runtime.run.Workers`.
     """
 
-    channel = Outbox.name
+    channel = WeightSender.name
 
     def __init__(self, opening: Opening) -> None:
         config, given, say, stack = opening.config, opening.given, opening.say, opening.stack
