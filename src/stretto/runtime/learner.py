@@ -30,7 +30,7 @@ from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
 from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
-from stretto.weights.broadcast import Outbox
+from stretto.weights.broadcast import WeightSender
 from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route
 from stretto.workers.services import Service
@@ -105,7 +105,7 @@ class LearnerService(Service):
 
     def offer(self, ref: WeightsRef) -> Offer:
         """Say by which plan a version travels; on the side."""
-        assert isinstance(self._channel, Outbox)
+        assert isinstance(self._channel, WeightSender)
         mark, size = self._channel.plan(ref)
         return Offer(mark, size, self._probed.get(ref.version) if ref.model == "actor" else None)
 
@@ -115,7 +115,7 @@ class LearnerService(Service):
         Args:
             routes: of each rank.
         """
-        assert isinstance(self._channel, Outbox)
+        assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
     def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
@@ -235,7 +235,7 @@ def learner(setting: Setting, probe: IntArray) -> LearnerService:
     frozen = frozen_mark(models.actor)
     bucket_bytes = config.cluster.bucket_mb << 20
     keep = 1 if setting.lends else config.schedule.knobs.lag + 2
-    outbox = setting.shared[OUTBOX] = Outbox(device, bucket_bytes, keep)
+    outbox = setting.shared[OUTBOX] = WeightSender(device, bucket_bytes, keep)
     made, _ = make_learner(
         config,
         models.actor,

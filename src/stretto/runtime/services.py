@@ -66,13 +66,13 @@ from stretto.types import (
     WeightsRef,
     short_name,
 )
-from stretto.weights.broadcast import Inbox
+from stretto.weights.broadcast import WeightReceiver
 from stretto.weights.buckets import Plan
 from stretto.weights.resharding import Resharding
 from stretto.weights.transfer import Route
 from stretto.workers.services import Service
 
-Receiver = Inbox | Resharding
+Receiver = WeightReceiver | Resharding
 """The end of a weight channel between processes, at the follower."""
 
 
@@ -93,13 +93,13 @@ class Follower(Service):
             marks: of the plans by which they travel.
             routes: of the first rank, to each rank of the learner.
         """
-        assert isinstance(self.inbox, Inbox)
+        assert isinstance(self.inbox, WeightReceiver)
         own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
         self.inbox.expect(ref, marks, own)
 
     def abort(self) -> None:
         """Break off what is being received; on the side."""
-        if isinstance(self.inbox, Inbox):
+        if isinstance(self.inbox, WeightReceiver):
             self.inbox.abort()
 
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
@@ -338,7 +338,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Sc
     return ScorerService(scorer, said, shelf=setting.shelf(source, scorer.model.parameters))
 
 
-def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
+def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:
     """Make the inbox that receives an unsharded copy of the model's weights.
 
     Args:
@@ -348,7 +348,7 @@ def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
     theirs, trained = learner_layout(config), trained_names(model)
     dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
-    return Inbox(
+    return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
         pick_device(config.model.device),
         config.cluster.bucket_mb << 20,
@@ -376,7 +376,7 @@ def follow(model: nn.Module, setting: Setting) -> Receiver:
         device = next(model.parameters()).device
         return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes, device)
     own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
-    return Inbox(
+    return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in trained},
         next(model.parameters()).device,
         bucket_bytes,
