@@ -36,7 +36,7 @@ from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.training import pipelined
 from stretto.training.partition import PaddedBatch
-from stretto.training.planner import PipelinePlan, Planner
+from stretto.training.pipelined import PipelinePlan, Planner
 from stretto.training.trained import Course
 
 PROFILED = 4

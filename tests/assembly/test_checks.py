@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stretto.runtime.inline import InlineRun, start
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,11 +26,10 @@ from stretto.assembly.checks import check_engine
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
+from stretto.models.forward import positions
 from stretto.models.load import load_causal_lm, load_sequence_classifier
-from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
 from stretto.rollout.engine import TorchEngine
-from stretto.runtime.inline import InlineRun, start
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks import load

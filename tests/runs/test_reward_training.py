@@ -32,8 +32,7 @@ from stretto.tasks.pairs import Pair, PairTokens, read_pairs, tokens_of
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
 from stretto.testing import make_chunk
-from stretto.training.epochs import hold_out
-from stretto.training.preference import BradleyTerry, Preferences, train
+from stretto.training.supervised import BradleyTerry, Preferences, hold_out, train
 from stretto.types import FinishReason, Message
 
 EOS = 258  # of the byte tokenizer

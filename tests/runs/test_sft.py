@@ -24,9 +24,8 @@ from stretto.observe.progress import NoProgress, PlainProgress
 from stretto.runs.finetuning import sft
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.responses import Example, PromptLayout
-from stretto.training.epochs import batches, hold_out, updates
-from stretto.training.sft import CrossEntropy, objective_of, pack
-from stretto.training.sft import train as train_sft
+from stretto.training.supervised import CrossEntropy, batches, hold_out, objective_of, pack, updates
+from stretto.training.supervised import train as train_sft
 from stretto.training.trained import TrainedModel
 
 EOS = 258  # of the byte tokenizer

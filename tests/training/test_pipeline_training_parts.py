@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from stretto.runtime.inline.placement import ThreadPlacement
 from torch import nn
 
 from helpers import critic_of, llama, make_rollouts, told
@@ -27,11 +28,10 @@ from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem
 from stretto.runtime import inline
-from stretto.runtime.inline.placement import ThreadPlacement
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
-from stretto.training.planner import Planner
+from stretto.training.pipelined import Planner
 from stretto.training.trained import Course, TrainedModel
 from stretto.weights.channel import SharedChannel
 from stretto.workers.threads import WorkerThread

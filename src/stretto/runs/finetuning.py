@@ -36,8 +36,8 @@ from stretto.tasks.pairs import read_pairs, tokens_of
 from stretto.tasks.responses import PromptLayout, attempt
 from stretto.training import preference
 from stretto.training import sft as tuning
-from stretto.training.epochs import After, hold_out, updates
-from stretto.training.gate import end_updates
+from stretto.training.supervised import After, hold_out, updates
+from stretto.training.trained import end_updates
 from stretto.types import Stats
 
 T = TypeVar("T")

@@ -15,9 +15,8 @@ from stretto.errors import EngineError, ModelError, first_line
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
-from stretto.scoring.pending import Pending
+from stretto.scoring.responses import Pending, worthwhile_tokens
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
-from stretto.scoring.worthwhile import worthwhile_tokens
 from stretto.types import Chunk, Response, Score, ScoreKind, WeightsRef
 from stretto.weights.channel import WeightChannel, fetched
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
-from stretto.models.clone import with_own_structure
 from stretto.models.forward import (
     by_token_budget,
     hidden_states,
     microbatches,
     output_head,
     pad_right,
+    positions,
     response_hidden,
     response_tokens,
     text_config,
@@ -28,7 +28,7 @@ from stretto.models.forward import (
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
 from stretto.models.logits import token_logprobs
-from stretto.models.positions import positions
+from stretto.models.weights import with_own_structure
 from stretto.saying import Say
 from stretto.scoring.base import ModelScorer, warn
 from stretto.scoring.retokenise import Reading, StablePrefix

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError
-from stretto.models.cached import CHECKED, CachedPass, check_cache
-from stretto.models.forward import by_token_budget
-from stretto.models.positions import following_frequencies
-from stretto.models.slots import SlotCache
+from stretto.models.cached import CHECKED, CachedPass, SlotCache, check_cache
+from stretto.models.forward import by_token_budget, following_frequencies
 from stretto.scoring.retokenise import StablePrefix
 
 
