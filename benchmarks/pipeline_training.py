@@ -105,8 +105,7 @@ def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> Padde
     )
     return PaddedBatch(
         tokens=ids[:, :-1].clone(),
-        rows=torch.arange(b).repeat_interleave(t),
-        positions=torch.arange(PROMPT - 1, args.tokens - 1).repeat(b),
+        places=[range(PROMPT - 1, args.tokens - 1)] * b,
         targets=ids[:, PROMPT:].reshape(-1),
         part=part,
     )

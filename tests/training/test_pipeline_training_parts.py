@@ -22,6 +22,7 @@ from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
 from stretto.errors import LearnerError, ModelError, RankError
+from stretto.models.forward import states_at
 from stretto.models.load import load_causal_lm, load_tokenizer
 from stretto.pipelines.executor.instructions import PipelineTask
 from stretto.pipelines.executor.stages import cut, for_sending
@@ -120,7 +121,7 @@ def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:
     part = a_micro_batch().part
     blank = PaddedBatch.blank(part)
     assert blank.tokens.shape == (1, 1)
-    assert blank.at_responses(torch.ones(1, 1, 4)).shape == (0, 4)
+    assert states_at(torch.ones(1, 1, 4), blank.places).shape == (0, 4)
     assert (blank.targets.numel(), int(blank.part.mask.sum())) == (0, 0)
     assert (blank.part.weights.shape, float(blank.part.weights.sum())) == ((1, 2), 0.0)
     assert blank.part.ref_logprobs is None

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import ConfigError, ModelError, nearest
-from stretto.models.load import load_config
 from stretto.models.resolve import cached, is_known, resolve
 from stretto.planning.shapes import Shape
 from stretto.saying import Say
@@ -343,6 +342,8 @@ def identity(name: str, trust_remote_code: bool, say: Say) -> Mapping[str, str]:
     """
     path = resolve(name, say)
     if isinstance(path, str):
+        from stretto.models.load import load_config
+
         return {"commit": str(load_config(path, trust_remote_code)._commit_hash)}
     try:
         files = {file.name: _digest(file) for file in sorted(path.glob(_WEIGHTS))}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from stretto.errors import LifecycleError
-from stretto.types import Chunk, FinishReason, Response
+from stretto.types import Chunk, FinishReason, Response, sampled_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,9 +39,13 @@ class Pending:
                     f"scorer '{self._scorer}' cannot take tokens {chunk.start} and on of rollout "
                     f"{chunk.rollout_id}: it was not admitted, has ended, or has a gap there"
                 )
-            tokens = np.concatenate([known.tokens, chunk.tokens])
+            mixed = known.sampled is not None or chunk.sampled is not None
             self._responses[known.id] = replace(
-                known, tokens=tokens, version=chunk.version, finish=chunk.finish
+                known,
+                tokens=np.concatenate([known.tokens, chunk.tokens]),
+                version=chunk.version,
+                finish=chunk.finish,
+                sampled=np.concatenate([sampled_of(known), sampled_of(chunk)]) if mixed else None,
             )
 
     def __getitem__(self, rollout_id: int) -> Response:

@@ -1,9 +1,15 @@
-"""The loop of supervised training: batches in a seeded order, an update each."""
+"""Supervised training: one loop, and two losses.
+
+Fine-tuning learns what the assistant says (:class:`CrossEntropy`); a reward model learns
+preferences (:class:`BradleyTerry`; Bradley and Terry 1952; Stiennon et al. 2020, section 3.4).
+
+Shapes: b rows or pairs of a pass, L padded tokens, N learned tokens of all of them, H hidden size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Protocol, TypeVar, cast
 
 import numpy as np
@@ -18,9 +24,11 @@ from stretto.errors import ModelError, TaskError
 from stretto.models.forward import (
     backbone,
     by_token_budget,
-    hidden_states,
+    last_hidden,
     output_head,
     pad_right,
+    predicting,
+    states_at,
     text_config,
     unwrapped,
 )
@@ -38,35 +46,49 @@ After = Callable[[int, Stats], None]
 """Called after each update with its number, from 1, and its metrics."""
 
 
+# -- the loop ------------------------------------------------------------------------------------
+
+
 class Objective(Protocol[T_contra]):
     """A loss that is a mean over a batch, however the batch is split into passes."""
 
     def learn(self, batch: Sequence[T_contra]) -> Stats:
-        """Add the gradient of the batch's loss to the model's; returns metrics."""
+        """Add the gradient of the batch's loss to the model's; return metrics."""
         ...
 
 
-def fit(
-    trained: TrainedModel, batches: Iterable[Sequence[T]], objective: Objective[T], after: After
+def train(
+    model: nn.Module,
+    rows: Sequence[T],
+    objective: Objective[T],
+    config: SupervisedConfig,
+    after: After,
 ) -> None:
-    """Make one update for each batch.
+    """Train a model in place, with an update for each batch.
 
     Args:
-        trained: the model that ``objective`` is a loss of.
-        batches: of whatever the objective learns from.
+        model: ``objective`` is a loss of it; with adapters where only those are to be trained.
+        rows: at least one.
         after: called after each update, with the objective's metrics, the gradient norm and the
-            learning rate.
+            learning rate. What it raises ends the training after a whole update.
 
     Raises:
         LearnerError: a gradient is not finite.
     """
-    for step, batch in enumerate(batches, start=1):
-        with trained.training():
-            metrics = objective.learn(batch)
-        lr = trained.lr
-        with signals.held():  # the weights of half an update would be worth nothing
-            norm = trained.update()
-        after(step, {**metrics, "optimizer/lr": lr, "optimizer/grad_norm": norm})
+    t = config.training
+    trained = TrainedModel(
+        model, t.lr, t, updates=updates(config, len(rows)), warmup=t.warmup_steps
+    )
+    try:
+        for step, batch in enumerate(batches(rows, config), start=1):
+            with trained.training():
+                metrics = objective.learn(batch)
+            lr = trained.lr
+            with signals.held():  # the weights of half an update would be worth nothing
+                norm = trained.update()
+            after(step, {**metrics, "optimizer/lr": lr, "optimizer/grad_norm": norm})
+    finally:
+        trained.close()
 
 
 def updates(config: SupervisedConfig, rows: int) -> int:
@@ -107,10 +129,9 @@ def hold_out(
     Raises:
         TaskError: nothing is left to train on.
     """
-    keys = [key(row) for row in rows]
     groups: dict[Hashable, list[int]] = {}
-    for index, k in enumerate(keys):
-        groups.setdefault(k, []).append(index)
+    for index, row in enumerate(rows):
+        groups.setdefault(key(row), []).append(index)
     members = list(groups.values())
     wanted, held = share * len(rows), set[int]()
     for at in np.random.default_rng([seed % 2**64, 2**32]).permutation(len(members)):
@@ -128,49 +149,14 @@ def hold_out(
     )
 
 
-def optimizer_of(model: nn.Module, config: SupervisedConfig, rows: int) -> TrainedModel:
-    """Return the model with its optimizer, for a run on ``rows`` rows."""
-    t = config.training
-    return TrainedModel(model, t.lr, t, updates=updates(config, rows), warmup=t.warmup_steps)
+# -- fine-tuning ---------------------------------------------------------------------------------
 
-
-Row = Sequence[Example]
+PackedRow = Sequence[Example]
 """Examples that lie behind one another in one row of a pass; one alone without packing."""
 
 
-def train(model: nn.Module, examples: Sequence[Example], config: SftConfig, after: After) -> None:
-    """Train a causal language model in place.
-
-    Args:
-        model: with adapters where only those are to be trained.
-        examples: at least one, each of at most ``config.data.max_tokens`` tokens.
-        after: told of each update; what it raises ends the training after a whole update.
-
-    Raises:
-        LearnerError: a gradient is not finite.
-        ModelError: the model cannot be packed, or its logits are not a plain head's.
-    """
-    objective = objective_of(model, config)
-    trained = optimizer_of(model, config, len(examples))
-    try:
-        fit(trained, batches(examples, config), objective, after)
-    finally:
-        trained.close()
-
-
-def objective_of(model: nn.Module, config: SftConfig) -> CrossEntropy:
-    """Return the loss, as the settings say.
-
-    Raises:
-        ModelError: see :func:`train`.
-    """
-    device = next(model.parameters()).device
-    budget = token_budget(config.training.microbatch_tokens, device)
-    return CrossEntropy(model, budget, row_tokens=config.data.max_tokens * config.packing)
-
-
 class CrossEntropy:
-    """Mean negative log-likelihood of the learned tokens.
+    """Mean negative log-likelihood of the learned tokens of a causal language model.
 
     Every token counts the same, whichever example, pass or row it is in.
 
@@ -178,7 +164,8 @@ class CrossEntropy:
         row_tokens: pack examples into rows of at most so many tokens; 0 gives each its own row.
 
     Raises:
-        ModelError: packed sequences see one another in this model.
+        ModelError: packed sequences see one another in this model, or its logits are not a plain
+            head's.
     """
 
     def __init__(self, model: nn.Module, token_budget: int, *, row_tokens: int = 0) -> None:
@@ -186,6 +173,12 @@ class CrossEntropy:
         self._budget, self._row_tokens = token_budget, row_tokens
         if row_tokens:
             _check_packing(model)
+
+    @classmethod
+    def of(cls, model: nn.Module, config: SftConfig) -> CrossEntropy:
+        """Make the loss that the settings ask for."""
+        row_tokens = config.data.max_tokens * config.packing
+        return cls(model, _budget(model, config), row_tokens=row_tokens)
 
     def learn(self, batch: Sequence[Example]) -> Stats:
         """Add the gradient of the batch's loss; return the loss and the token counts."""
@@ -207,28 +200,38 @@ class CrossEntropy:
         total = sum(-self._logprobs(rows).double().sum().item() for rows in self._passes(examples))
         return total / sum(sum(e.trained) for e in examples)
 
-    def _passes(self, examples: Sequence[Example]) -> list[list[Row]]:
+    def _passes(self, examples: Sequence[Example]) -> list[list[PackedRow]]:
         rows = pack(examples, self._row_tokens) if self._row_tokens else [[e] for e in examples]
         lengths = [sum(map(_inputs, row)) for row in rows]
         return [[rows[i] for i in part] for part in by_token_budget(lengths, self._budget)]
 
-    def _logprobs(self, rows: Sequence[Row]) -> Tensor:
+    def _logprobs(self, rows: Sequence[PackedRow]) -> Tensor:
         """Log-probabilities [N] of the learned tokens."""
         hidden = row_hidden(self._model, rows)
-        states, targets = [], list[int]()
-        for h, row in zip(hidden, rows, strict=True):
-            learned = [t for e in row for t in e.trained[1:]]  # by the state that predicts it
-            states.append(h[: len(learned)][torch.tensor(learned, device=h.device)])
-            targets += [
-                t for e in row for t, learn in zip(e.tokens, e.trained, strict=True) if learn
-            ]
-        return token_logprobs(
-            self._head, torch.cat(states), torch.tensor(targets, device=hidden.device)
-        )[0]
+        places = []
+        for row in rows:
+            before, own = 0, list[int]()
+            for example in row:
+                own += predicting(example.trained, before)
+                before += _inputs(example)
+            places.append(own)
+        targets = [
+            token
+            for row in rows
+            for e in row
+            for token, learned in zip(e.tokens, e.trained, strict=True)
+            if learned
+        ]
+        tokens = torch.tensor(targets, device=hidden.device)
+        return token_logprobs(self._head, states_at(hidden, places), tokens)[0]
 
 
 def _inputs(example: Example) -> int:
     return len(example.tokens) - 1
+
+
+def _budget(model: nn.Module, config: SupervisedConfig) -> int:
+    return token_budget(config.training.microbatch_tokens, next(model.parameters()).device)
 
 
 def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
@@ -251,7 +254,7 @@ def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
     return rows
 
 
-def row_hidden(model: nn.Module, rows: Sequence[Row]) -> Tensor:
+def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
     """Hidden states [b, L, H] of rows in which no example sees another; its last token is not read.
 
     Positions start anew with each example, by which transformers' attention, of every kind, knows
@@ -259,14 +262,12 @@ def row_hidden(model: nn.Module, rows: Sequence[Row]) -> Tensor:
     """
     device = next(model.parameters()).device
     ids = pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
-    if all(len(row) == 1 for row in rows):
-        hidden: Tensor = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
-        return hidden
-    positions = pad_right([[p for e in row for p in range(_inputs(e))] for row in rows], device)
-    packed: Tensor = backbone(model)(
-        input_ids=ids, position_ids=positions, use_cache=False
-    ).last_hidden_state
-    return packed
+    places = {}
+    if any(len(row) > 1 for row in rows):
+        starts = [[p for e in row for p in range(_inputs(e))] for row in rows]
+        places = {"position_ids": pad_right(starts, device)}
+    hidden: Tensor = backbone(model)(input_ids=ids, use_cache=False, **places).last_hidden_state
+    return hidden
 
 
 @torch.no_grad()
@@ -295,6 +296,9 @@ def _check_packing(model: nn.Module) -> None:
             f"packing = true: in {type(unwrapped(model)).__name__} sequences of one row see one "
             f"another ({off:.0%} as much as within one sequence); set packing = false"
         )
+
+
+# -- reward models -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,42 +338,7 @@ class Preferences:
 
     def stats(self, prefix: str) -> dict[str, float]:
         """Return them as metrics."""
-        return {
-            f"{prefix}/loss": self.loss,
-            f"{prefix}/accuracy": self.accuracy,
-            f"{prefix}/margin": self.margin,
-            f"{prefix}/reward_mean": self.reward_mean,
-            f"{prefix}/reward_std": self.reward_std,
-        }
-
-
-def train(
-    model: nn.Module, pairs: Sequence[PairTokens], config: RewardModelConfig, after: After
-) -> None:
-    """Train a sequence classifier with one label in place.
-
-    Args:
-        model: a causal backbone with a scalar head; with adapters where only those and the head
-            are to be trained.
-        pairs: at least one.
-        after: told of each update; what it raises ends the training after a whole update.
-
-    Raises:
-        LearnerError: a gradient is not finite.
-    """
-    objective = objective_of(model, config)
-    trained = optimizer_of(model, config, len(pairs))
-    try:
-        fit(trained, batches(pairs, config), objective, after)
-    finally:
-        trained.close()
-
-
-def objective_of(model: nn.Module, config: RewardModelConfig) -> BradleyTerry:
-    """Return the loss, as the settings say."""
-    device = next(model.parameters()).device
-    budget = token_budget(config.training.microbatch_tokens, device)
-    return BradleyTerry(model, budget, config.center_coef)
+        return {f"{prefix}/{k}": v for k, v in asdict(self).items() if k != "pairs"}
 
 
 class BradleyTerry:
@@ -387,6 +356,11 @@ class BradleyTerry:
 
     def __init__(self, model: nn.Module, token_budget: int, center_coef: float) -> None:
         self._model, self._budget, self._center_coef = model, token_budget, center_coef
+
+    @classmethod
+    def of(cls, model: nn.Module, config: RewardModelConfig) -> BradleyTerry:
+        """Make the loss that the settings ask for."""
+        return cls(model, _budget(model, config), config.center_coef)
 
     def learn(self, batch: Sequence[PairTokens]) -> Stats:
         """Add the gradient of the batch's loss; return metrics from before the update."""
@@ -415,7 +389,5 @@ class BradleyTerry:
         """Rewards [b] of the chosen and of the rejected responses, read at the end token."""
         rows = [[*p.prompt, *p.chosen] for p in pairs]
         rows += [[*p.prompt, *p.rejected] for p in pairs]
-        hidden = hidden_states(self._model, rows)
-        last = torch.stack([h[len(row) - 1] for h, row in zip(hidden, rows, strict=True)])
-        rewards = apply_scalar_head(self._model, last)
+        rewards = apply_scalar_head(self._model, last_hidden(self._model, rows))
         return cast(tuple[Tensor, Tensor], rewards.split(len(pairs)))
