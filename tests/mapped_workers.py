@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stretto.runtime.groups.messages import Setting, probe_of
 from torch import Tensor, nn
 
 from stretto.assembly.models import NOTHING
@@ -22,7 +21,8 @@ from stretto.models.mapped import convert, take
 from stretto.models.pieces import Layout
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of
-from stretto.runtime.groups import learner, services
+from stretto.runtime import learner, services
+from stretto.runtime.messages import Setting, probe_of
 from stretto.training import sharded
 from stretto.training.sharded import Grid, Sharded
 from stretto.types import Prompt
