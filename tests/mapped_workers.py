@@ -24,8 +24,7 @@ from stretto.models.weights import fingerprint_of
 from stretto.runtime import learner, services
 from stretto.runtime.messages import Setting, probe_of
 from stretto.training import sharded
-from stretto.training.grid import Grid
-from stretto.training.sharded import Sharded
+from stretto.training.sharded import Grid, Sharded
 from stretto.types import Prompt
 
 

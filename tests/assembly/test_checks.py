@@ -25,8 +25,8 @@ from stretto.assembly.checks import check_engine
 from stretto.assembly.models import NOTHING, Given
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
+from stretto.models.forward import positions
 from stretto.models.load import load_causal_lm, load_sequence_classifier
-from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.run import Run, start

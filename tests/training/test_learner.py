@@ -32,10 +32,9 @@ from rounding import rounding
 from stretto.config import Config, ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
-from stretto.models.clone import with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
-from stretto.models.weights import fingerprint, load_weights
+from stretto.models.weights import fingerprint, load_weights, with_own_weights
 from stretto.schedules.rollout import Rollout, total_reward, train_batch
 from stretto.training import agreement
 from stretto.training import collate as collating

@@ -31,7 +31,7 @@ from stretto.pipelines.problem import Problem, Side
 from stretto.training import pipelined
 from stretto.training.learner import PolicyLearner
 from stretto.training.partition import into_micro_batches
-from stretto.training.planner import Planner
+from stretto.training.pipelined import Planner
 from stretto.training.trained import Course
 from stretto.workers.forkserver import NAME
 from stretto.workers.ranks import Ranks

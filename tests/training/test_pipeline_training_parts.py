@@ -30,7 +30,7 @@ from stretto.runtime.run import start as start_run
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
-from stretto.training.planner import Planner
+from stretto.training.pipelined import Planner
 from stretto.training.trained import Course, TrainedModel
 from stretto.workers.threads import WorkerThread
 
@@ -118,7 +118,7 @@ def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:
     part = a_micro_batch().part
     blank = PaddedBatch.blank(part)
     assert blank.tokens.shape == (1, 1)
-    assert blank.at_responses(torch.ones(1, 1, 4)).shape == (0, 4)
+    assert states_at(torch.ones(1, 1, 4), blank.places).shape == (0, 4)
     assert (blank.targets.numel(), int(blank.part.mask.sum())) == (0, 0)
     assert (blank.part.weights.shape, float(blank.part.weights.sum())) == ((1, 2), 0.0)
     assert blank.part.ref_logprobs is None

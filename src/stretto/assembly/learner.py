@@ -17,7 +17,7 @@ from stretto.weights.channel import SharedChannel
 from stretto.workers.ranks import Ranks
 
 if TYPE_CHECKING:
-    from stretto.training.grid import Grid
+    from stretto.training.sharded import Grid
 
 T = TypeVar("T")
 
@@ -87,8 +87,7 @@ def _sharded(
     lends: bool,
 ) -> tuple[Trained, Trained | None, Passes]:
     """Cut the models into shards, of which this rank keeps its own."""
-    from stretto.training.sharded import Sharded, ShardedModel
-    from stretto.training.sharded_passes import ShardedPasses
+    from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
 
     shards = Sharded(actor, grid, lends=lends)
     others = Sharded(critic, grid, lends=lends) if critic else None

@@ -19,7 +19,7 @@ from stretto.observe.progress import on_stderr
 from stretto.rollout.engine import TorchEngine
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render

@@ -27,7 +27,7 @@ from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.responses import PromptLayout
 
 if TYPE_CHECKING:

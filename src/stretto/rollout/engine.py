@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
-from stretto.models.forward import backbone, unwrapped
-from stretto.models.positions import positions
+from stretto.models.forward import backbone, positions, unwrapped
 from stretto.models.weights import load_weights
 from stretto.rollout.admission import check_admission, check_transfer
 from stretto.rollout.packed import PackedLinears

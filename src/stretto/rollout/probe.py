@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stretto.config import RolloutConfig
-from stretto.models.slots import SlotCache
+from stretto.models.cached import SlotCache
 from stretto.rollout.packed import PackedLinears
 from stretto.rollout.step import ModelPass
 from stretto.types import FloatArray, IntArray

@@ -26,8 +26,8 @@ from stretto.runtime.placement import learner_layout
 from stretto.runtime.state import claim_of, copied, fit
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
-from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
+from stretto.training.sharded import Grid
 from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
 from stretto.weights.broadcast import WeightSender

@@ -298,7 +298,7 @@ class PolicyLearner:
 
     def _fresh(self, batch: TrainBatch) -> Tensor:
         """Mark the responses that the weights of the last hand-over sampled wholly: [B] bool."""
-        fresh = [bool((v == self._version).all()) for v in batch.split(batch.versions)]
+        fresh = [bool((v == self._version).all()) for v in batch.split_sampled(batch.versions)]
         return torch.tensor(fresh)
 
     def _own(self, fresh: Tensor) -> Tensor | None:
