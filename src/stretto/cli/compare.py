@@ -13,10 +13,8 @@ from typing import Annotated
 
 import tyro
 
-from stretto.api import report
-from stretto.api.processes import Trainings
+from stretto.api.runs import REPLACED, Job, Trainings, config_of_job, report
 from stretto.api.settings import settled
-from stretto.api.variants import REPLACED, Job, config_of
 from stretto.checks import check_run
 from stretto.cli import compare_sim
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
@@ -84,7 +82,7 @@ def _trained(arguments: Sequence[str]) -> int:
         check_run(config)
     jobs = plan(own.variants, own.seeds)
     for job in jobs:  # what is wrong with any of them is said before the first one starts
-        config_of(config, job, "")
+        config_of_job(config, job, "")
 
     with working(on_stderr, LOADING):
         config = settled(config, print)  # once, as runs that decide for themselves may differ

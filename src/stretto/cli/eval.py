@@ -171,7 +171,7 @@ def _sampled(config: Config, own: Options, model: str, trained: Config) -> dict[
     judge = None
     if own.judge:
         limits = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
-        given = {name: value for name, value in limits.items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
         judge = evaluation.LlmJudge(own.judge, own.judge_url, **given)
     measured = evaluation.measure(
         config,

@@ -13,7 +13,7 @@ import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tomli_w
 import tyro
@@ -22,8 +22,11 @@ from pydantic import BaseModel
 from stretto.config import Section, changes, recipes
 from stretto.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 S = TypeVar("S", bound=Section)
-Own = TypeVar("Own")
+Own = TypeVar("Own", bound="DataclassInstance")
 
 IN_FILES_ALONE = ("cluster.processes",)
 """Settings that are lists of tables, which no option can spell."""
