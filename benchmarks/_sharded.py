@@ -20,11 +20,9 @@ from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.pieces import Layout
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
-from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
 from stretto.training.passes import LocalPasses
-from stretto.training.sharded import Sharded, ShardedModel
-from stretto.training.sharded_passes import ShardedPasses
+from stretto.training.sharded import Grid, Sharded, ShardedModel, ShardedPasses
 from stretto.training.trained import TrainedModel
 from stretto.types import FinishReason, Prompt, Score, TrainBatch
 

@@ -18,10 +18,8 @@ from stretto.models.lora import add_lora
 from stretto.models.pieces import Layout
 from stretto.models.tiny import byte_tokenizer
 from stretto.training import shard_files
-from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
-from stretto.training.sharded import Sharded, ShardedModel
-from stretto.training.sharded_passes import ShardedPasses
+from stretto.training.sharded import Grid, Sharded, ShardedModel, ShardedPasses
 from stretto.types import Response, TrainBatch
 
 UPDATES = 10

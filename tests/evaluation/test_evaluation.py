@@ -41,7 +41,7 @@ from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.report import evaluations
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import PromptSource
 
 SAMPLES = 9

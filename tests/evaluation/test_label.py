@@ -18,7 +18,7 @@ from stretto.errors import ConfigError, RewardError, TaskError
 from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource
 from stretto.types import FinishReason

@@ -28,12 +28,11 @@ from rounding import rounding
 from stretto.config import ModelConfig, RolloutConfig, TrainingConfig
 from stretto.errors import EngineError, StrettoError
 from stretto.evaluation.answers import completed
-from stretto.models.clone import with_own_structure, with_own_weights
+from stretto.models.cached import SlotCache
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
-from stretto.models.slots import SlotCache
 from stretto.models.tiny import byte_tokenizer
-from stretto.models.weights import fingerprint
+from stretto.models.weights import fingerprint, with_own_structure, with_own_weights
 from stretto.rollout.base import StopStrings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.packed import PackedLinears

@@ -29,9 +29,8 @@ from stretto.errors import LearnerError, OutOfMemoryError, StorageError
 from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
 from stretto.runs import finetuning
-from stretto.training.gate import Gate, end_updates
 from stretto.training.learner import PolicyLearner
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import Gate, TrainedModel, end_updates
 
 ENDS: list[BaseException] = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -214,7 +213,7 @@ def test_records_that_cannot_be_written_end_the_run_in_one_line(
         with full_beyond(1 << 40):
             save_model(*args)
 
-    monkeypatch.setattr("stretto.training.whole.save_model", where_there_is_room)
+    monkeypatch.setattr("stretto.training.trained.save_model", where_there_is_room)
     with full_beyond(8000):
         assert main(["train", str(tmp_path / "full.toml")]) == 2
     printed = capsys.readouterr()

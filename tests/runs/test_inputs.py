@@ -15,7 +15,7 @@ from run_helpers import Notes, lines, run, settings
 from stretto import runs
 from stretto.errors import StateError
 from stretto.models import identity as identities
-from stretto.models.identity import identity
+from stretto.models.info import identity
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.runs.inputs import Inputs

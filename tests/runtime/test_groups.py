@@ -32,12 +32,12 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm import llm
-from stretto.runtime.groups.migration import Couriers
+from stretto.runtime.kv_transfer import KVRouter
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.forkserver import NAME
 
-TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
+TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
 COPIES = {"processes": [{"roles": [f"reference {i}", f"critic {i}"]} for i in range(2)]}
 """Two copies of the scorers, which share their work."""
@@ -89,6 +89,7 @@ def assert_same(one: RunDirectory, two: RunDirectory) -> None:
         ("local", {}),
         ("ray", {}),
         ("local", {"schedule": {"preset": "async"}, "cluster": COPIES}),
+        ("local", {"pipeline": {"ranks": 2}}),
         ("local", {"model": {"lora_rank": 2}, "warmup_examples": 8}),
         pytest.param("local", {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
         pytest.param("local", RLOO, marks=pytest.mark.slow),
@@ -427,7 +428,7 @@ def test_stragglers_move_between_processes_and_nothing_changes(
     tiny_folder: Path, tmp_path: Path, sends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not sends:  # then their tokens are prefilled again
-        monkeypatch.setattr(Couriers, "bytes_per_s", lambda *_: 1.0)
+        monkeypatch.setattr(KVRouter, "bytes_per_s", lambda *_: 1.0)
     config = settings(
         tiny_folder,
         runtime="local",
@@ -495,7 +496,7 @@ def test_what_cannot_start_ends_what_is_starting(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = Refusing()
-    monkeypatch.setattr("stretto.runtime.groups.processes.launcher_of", lambda *_: launcher)
+    monkeypatch.setattr("stretto.runtime.processes.launcher_of", lambda *_: launcher)
     config = settings(tiny_folder, runtime="local")
     with pytest.raises(ConfigError, match="no such reference"):
         trained(config, tmp_path)
@@ -566,8 +567,9 @@ def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path
 
 
 def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2})
-    with pytest.raises(ConfigError, match="trains through stages, which are for"):
+    learner = {"processes": [{"roles": ["learner"], "fsdp": 2}]}
+    config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2}, cluster=learner)
+    with pytest.raises(ConfigError, match="trains through stages, and cluster"):
         trained(config, tmp_path)
 
 
@@ -617,7 +619,7 @@ def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) ->
     """No tensors: weights travel by tickets."""
     from contextlib import ExitStack
 
-    from stretto.runtime.inline import start
+    from stretto.runtime.run import start
     from stretto.workers.drive import drive
 
     config = settings(tiny_folder, schedule={"preset": "async"}, steps=3)
@@ -632,5 +634,5 @@ def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) ->
     with ExitStack() as stack:
         run = start(config, stack, lambda _: None)
         drive(body())
-        run.placement.close()
+        run.workers.close()
     assert json.loads(json.dumps(states[0], default=list))["weights"].keys() == {"actor", "critic"}

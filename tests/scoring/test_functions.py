@@ -26,7 +26,7 @@ from stretto.config import TaskConfig
 from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import render
 from stretto.testing import make_chunk
 from stretto.types import FinishReason, Message, Prompt, Score

@@ -30,10 +30,9 @@ def test_the_order_is_that_of_the_last_time() -> None:
 class Owner(Service):
     """A service with a tensor that rests while others work."""
 
-    reads = frozenset({"value", "watch", "refuse"})
-
     def __init__(self, name: str, number: float, lane: Lane) -> None:
         super().__init__()
+        self.reads = frozenset({"value", "watch", "refuse"})
         self.tensor = torch.full((4,), number)
         self.shelf = Shelf(name, lambda: [self.tensor], lane)
 

@@ -13,11 +13,11 @@ from stretto.pipelines.executor.layout import Name
 from stretto.training.learner import PolicyLearner
 from stretto.training.passes import LocalPasses, Passes, Trained
 from stretto.training.trained import Course, TrainedModel
-from stretto.weights.channel import WeightChannel
+from stretto.weights.channel import SharedChannel
 from stretto.workers.ranks import Ranks
 
 if TYPE_CHECKING:
-    from stretto.training.grid import Grid
+    from stretto.training.sharded import Grid
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ def make_learner(
     stack: ExitStack,
     *,
     snapshots: Sequence[str],
-    channel: WeightChannel,
+    channel: SharedChannel,
     threads: int,
     lends: bool = False,
     grid: Grid | None = None,
@@ -87,8 +87,7 @@ def _sharded(
     lends: bool,
 ) -> tuple[Trained, Trained | None, Passes]:
     """Cut the models into shards, of which this rank keeps its own."""
-    from stretto.training.sharded import Sharded, ShardedModel
-    from stretto.training.sharded_passes import ShardedPasses
+    from stretto.training.sharded import Sharded, ShardedModel, ShardedPasses
 
     shards = Sharded(actor, grid, lends=lends)
     others = Sharded(critic, grid, lends=lends) if critic else None

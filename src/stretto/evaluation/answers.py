@@ -20,7 +20,7 @@ from stretto.rollout.base import Engine
 from stretto.rollout.registry import ENGINES
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render

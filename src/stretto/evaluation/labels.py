@@ -28,7 +28,7 @@ from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.conversations import cells_of
 from stretto.tasks.encode import utf8
 from stretto.tasks.files import Row, read

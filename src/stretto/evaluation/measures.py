@@ -48,7 +48,7 @@ from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import same_tokenizer
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.base import RIGHT
 from stretto.tasks.responses import PromptLayout
 

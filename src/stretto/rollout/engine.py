@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
-from stretto.models.forward import backbone, unwrapped
-from stretto.models.positions import positions
+from stretto.models.forward import backbone, positions, unwrapped
 from stretto.models.weights import load_weights
 from stretto.rollout.base import Carry, Engine, StopStrings
 from stretto.rollout.packed import PackedLinears
@@ -39,7 +38,7 @@ class TorchEngine(Engine):
     The model is used as it is, without a copy: a learner that trains the very same module hands
     over its weights by a version number and a fingerprint alone. While the engine decodes on a CPU
     in bfloat16, the module's linear layers are changed for that time; an engine that decodes in one
-    thread while another thread uses the module needs a copy out of ``models/clone.py``.
+    thread while another thread uses the module needs a copy out of :func:`~stretto.models.weights.with_own_structure`.
 
     Many short calls of :meth:`decode` and one long call sample the same tokens, in the same forward
     passes. A rollout that moves with its keys and values is decoded as soon as it has a slot.

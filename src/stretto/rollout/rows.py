@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.models.slots import SlotCache
+from stretto.models.cached import SlotCache
 from stretto.rollout.base import Row
 
 

@@ -9,7 +9,7 @@ from stretto.assembly.models import Given
 from stretto.config import Config
 from stretto.config.sections import MODEL
 from stretto.errors import StateError
-from stretto.models.identity import identity
+from stretto.models.info import identity
 from stretto.saying import Say
 from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource

@@ -24,7 +24,7 @@ from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.settings import Step
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.types import Stats
 from stretto.workers.drive import drive
 

@@ -40,7 +40,7 @@ from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
 from stretto.rollout.base import Engine
 from stretto.rollout.registry import ENGINES
-from stretto.runtime.kv_transfer import Parcels
+from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import (
     OUTBOX,
     Loaded,
@@ -66,13 +66,13 @@ from stretto.types import (
     WeightsRef,
     short_name,
 )
-from stretto.weights.broadcast import Inbox
+from stretto.weights.broadcast import WeightReceiver
 from stretto.weights.buckets import Plan
 from stretto.weights.resharding import Resharding
 from stretto.weights.transfer import Route
 from stretto.workers.services import Service
 
-Receiver = Inbox | Resharding
+Receiver = WeightReceiver | Resharding
 """The end of a weight channel between processes, at the follower."""
 
 
@@ -93,13 +93,13 @@ class Follower(Service):
             marks: of the plans by which they travel.
             routes: of the first rank, to each rank of the learner.
         """
-        assert isinstance(self.inbox, Inbox)
+        assert isinstance(self.inbox, WeightReceiver)
         own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
         self.inbox.expect(ref, marks, own)
 
     def abort(self) -> None:
         """Break off what is being received; on the side."""
-        if isinstance(self.inbox, Inbox):
+        if isinstance(self.inbox, WeightReceiver):
             self.inbox.abort()
 
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
@@ -121,8 +121,7 @@ class GeneratorService(Follower):
 
     Args:
         inbox: see :class:`Follower`.
-        parcels: keeps keys and values that other processes fetch; ``None`` where generators share a
-            process, and hand them over.
+        kv_store: keeps keys and values for other processes; ``None`` where generators share one.
         probe: token ids [n, t] that are read after each weight sync; ``None`` for no proof.
     """
 
@@ -132,18 +131,18 @@ class GeneratorService(Follower):
         self,
         engine: Engine,
         inbox: Receiver | None = None,
-        parcels: Parcels | None = None,
+        kv_store: KVStore | None = None,
         probe: IntArray | None = None,
     ) -> None:
         super().__init__(engine)
-        self.inbox, self._parcels, self._probe = inbox, parcels, probe
+        self.inbox, self._kv_store, self._probe = inbox, kv_store, probe
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         """Let go of rollouts; keys and values stay here until they are sent."""
 
         def export() -> Sequence[KVTransfer]:
             found: Sequence[KVTransfer] = self.worker.export(rollout_ids, with_cache)
-            return self._parcels.keep(found) if self._parcels else found
+            return self._kv_store.keep(found) if self._kv_store else found
 
         return self._timed("migrate", export, lambda _: {"rollouts": list(rollout_ids)})
 
@@ -151,25 +150,25 @@ class GeneratorService(Follower):
         """Go on with rollouts, once their keys and values have come."""
 
         def accept() -> None:
-            came = self._parcels.fetch(transfers) if self._parcels else transfers
+            came = self._kv_store.fetch(transfers) if self._kv_store else transfers
             self.worker.accept(responses, came)
 
         return self._timed("migrate", accept, lambda _: {"rollouts": [r.id for r in responses]})
 
-    def ship(self, parcel: int, route: Route) -> None:
+    def ship(self, bundle: int, route: Route) -> None:
         """Send keys and values that are kept here; on the side."""
-        assert self._parcels
-        self._parcels.ship(parcel, route)
+        assert self._kv_store
+        self._kv_store.ship(bundle, route)
 
     def sample(self) -> tuple[int, Plan]:
         """Keep a sample of bytes to be sent."""
-        assert self._parcels
-        return self._parcels.sample()
+        assert self._kv_store
+        return self._kv_store.sample()
 
     def measure(self, route: Route, what: Plan) -> float:
         """Return how long a sample takes to come here, in seconds."""
-        assert self._parcels
-        return self._parcels.measure(route, what)
+        assert self._kv_store
+        return self._kv_store.measure(route, what)
 
     def rates(self) -> Rates:
         """Measure what the rule for migration asks for."""
@@ -275,7 +274,7 @@ class ScorerService(Follower):
 
 
 def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
-    """Make a generator's service, in its process; parcels bear its name."""
+    """Make a generator's service, in its process."""
     setting.prepare()
     config, given = setting.config, setting.given
     own_weights = ENGINES[config.rollout.engine].own_weights
@@ -294,8 +293,8 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
     device = next(model.parameters()).device
     if own_weights:
         device = pick_device(config.model.device)
-    parcels = Parcels(name, device, dist.get_rank())
-    return GeneratorService(engine, inbox, parcels, probe)
+    kv_store = KVStore(name, device, dist.get_rank())
+    return GeneratorService(engine, inbox, kv_store, probe)
 
 
 def reference(setting: Setting) -> ScorerService:
@@ -347,7 +346,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Sc
     return ScorerService(scorer, said, shelf=setting.shelf(source, scorer.model.parameters))
 
 
-def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
+def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:
     """Make the inbox that receives an unsharded copy of the model's weights.
 
     Args:
@@ -357,7 +356,7 @@ def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
     theirs, trained = learner_layout(config), trained_names(model)
     dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
-    return Inbox(
+    return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
         pick_device(config.model.device),
         config.cluster.bucket_mb << 20,
@@ -385,7 +384,7 @@ def follow(model: nn.Module, setting: Setting) -> Receiver:
         device = next(model.parameters()).device
         return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes, device)
     own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
-    return Inbox(
+    return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in trained},
         next(model.parameters()).device,
         bucket_bytes,

@@ -22,7 +22,7 @@ from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import trained_models
 from stretto.assembly.scorers import model_scorers, reward_models
 from stretto.config.cluster import LEARNER, generator_names
-from stretto.models.clone import with_own_structure, with_own_weights
+from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Ready
 from stretto.runtime.placement import Seat

@@ -57,7 +57,7 @@ class Trained(Protocol):
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """Return log-probs [B, T]; see :meth:`stretto.training.whole.WholeModel.logprobs`."""
+        """Return log-probs [B, T]; see :meth:`stretto.training.trained.WholeModel.logprobs`."""
         ...
 
     def fingerprint(self) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from stretto.algorithms.experience import Part
 from stretto.config import AlgorithmConfig, RolloutConfig
-from stretto.models.positions import positions
+from stretto.models.forward import positions
 from stretto.planning import compute
 from stretto.planning.layout import Mesh
 from stretto.rollout.base import Engine
@@ -23,8 +23,7 @@ from stretto.runtime.measuring.model import Subject
 from stretto.runtime.measuring.points import Point
 from stretto.training.losses import MicroBatch
 from stretto.training.passes import LocalPasses
-from stretto.training.trained import TrainedModel
-from stretto.training.whole import WholeModel
+from stretto.training.trained import TrainedModel, WholeModel
 from stretto.types import Prompt, Response
 
 ENOUGH_S, PATIENCE_S = 0.3, 5.0

@@ -30,7 +30,7 @@ from stretto.runtime.sim.cluster import (
 from stretto.runtime.sim.costs import SampleCost
 from stretto.runtime.sim.lengths import Replayed
 from stretto.runtime.sim.roles import LearningCurve
-from stretto.scoring.worthwhile import worthwhile_tokens
+from stretto.scoring.responses import worthwhile_tokens
 from stretto.types import ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024
