@@ -38,7 +38,8 @@ class TorchEngine(Engine):
     The model is used as it is, without a copy: a learner that trains the very same module hands
     over its weights by a version number and a fingerprint alone. While the engine decodes on a CPU
     in bfloat16, the module's linear layers are changed for that time; an engine that decodes in one
-    thread while another thread uses the module needs a copy out of :func:`~stretto.models.weights.with_own_structure`.
+    thread while another thread uses the module needs a copy
+    (:func:`~stretto.models.weights.with_own_structure`).
 
     Many short calls of :meth:`decode` and one long call sample the same tokens, in the same forward
     passes. A rollout that moves with its keys and values is decoded as soon as it has a slot.
