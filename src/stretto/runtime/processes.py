@@ -20,9 +20,9 @@ from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.load import pick_device, pick_dtype
-from stretto.rollout.vllm.llm import check_version
+from stretto.rollout.registry import ENGINES
 from stretto.runtime import learner, services
-from stretto.runtime.groups import fitting, vllm
+from stretto.runtime.groups import fitting
 from stretto.runtime.launchers import launcher_of
 from stretto.runtime.messages import Ready, Setting, probe_of
 from stretto.runtime.placement import Place, Seat, learner_layout, lends, places, remarks
@@ -210,9 +210,7 @@ class Processes:
         if seat.role == LEARNER:
             return learner.learner, (setting, self._probe)
         if not seat.scorer:
-            own = setting.of_run.rollout.engine == "torch"
-            make = services.generator if own else vllm.generator
-            return make, (setting, seat.role, self._probe)
+            return services.generator, (setting, seat.role, self._probe)
         if seat.scorer == "reference":
             return services.reference, (setting,)
         if seat.scorer == "critic":
@@ -264,14 +262,14 @@ def _check(config: Config, given: Given) -> None:
 
 
 def _require_engine(config: Config, found: Sequence[Place]) -> None:
-    """See that vLLM is installed, where generators have this interpreter.
+    """See that the engine's library is installed, where generators have this interpreter.
 
     Raises:
         MissingExtraError, ConfigError: it is not, or is too old.
     """
     seats = [seat for place in found if not place.python for seat in place.seats]
-    if config.rollout.engine == "vllm" and any(seat.role.startswith("generator") for seat in seats):
-        check_version()
+    if any(seat.role.startswith("generator") for seat in seats):
+        ENGINES[config.rollout.engine].check()
 
 
 def _rank_names(place: Place) -> list[str]:

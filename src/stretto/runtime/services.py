@@ -6,10 +6,9 @@ from the learner. A model's fingerprint, of all its parameters, proves that both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 
 from stretto.assembly.checks import check_rewards
 from stretto.assembly.controls import most_in_flight
-from stretto.assembly.engines import make_engine, prefill_tokens_per_s, scorer_slots
+from stretto.assembly.engines import make_engine, scorer_slots
 from stretto.assembly.models import (
     load_reward_model,
     made_ready,
@@ -39,8 +38,8 @@ from stretto.models.shelf import Shelf
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine
+from stretto.rollout.base import Engine
+from stretto.rollout.registry import ENGINES
 from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import (
     OUTBOX,
@@ -50,6 +49,7 @@ from stretto.runtime.messages import (
     Setting,
     frozen_mark,
     loading,
+    on_host,
 )
 from stretto.runtime.placement import learner_layout
 from stretto.scoring.base import ModelScorer
@@ -120,7 +120,6 @@ class GeneratorService(Follower):
     """An engine.
 
     Args:
-        prefill_tokens_per_s: measures how fast it prefills.
         inbox: see :class:`Follower`.
         kv_store: keeps keys and values for other processes; ``None`` where generators share one.
         probe: token ids [n, t] that are read after each weight sync; ``None`` for no proof.
@@ -130,15 +129,13 @@ class GeneratorService(Follower):
 
     def __init__(
         self,
-        engine: TorchEngine | VllmEngine,
-        prefill_tokens_per_s: Callable[[], float],
+        engine: Engine,
         inbox: Receiver | None = None,
         kv_store: KVStore | None = None,
         probe: IntArray | None = None,
     ) -> None:
         super().__init__(engine)
         self.inbox, self._kv_store, self._probe = inbox, kv_store, probe
-        self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         """Let go of rollouts; keys and values stay here until they are sent."""
@@ -178,7 +175,8 @@ class GeneratorService(Follower):
         if self._probe is not None:  # bytes are known once something was read
             self.worker.logprobs(self._probe)
         moves = self.worker.capabilities.moves_cache
-        return Rates(self._prefill_tokens_per_s(), self.worker.kv_bytes_per_token if moves else 0)
+        rate: float = self.worker.prefill_tokens_per_s()
+        return Rates(rate, self.worker.kv_bytes_per_token if moves else 0)
 
     def _loaded(self, probe: FloatArray | None = None) -> Loaded:
         return super()._loaded(None if self._probe is None else self.worker.logprobs(self._probe))
@@ -187,9 +185,9 @@ class GeneratorService(Follower):
         if name != "decode":
             return {}
         return {
-            "rollouts": [c.rollout_id for c in value],
-            "tokens": sum(len(c.tokens) for c in value),
-            "steps": max((len(c.tokens) for c in value), default=0),
+            "rollouts": [c.rollout_id for c in value.chunks],
+            "tokens": sum(len(c.tokens) for c in value.chunks),
+            "steps": value.steps,
             "version": self.worker.version,
         }
 
@@ -278,15 +276,25 @@ class ScorerService(Follower):
 def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
     """Make a generator's service, in its process."""
     setting.prepare()
-    config = setting.config
-    model, prompts = loaded_actor(setting)
-    inbox = follow(model, setting)
-    rows = most_in_flight(config)
-    ends = setting.given.end_tokens
-    engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
+    config, given = setting.config, setting.given
+    own_weights = ENGINES[config.rollout.engine].own_weights
+    model, prompts = loaded_actor(on_host(setting) if own_weights else setting)
+    inbox = follow_whole(model, setting) if own_weights else follow(model, setting)
+    engine = make_engine(
+        config,
+        model,
+        prompts.tokenizer,
+        most_in_flight(config),
+        given.end_tokens,
+        inbox,
+        brought=given.actor is not None,
+        threads=setting.threads,
+    )
     device = next(model.parameters()).device
+    if own_weights:
+        device = pick_device(config.model.device)
     kv_store = KVStore(name, device, dist.get_rank())
-    return GeneratorService(engine, partial(prefill_tokens_per_s, model), inbox, kv_store, probe)
+    return GeneratorService(engine, inbox, kv_store, probe)
 
 
 def reference(setting: Setting) -> ScorerService:
