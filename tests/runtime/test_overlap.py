@@ -23,8 +23,8 @@ from torch import Tensor
 from helpers import told, train_on
 from run_helpers import Kill, assert_same_run, run, settings, untimed, weights
 from stretto import runs
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import Config, recipes
+from stretto.config.algorithm import ALGORITHMS
 from stretto.evaluation.answers import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress

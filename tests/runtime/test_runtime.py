@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from run_helpers import Kill, Notes, assert_same_run, lines, run, settings, untimed, weights
 from scorer_helpers import reward_model
 from stretto import evaluation, runs, tasks
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.assembly.warmup import _examples
 from stretto.config import ModelConfig, RolloutConfig, recipes
+from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import ConfigError, RewardError, StateError, TaskError
 from stretto.evaluation.answers import generate
 from stretto.evaluation.rows import SEED

@@ -6,8 +6,7 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from stretto.algorithms.registry import own_settings
-from stretto.config.algorithm import AlgorithmConfig
+from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
 from stretto.config.cluster import LEARNER, ClusterConfig
 from stretto.config.pipeline import PipelineConfig
@@ -57,8 +56,8 @@ class Config(Section):
     def remarks(self) -> list[str]:
         """Remarks on settings that are valid, but have no effect or not the expected one."""
         a, remarks = self.algorithm, []
-        others = [name for name in own_settings() if name not in a.definition.settings]
-        idle = [name for name in others if self._is_set(name)]
+        known = dict.fromkeys(name for spec in ALGORITHMS.values() for name in spec.settings)
+        idle = [n for n in known if n not in a.definition.settings and self._is_set(n)]
         if idle:
             remarks.append(f"without effect on '{a.name}': {', '.join(idle)}")
         if a.kl_coef and a.kl_place == "loss" and a.estimator == "k1":

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto.algorithms.advantages import gae
 from stretto.algorithms.experience import Scored
 from stretto.algorithms.kl import kl_estimate
-from stretto.algorithms.prepare import prepare
+from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import make_rewards
 from stretto.api import changed
 from stretto.assembly.engines import make_engine
