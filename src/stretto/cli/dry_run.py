@@ -28,7 +28,6 @@ def describe_run(config: Config) -> str:
     Raises:
         StrettoError: what :func:`~stretto.checks.check_run` finds.
     """
-    from stretto.assembly.controls import most_in_flight
     from stretto.models.memory import format_plan, plan_for
     from stretto.observe.progress import headline
 
@@ -38,7 +37,7 @@ def describe_run(config: Config) -> str:
     lines = [
         headline(config),
         f"in all: {config.steps * r.batch:,} responses, {config.steps * updates:,} updates",
-        f"in flight: at most {most_in_flight(config)} responses (delta at most "
+        f"in flight: at most {config.most_in_flight} responses (delta at most "
         f"{config.schedule.largest_overcommit(r.batch)}), each of at most "
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),

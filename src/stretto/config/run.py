@@ -84,6 +84,11 @@ class Config(Section):
             )
         return [*remarks, *self.schedule.remarks]
 
+    @property
+    def most_in_flight(self) -> int:
+        """The most rollouts that are decoded at one time."""
+        return self.schedule.most_in_flight(self.rollout.batch, self.rollout.samples_per_prompt)
+
     def require_positions(self, what: str, limit: int | None) -> None:
         """Refuse a model that cannot read a prompt with its response, both at their limits.
 

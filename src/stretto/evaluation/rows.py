@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import tasks
-from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.errors import TaskError
 from stretto.tasks.content import content, is_held_out
@@ -158,7 +157,7 @@ def _asked_in_training(
     if not config.task.name:
         return None, "the settings name no rows to train on"
     r = config.rollout
-    responses = config.steps * r.batch + most_in_flight(config)
+    responses = config.steps * r.batch + config.most_in_flight
     try:
         task = tasks.load(config.task, config.seed)
         source = PromptSource(task, config.task, tokenizer, config.seed)

@@ -23,7 +23,7 @@ from stretto.runs.inputs import Identities, Inputs
 from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
-from stretto.schedules.settings import Step
+from stretto.schedules.schedule import Step
 from stretto.scoring.text import response_text
 from stretto.types import Stats
 from stretto.workers.drive import drive

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.assembly.cores import Threads, share_cores
+from stretto.assembly.controls import Threads, share_cores
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
 from stretto.config.sections import MODEL
@@ -110,8 +110,9 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
     by_rule = (seats for seats in _by_rule(config, named, models) if seats)
     groups += [(seats, ProcessConfig(roles=(seats[0].role,))) for seats in by_rule]
     groups.sort(key=lambda group: all(seat.role != LEARNER for seat in group[0]))
-    overlap = config.schedule.knobs.overlaps(config.rollout.engines)
-    shares = share_cores(config, cores) if overlap else None
+    engines = config.rollout.engines
+    overlap = config.schedule.knobs.overlaps(engines)
+    shares = share_cores(config.schedule, engines, cores) if overlap else None
     found: list[Place] = []
     for seats, process in groups:
         ranks, threads = process.ranks, process.threads

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.checks import check_rewards
-from stretto.assembly.controls import most_in_flight
 from stretto.assembly.engines import make_engine, prefill_tokens_per_s, scorer_slots
 from stretto.assembly.models import (
     load_reward_model,
@@ -282,7 +281,7 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
     config = setting.config
     model, prompts = loaded_actor(setting)
     inbox = follow(model, setting)
-    rows = most_in_flight(config)
+    rows = config.most_in_flight
     ends = setting.given.end_tokens
     engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
     device = next(model.parameters()).device

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.config.sections import MODEL
@@ -202,7 +201,7 @@ def _add_follower(
     if follows and shapes.adapters is not None:
         weights[f"{seat.role}'s weights"] += round(travelling)
     if not seat.scorer:
-        rows = -(-most_in_flight(config) // config.rollout.engines)
+        rows = -(-config.most_in_flight // config.rollout.engines)
         positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
         token = memory.cache_bytes(model, ranks) * width / memory.HALF
         load.held[CACHE] += round((config.rollout.slots or rows) * positions * token)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.checks import check_engine
-from stretto.assembly.controls import most_in_flight
 from stretto.models.forward import text_config, unwrapped
 from stretto.models.load import end_token_ids, pick_device, pick_dtype
 from stretto.models.resolve import resolve
@@ -48,7 +47,7 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
                 rollout=r,
                 dtype=dtype,
                 device=device,
-                rows=r.slots or most_in_flight(config),
+                rows=r.slots or config.most_in_flight,
                 longest=config.task.max_prompt_tokens + r.max_new_tokens,
                 kv_bytes_per_token=kv_bytes_per_token(model, dtype),
                 end_tokens=ends,
