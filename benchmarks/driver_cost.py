@@ -24,7 +24,7 @@ from stretto.clock import RealClock
 from stretto.config.cluster import generator_names
 from stretto.config.schedule import Settings
 from stretto.observe.spans import Spans
-from stretto.runtime.clients import GeneratorClient, ScorerClient
+from stretto.runtime.clients import generator_client, scorer_client
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.schedule import Controls, Schedule
@@ -77,7 +77,7 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
     spans = Spans(RealClock())
     schedule = Schedule(
         prompts,
-        [GeneratorClient(n, GroupExecutor(groups[n], n), spans) for n in names],
+        [generator_client(n, GroupExecutor(groups[n], n), spans) for n in names],
         [scorer(groups["reward"], spans)],
         IdleLearner(),
         Controls(
@@ -112,7 +112,7 @@ def cost(args: argparse.Namespace, generators: int, chunk: int, stream: bool) ->
 
 def scorer(group: ServiceGroup, spans: Spans) -> ScorerReplica:
     """Return the scorer, as the schedule knows it."""
-    return ScorerReplica(ScorerClient(IdleScorer.info, GroupExecutor(group, "reward"), spans))
+    return ScorerReplica(scorer_client(IdleScorer.info, GroupExecutor(group, "reward"), spans))
 
 
 def rows(args: argparse.Namespace) -> Sequence[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +21,26 @@ from stretto.config import Config, recipes
 from stretto.evaluation.answers import completed
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
-from stretto.runtime.inline import InlineRun, start
+from stretto.runtime.run import Run, start
 from stretto.schedules.rollout import Rollout, train_batch
+from stretto.workers.executor import ThreadExecutor
 
 
-def scored(run: InlineRun, batch: int, first: int) -> list[Rollout]:
+def worker(run: Run, role: str) -> Any:
+    executor = run.workers.executors[role]
+    assert isinstance(executor, ThreadExecutor)
+    return executor.service.worker
+
+
+def scorers(run: Run) -> list[Any]:
+    return [*run.functions, *(worker(run, place.role) for place in run.workers.scorers)]
+
+
+def scored(run: Run, batch: int, first: int) -> list[Rollout]:
     rollouts = [Rollout(first + i, run.prompts.next(), first + i) for i in range(batch)]
     by_id = {r.id: r for r in rollouts}
-    (engine,) = run.placement.engines
-    list(completed(engine, rollouts, 100))
-    for scorer in run.scorers:
+    list(completed(worker(run, "generator"), rollouts, 100))
+    for scorer in scorers(run):
         scorer.admit([r.response(text=True) for r in rollouts])
         for score in scorer.finish(list(by_id)):
             by_id[score.rollout_id].scores[scorer.name] = score
@@ -37,12 +48,13 @@ def scored(run: InlineRun, batch: int, first: int) -> list[Rollout]:
 
 
 @torch.no_grad()
-def logprobs(run: InlineRun, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
+def logprobs(run: Run, rollouts: Sequence[Rollout], temperature: float) -> Tensor:
     """The learner's, of all response tokens, one after the other."""
     responses = [r.response() for r in rollouts]
-    hidden = response_hidden(run.actor, responses)
+    actor = worker(run, "learner").trained["actor"].model
+    hidden = response_hidden(actor, responses)
     targets = response_tokens(responses, hidden.device)
-    return token_logprobs(output_head(run.actor), hidden, targets, temperature)[0].cpu()
+    return token_logprobs(output_head(actor), hidden, targets, temperature)[0].cpu()
 
 
 def rms(differences: Tensor) -> float:
@@ -52,6 +64,7 @@ def rms(differences: Tensor) -> float:
 def measure(config: Config) -> None:
     with ExitStack() as stack:
         run = start(config, stack, print)
+        engine, learner = worker(run, "generator"), worker(run, "learner")
         size, clip = config.rollout.batch, config.algorithm.clip
         print(
             "| step | tokens | apart, same weights | ratios | clipped | apart, a version behind |"
@@ -61,11 +74,11 @@ def measure(config: Config) -> None:
             rollouts = scored(run, size, step * size)
             engines = torch.tensor([x for r in rollouts for x in r.logprobs])
             before = logprobs(run, rollouts, config.rollout.temperature)
-            run.learner.train(train_batch(rollouts))
+            learner.train(train_batch(rollouts))
             after = logprobs(run, rollouts, config.rollout.temperature)
-            new = run.learner.publish()
-            run.placement.engines[0].load(new["actor"])
-            for scorer in run.scorers:
+            new = learner.publish()
+            engine.load(new["actor"])
+            for scorer in scorers(run):
                 if scorer.follows:
                     scorer.load(new[scorer.follows])
             ratios = (before - engines).exp()

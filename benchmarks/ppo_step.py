@@ -33,7 +33,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from _shared import parse
 from stretto.assembly.models import Given
 from stretto.config import Config
-from stretto.runtime.inline import start
+from stretto.runtime.run import start
 from stretto.workers.drive import drive
 
 SMOKE = {"steps": 2, "prompts_per_step": 2, "response_tokens": 4}

@@ -21,8 +21,8 @@ from stretto.models.mapped import convert, take
 from stretto.models.pieces import Layout
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of
-from stretto.runtime.groups import learner, services
-from stretto.runtime.groups.messages import Setting, probe_of
+from stretto.runtime import learner, services
+from stretto.runtime.messages import Setting, probe_of
 from stretto.training import sharded
 from stretto.training.grid import Grid
 from stretto.training.sharded import Sharded

@@ -18,6 +18,8 @@ from stretto.config import Config, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 from stretto.runtime.measuring.passes import Sizes
+from stretto.runtime.run import Run
+from stretto.workers.executor import ThreadExecutor
 from stretto.workers.forkserver import NAME
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
@@ -35,6 +37,18 @@ SMALL_SIZES = Sizes(
     repeats=1,
 )
 """Of a calibration that takes seconds."""
+
+
+def worker_of(run: Run, role: str) -> Any:
+    """The worker of a role on a thread, for plain calls."""
+    executor = run.workers.executors[role]
+    assert isinstance(executor, ThreadExecutor)
+    return executor.service.worker
+
+
+def scorers_of(run: Run) -> list[Any]:
+    """The workers of all scorers on threads, for plain calls."""
+    return [*run.functions, *(worker_of(run, place.role) for place in run.workers.scorers)]
 
 
 def settings(folder: Path, **sections: Any) -> Config:

@@ -29,7 +29,7 @@ from stretto.models.load import load_causal_lm, load_sequence_classifier
 from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
 from stretto.rollout.engine import TorchEngine
-from stretto.runtime.inline import InlineRun, start
+from stretto.runtime.run import Run, start
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks import load
@@ -47,7 +47,7 @@ def one(completions: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
 
-def assemble(folder: Path, given: Given = NOTHING, say: Any = id, **sections: Any) -> InlineRun:
+def assemble(folder: Path, given: Given = NOTHING, say: Any = id, **sections: Any) -> Run:
     """The parts of a run of the tiny model whose prompts have up to 60 tokens and responses 4."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 1, "threads": 1}
     for name, values in {**ROOM, "model": {"name": str(folder)}, **sections}.items():

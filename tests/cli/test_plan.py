@@ -28,7 +28,7 @@ from stretto.planning import hardware_file
 from stretto.planning.hardware import GPUS
 from stretto.planning.shapes import shape_of
 from stretto.runtime.groups.fitting import Shapes, loads
-from stretto.runtime.groups.placement import PROCESS_BYTES, places
+from stretto.runtime.placement import PROCESS_BYTES, places
 from stretto.runtime.plans.candidates import Space, candidates, memory_by_phase
 
 PPO = recipes.build(

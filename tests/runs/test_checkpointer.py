@@ -23,7 +23,7 @@ from stretto.observe.spans import Spans
 from stretto.runs import checkpoint
 from stretto.runs.checkpointer import Checkpointer
 from stretto.runtime import state
-from stretto.runtime.base import Running
+from stretto.runtime.run import Run
 from stretto.runtime.state import Staged
 
 STEPS = 100
@@ -63,7 +63,7 @@ class Case:
         self.fake, self.clock, self.notes = Fake(live), ManualClock(), list[str]()
         self.folder = folder
         self.checkpointer = Checkpointer(
-            cast(Running, self.fake),
+            cast(Run, self.fake),
             folder,
             {"task": {"number of rows": "5"}},
             ObserveConfig(**observe),
@@ -314,7 +314,7 @@ def test_a_run_on_a_full_disk_goes_on_and_says_at_its_end_what_there_is(
             raise OSError(errno.ENOSPC, "No space left on device")
         write(file, state)
 
-    monkeypatch.setattr(state, "write", while_there_is_room)
+    monkeypatch.setattr("stretto.runtime.run.write", while_there_is_room)
     config = settings(tiny_folder, steps=6, observe={"checkpoint_every": 2})
     run_dir, notes = RunDirectory.create(tmp_path, "run", config), Notes()
     runs.train(config, run_dir=run_dir, progress=notes)

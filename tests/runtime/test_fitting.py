@@ -23,7 +23,7 @@ from stretto.runtime.groups.fitting import (
     planned,
     table,
 )
-from stretto.runtime.groups.placement import PROCESS_BYTES, places
+from stretto.runtime.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
     layers=2, hidden=8, inner=16, heads=2, kv_heads=2, vocabulary=32, outputs=32, tied=True

@@ -32,7 +32,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.rollout.vllm import llm
-from stretto.runtime.groups.migration import Couriers
+from stretto.runtime.kv_transfer import KVRouter
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.forkserver import NAME
@@ -427,7 +427,7 @@ def test_stragglers_move_between_processes_and_nothing_changes(
     tiny_folder: Path, tmp_path: Path, sends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not sends:  # then their tokens are prefilled again
-        monkeypatch.setattr(Couriers, "bytes_per_s", lambda *_: 1.0)
+        monkeypatch.setattr(KVRouter, "bytes_per_s", lambda *_: 1.0)
     config = settings(
         tiny_folder,
         runtime="local",
@@ -495,7 +495,7 @@ def test_what_cannot_start_ends_what_is_starting(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = Refusing()
-    monkeypatch.setattr("stretto.runtime.groups.processes.launcher_of", lambda *_: launcher)
+    monkeypatch.setattr("stretto.runtime.processes.launcher_of", lambda *_: launcher)
     config = settings(tiny_folder, runtime="local")
     with pytest.raises(ConfigError, match="no such reference"):
         trained(config, tmp_path)
@@ -617,7 +617,7 @@ def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) ->
     """No tensors: weights travel by tickets."""
     from contextlib import ExitStack
 
-    from stretto.runtime.inline import start
+    from stretto.runtime.run import start
     from stretto.workers.drive import drive
 
     config = settings(tiny_folder, schedule={"preset": "async"}, steps=3)
@@ -632,5 +632,5 @@ def test_the_schedules_state_is_plain_data(tiny_folder: Path, tmp_path: Path) ->
     with ExitStack() as stack:
         run = start(config, stack, lambda _: None)
         drive(body())
-        run.placement.close()
+        run.workers.close()
     assert json.loads(json.dumps(states[0], default=list))["weights"].keys() == {"actor", "critic"}

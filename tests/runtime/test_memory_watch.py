@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from stretto.clock import ManualClock
-from stretto.runtime.groups.memory import EVERY_S, MemoryWatch
+from stretto.runtime.memory import EVERY_S, MemoryWatch
 
 
 def until(found: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stretto.rollout.rows import RowCache
-from stretto.runtime.groups.migration import SAMPLE_BYTES, Couriers, Parcels, Ticket
+from stretto.runtime.kv_transfer import SAMPLE_BYTES, KVHandle, KVRouter, KVStore
 from stretto.types import KVTransfer, Prompt, Reply, Response
 from stretto.weights.transfer import Meeting, open_store
 
@@ -28,20 +28,20 @@ class FakeGenerator:
     """A generator's process, in this one."""
 
     def __init__(self, name: str) -> None:
-        self.parcels = Parcels(name, CPU)
+        self.kv_store = KVStore(name, CPU)
         self.accepted: list[KVTransfer] = []
         self.gone = False
 
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        return [None if self.gone else getattr(self.parcels, method)(*args)]
+        return [None if self.gone else getattr(self.kv_store, method)(*args)]
 
     def ask(self, method: str, *args: Any) -> Any:
-        return getattr(self.parcels, method)(*args)
+        return getattr(self.kv_store, method)(*args)
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         if method == "accept":
             _, transfers = args
-            self.accepted = await asyncio.to_thread(self.parcels.fetch, transfers)
+            self.accepted = await asyncio.to_thread(self.kv_store.fetch, transfers)
         return Reply(None)
 
     async def restart(self) -> None:
@@ -63,13 +63,13 @@ def responses(ids: Sequence[int]) -> list[Response]:
 def moved(meeting: Meeting, transfers: Sequence[KVTransfer], *, gone: bool = False) -> list[Any]:
     """Send transfers from one generator to another; return what the other gets."""
     giver, taker = FakeGenerator("generator 0"), FakeGenerator("generator 1")
-    couriers = Couriers(meeting)
-    couriers.serve("generator 0", giver, giver)  # type: ignore[arg-type]
-    served = couriers.serve("generator 1", taker, taker)  # type: ignore[arg-type]
-    tickets = giver.parcels.keep(transfers)
-    assert all(t.cache is None or isinstance(t.cache, Ticket) for t in tickets)
+    kv_router = KVRouter(meeting)
+    kv_router.serve("generator 0", giver)  # type: ignore[arg-type]
+    accept = kv_router.serve("generator 1", taker)  # type: ignore[arg-type]
+    tickets = giver.kv_store.keep(transfers)
+    assert all(t.cache is None or isinstance(t.cache, KVHandle) for t in tickets)
     giver.gone = gone
-    asyncio.run(served.call("accept", responses([t.rollout_id for t in tickets]), tickets))
+    asyncio.run(accept(responses([t.rollout_id for t in tickets]), tickets))
     return taker.accepted
 
 
@@ -99,8 +99,8 @@ def test_where_a_giver_is_gone_tokens_are_prefilled_again(meeting: Meeting) -> N
 
 
 def test_the_way_between_two_generators_is_measured(meeting: Meeting) -> None:
-    couriers = Couriers(meeting)
+    kv_router = KVRouter(meeting)
     for name in ("generator 0", "generator 1"):
         generator: Any = FakeGenerator(name)
-        couriers.serve(name, generator, generator)
-    assert couriers.bytes_per_s("generator 0", "generator 1") > SAMPLE_BYTES / 60
+        kv_router.serve(name, generator)
+    assert kv_router.bytes_per_s("generator 0", "generator 1") > SAMPLE_BYTES / 60

@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 from helpers import told, train_on
-from run_helpers import Kill, assert_same_run, run, settings, untimed, weights
+from run_helpers import (
+    Kill,
+    assert_same_run,
+    run,
+    scorers_of,
+    settings,
+    untimed,
+    weights,
+    worker_of,
+)
 from stretto import runs
 from stretto.config import Config, recipes
 from stretto.config.algorithm import ALGORITHMS
@@ -29,20 +38,21 @@ from stretto.evaluation.answers import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
-from stretto.runtime import inline
+from stretto.runtime.run import Run
+from stretto.runtime.run import start as start_run
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.workers.threads import WorkerThread
 
 SIX: dict[str, Any] = {"steps": 6, "rollout": {"batch": 4, "max_new_tokens": 10}}
 
 
-def responses(parts: inline.InlineRun, batch: int, first: int) -> list[Rollout]:
+def responses(parts: Run, batch: int, first: int) -> list[Rollout]:
     """A batch generated and scored with plain calls, one after the other."""
     rollouts = [Rollout(first + i, parts.prompts.next(), first + i) for i in range(batch)]
-    (engine,) = parts.placement.engines
+    engine = worker_of(parts, "generator")
     by_id = {r.id: r for r in rollouts}
     list(completed(engine, rollouts, 100))
-    for scorer in parts.scorers:
+    for scorer in scorers_of(parts):
         scorer.admit(told(rollouts))
         for score in scorer.finish(list(by_id)):
             by_id[score.rollout_id].scores[scorer.name] = score
@@ -54,17 +64,19 @@ def responses(parts: inline.InlineRun, batch: int, first: int) -> list[Rollout]:
 def by_hand(config: Config, lag: int) -> dict[str, Tensor]:
     """The trained weights of a loop in which each step trains on what was generated before it."""
     with ExitStack() as stack:
-        parts = inline.start(config, stack, lambda _: None)
+        parts = start_run(config, stack, lambda _: None)
         size = config.rollout.batch
         ready = [responses(parts, size, i * size) for i in range(lag)]
+        learner = worker_of(parts, "learner")
         for step in range(config.steps):
             if step + lag < config.steps:
                 ready.append(responses(parts, size, (step + lag) * size))
-            train_on(parts.learner, ready.pop(0))
-            new = parts.learner.publish()
-            parts.placement.engines[0].load(new["actor"])
-            next(s for s in parts.scorers if s.follows).load(new["critic"])
-        return {n: p.detach().clone() for n, p in parts.actor.named_parameters()}
+            train_on(learner, ready.pop(0))
+            new = learner.publish()
+            worker_of(parts, "generator").load(new["actor"])
+            worker_of(parts, "critic").load(new["critic"])
+        actor = learner.trained["actor"].model
+        return {n: p.detach().clone() for n, p in actor.named_parameters()}
 
 
 def trained(config: Config, tmp_path: Path) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from stretto.config import ClusterConfig, Config
 from stretto.errors import ConfigError
 from stretto.models.pieces import Layout
-from stretto.runtime.groups.placement import (
+from stretto.runtime.placement import (
     Place,
     learner_layout,
     lends,

@@ -26,7 +26,10 @@ from stretto.errors import StorageError
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.runs import checkpoint
-from stretto.runtime.state import BackgroundWriter, Claim, copied, copied_if_room, fit, write
+from stretto.runtime.learner import LearnerService
+from stretto.runtime.messages import Ready
+from stretto.runtime.state import Claim, copied, fit, write
+from stretto.weights.channel import SharedChannel
 
 
 def test_a_copy_does_not_change_with_what_was_copied() -> None:
@@ -41,43 +44,43 @@ def test_a_copy_does_not_change_with_what_was_copied() -> None:
     assert copy[7] == [1, {"a": (2, None)}]
 
 
-def test_a_state_that_would_fill_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {"a": torch.zeros(100), "b": [torch.zeros(100, dtype=torch.bfloat16)]}  # 600 bytes
-    for available, live in ((1200, False), (1199, True)):
-        memory = SimpleNamespace(available=available)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
-        found, is_live = copied_if_room(state)
-        assert (is_live, found is state) == (live, live)
-        assert copied_if_room(state, copy=False) == (state, True)
-
-
-@pytest.mark.parametrize(("copy", "expected"), [(True, [0.0, 0.0]), (False, [1.0, 1.0])])
-def test_a_background_writer_writes_what_was_staged(
-    copy: bool, expected: list[float], tmp_path: Path
+@pytest.mark.parametrize(
+    ("copy", "available", "expected"),
+    [(True, 8000, [0.0, 0.0]), (True, 15, [1.0, 1.0]), (False, 8000, [1.0, 1.0])],
+)
+def test_a_learner_writes_what_was_staged(
+    copy: bool,
+    available: int,
+    expected: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    writer, tensor = BackgroundWriter(), torch.zeros(2)
-    writer.stage({"tensors": {"w": tensor}, "about": "{}"}, copy=copy)
+    """A copy, where one is asked for and fits into half of the memory that is free."""
+    tensor = torch.zeros(2)  # 8 bytes
+    memory = SimpleNamespace(available=available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    service = learner_service({"w": tensor})
+    live, size = service.stage(copy).value
     tensor += 1
-    assert not writer.ended
-    writer.begin(tmp_path / "rank-0-of-1.safetensors")
-    finish(writer)
-    assert load_file(tmp_path / "rank-0-of-1.safetensors")["w"].tolist() == expected
-    assert not writer.ended
+    assert (live, size) == (expected == [1.0, 1.0], 8)
+    service.write(tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert load_file(file)["actor/masters/w"].tolist() == expected
 
 
-def test_a_background_writer_tells_of_a_full_disk(tmp_path: Path) -> None:
-    writer = BackgroundWriter()
-    writer.stage({"tensors": {"w": torch.zeros(4000)}, "about": "{}"}, copy=False)
-    with full_beyond(1000):
-        writer.begin(tmp_path / "full.safetensors")
-        with pytest.raises(StorageError, match=r"full.safetensors': File too large; make room"):
-            finish(writer)
+def test_a_learner_tells_of_a_full_disk(tmp_path: Path) -> None:
+    service = learner_service({"w": torch.zeros(4000)})
+    service.stage(False)
+    with full_beyond(1000), pytest.raises(StorageError, match=r"File too large; make room"):
+        service.write(tmp_path)
 
 
-def finish(writer: BackgroundWriter) -> None:
-    while not writer.ended:
-        time.sleep(0.001)
-    writer.finish()
+def learner_service(state: dict[str, Any]) -> LearnerService:
+    optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+    model = {"masters": state, "optimizer": optimizer, "schedule": {}}
+    learner: Any = SimpleNamespace(state_dict=lambda: {"models": {"actor": model}})
+    prompts: Any = None
+    return LearnerService(learner, SharedChannel(), prompts, Ready({}, "", ()))
 
 
 def test_copies_on_one_machine_share_its_memory() -> None:

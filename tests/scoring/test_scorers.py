@@ -19,13 +19,15 @@ from helpers import (
     naive_values,
     told,
 )
+from run_helpers import worker_of
 from scorer_helpers import EOS, byte_rollout, plain_score, reward_model, scores_of
 from stretto.config import Config, ModelConfig, recipes
 from stretto.errors import LifecycleError, ModelError
 from stretto.models.heads import critic_from_actor
 from stretto.models.lora import add_lora
 from stretto.models.tiny import byte_tokenizer
-from stretto.runtime import inline
+from stretto.runtime.run import Run
+from stretto.runtime.run import start as start_run
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.models import (
     RewardModelScorer,
@@ -288,13 +290,13 @@ def test_an_encoder_is_no_critic() -> None:
 # -- in a run ------------------------------------------------------------------------------------
 
 
-def assemble(stack: ExitStack, tiny_folder: Path, **sections: Any) -> inline.InlineRun:
+def assemble(stack: ExitStack, tiny_folder: Path, **sections: Any) -> Run:
     """The parts of a run of the tiny model."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 2, "threads": 1}
     sections |= {"model": {"name": str(tiny_folder)}, "task": {"max_prompt_tokens": 64}}
     for name, values in sections.items():
         data[name] = data[name] | values
-    return inline.start(Config.model_validate(data), stack, lambda _: None)
+    return start_run(Config.model_validate(data), stack, lambda _: None)
 
 
 @pytest.fixture
@@ -316,10 +318,10 @@ def test_a_critic_from_the_reward_model_starts_with_its_values(
             reward={"sources": (f"model:{reward_folder}",)},
         )
     model = reward_model()
-    assert parts.placement.critics[0] is not model
-    assert all(p.requires_grad for p in parts.placement.critics[0].parameters())
+    assert worker_of(parts, "critic").model is not model
+    assert all(p.requires_grad for p in worker_of(parts, "critic").model.parameters())
     for score, r in zip(
-        scores_of(critic_scorer(parts.placement.critics[0], 1000), BYTE_ROLLOUTS),
+        scores_of(critic_scorer(worker_of(parts, "critic").model, 1000), BYTE_ROLLOUTS),
         BYTE_ROLLOUTS,
         strict=True,
     ):
@@ -333,7 +335,7 @@ def test_a_critic_by_name_starts_from_that_model(tiny_folder: Path, reward_folde
     with ExitStack() as stack:
         parts = assemble(stack, tiny_folder, critic={"init": str(reward_folder)})
     expected = reward_model().state_dict()
-    got = parts.placement.critics[0].state_dict()
+    got = worker_of(parts, "critic").model.state_dict()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
@@ -342,12 +344,13 @@ def test_a_critic_from_the_actor_starts_at_zero(tiny_folder: Path) -> None:
     with ExitStack() as stack:
         parts = assemble(stack, tiny_folder)
     for score, r in zip(
-        scores_of(critic_scorer(parts.placement.critics[0], 1000), BYTE_ROLLOUTS),
+        scores_of(critic_scorer(worker_of(parts, "critic").model, 1000), BYTE_ROLLOUTS),
         BYTE_ROLLOUTS,
         strict=True,
     ):
         assert score.values.tolist() == [0.0] * len(r)
-    own, copied = parts.actor.state_dict(), parts.placement.critics[0].state_dict()
+    own = worker_of(parts, "learner").trained["actor"].model.state_dict()
+    copied = worker_of(parts, "critic").model.state_dict()
     assert torch.equal(own["model.norm.weight"], copied["model.norm.weight"])
     assert own["model.norm.weight"].data_ptr() != copied["model.norm.weight"].data_ptr()
 

@@ -17,23 +17,21 @@ from torch import nn
 from helpers import critic_of, llama, make_rollouts, told
 from stretto.algorithms.experience import Part
 from stretto.assembly import warmup as building
+from stretto.assembly.cores import share_cores
 from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
 from stretto.errors import LearnerError, ModelError, RankError
-from stretto.models.load import load_causal_lm, load_tokenizer
 from stretto.pipelines.executor.instructions import PipelineTask
 from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem
-from stretto.runtime import inline
-from stretto.runtime.inline.placement import ThreadPlacement
+from stretto.runtime.run import start as start_run
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
 from stretto.training.planner import Planner
 from stretto.training.trained import Course, TrainedModel
-from stretto.weights.channel import SharedChannel
 from stretto.workers.threads import WorkerThread
 
 COURSES: Any = {"actor": Course(1e-3, 10, 0), "critic": Course(1e-3, 10, 0)}
@@ -156,7 +154,7 @@ def test_stages_that_cannot_be_cut_are_refused_before_the_warm_up(
             {"warmup_examples": 1, "model": {"name": str(tiny_folder)}, "pipeline": given}
         )
         with ExitStack() as stack, pytest.raises(ModelError, match=message):
-            inline.start(config, stack, lambda _: None)
+            start_run(config, stack, lambda _: None)
 
 
 def test_a_dry_run_counts_the_layers(tiny_folder: Path) -> None:
@@ -235,14 +233,10 @@ def test_ranks_share_the_threads_of_training(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_what_trains_beside_generation_gets_its_share(
-    tiny_folder: Path, schedule: dict[str, Any], threads: int
+    schedule: dict[str, Any], threads: int
 ) -> None:
     config = Config.model_validate({"threads": 16, "schedule": schedule})
-    actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"), False)
-    with ExitStack() as stack:
-        tokenizer, channel = load_tokenizer(tiny_folder, False), SharedChannel()
-        place = ThreadPlacement(config, actor, None, tokenizer, stack, frozenset({2}), channel)
-        assert place.training_threads == threads
+    assert share_cores(config, 16).training == threads
 
 
 def test_a_stage_is_sent_with_its_own_weights() -> None:

@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from stretto import tasks
 from stretto.assembly.checks import (
+    FIRST,
     check_cuts,
     check_ends,
     check_positions,
     check_rewards,
-    look_at_prompts,
 )
 from stretto.assembly.models import (
     Given,
@@ -26,10 +26,9 @@ from stretto.assembly.models import (
     make_actor,
     make_critic,
     make_reference,
-    prepare_torch,
     with_adapters,
 )
-from stretto.assembly.scorers import open_functions, reward_models, reward_scorer
+from stretto.assembly.scorers import reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.config import Config
 from stretto.config.sections import MODEL
@@ -37,8 +36,7 @@ from stretto.models.forward import unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora
 from stretto.models.resolve import resolve
-from stretto.saying import Say, working
-from stretto.scoring.functions import FunctionScorer
+from stretto.saying import Say
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import PromptSource
 
@@ -60,45 +58,10 @@ class Models:
     end_tokens: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a run in one process.
-
-    Attributes:
-        functions: reward sources that are code.
-        rewards: for each replica of the model scorers, the reward models.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptSource
-    models: Models
-    functions: Sequence[FunctionScorer]
-    rewards: Sequence[Sequence[RewardModelScorer]]
-
-
-def make_parts(config: Config, stack: ExitStack, say: Say, given: Given) -> Parts:
-    """Load and check all that a run in one process needs.
-
-    Args:
-        say: called with a line about whatever takes time.
-        given: what the caller brings instead of names.
-
-    Raises:
-        StrettoError: a setting, a model, a dataset or a reward source is at fault.
-    """
-    prepare_torch(config)
-    tokenizer, task, prompts = open_task(config, given, say)
-    with working(say, STARTING_FUNCTIONS):
-        functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
-    rewards = reward_models(config, tokenizer, given, say)
-    models = trained_models(config, task, prompts, rewards[0], stack, say, given)
-    return Parts(tokenizer, prompts, models, functions, rewards)
-
-
 def open_task(
     config: Config, given: Given, say: Say
 ) -> tuple[PreTrainedTokenizerBase, tasks.Task, PromptSource]:
-    """Open the actor's tokenizer, the task, and its prompts; see :func:`make_parts` for arguments.
+    """Open the actor's tokenizer, the task, and its prompts.
 
     Raises:
         StrettoError: a setting, the tokenizer or the dataset is at fault.
@@ -127,7 +90,9 @@ def trained_models(
     the frozen weights, and checkpoints hold only what changes afterwards.
 
     Args:
-        config, stack, say, given: as those of :func:`make_parts`.
+        stack: gives models that the caller brought back as they were.
+        say: called with a line about whatever takes time.
+        given: what the caller brings instead of names.
         task, prompts: see :func:`open_task`.
         rewards: the reward models, as far as they are in this process.
 
@@ -139,7 +104,7 @@ def trained_models(
     ends = end_token_ids(unwrapped(base), prompts.tokenizer) if ends is None else ends
     check_ends(config, ends)
     check_positions(config, "the actor", base, generating=True)
-    check_rewards(config, rewards, look_at_prompts(prompts, say))
+    check_rewards(config, rewards, prompts.first(FIRST))
     check_lora(base, config.model)
     check_cuts(config, base, rewards)
     warmed_up(base, config, task, prompts, given, say)

@@ -34,25 +34,25 @@ SAMPLE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class KVHandle:
     """The ticket of one rollout's keys and values, in place of them.
 
     Attributes:
         giver: the generator that keeps them.
-        parcel: number of what travels together, unique with one giver.
-        what: the plan by which the parcel travels.
+        bundle: number of what travels together, unique with one giver.
+        what: the plan by which the bundle travels.
         version: of the weights under which they were begun.
-        route: the taker's way to the group, once the parcel is under way.
+        route: the taker's way to the group, once the bundle is under way.
     """
 
     giver: str
-    parcel: int
+    bundle: int
     what: Plan
     version: int
     route: Route | None = None
 
 
-class Parcels:
+class KVStore:
     """The keys and values that a generator's process keeps for others, and fetches from them.
 
     Args:
@@ -81,34 +81,34 @@ class Parcels:
         what = plan(tensors.items(), BUCKET_BYTES)
         return [
             t if t.cache is None
-            else replace(t, cache=Ticket(self._name, self._count, what, t.cache.version))
+            else replace(t, cache=KVHandle(self._name, self._count, what, t.cache.version))
             for t in transfers
         ]  # fmt: skip
 
-    def ship(self, parcel: int, route: Route) -> None:
-        """Send a parcel, and forget it."""
-        tensors = self._kept.pop(parcel, None)
+    def ship(self, bundle: int, route: Route) -> None:
+        """Send a bundle, and forget it."""
+        tensors = self._kept.pop(bundle, None)
         if tensors is None:
-            raise TransferError(f"{self._name} does not keep the parcel {parcel}")
+            raise TransferError(f"{self._name} does not keep the bundle {bundle}")
         self._giving.send(self._own(route), plan(tensors.items(), BUCKET_BYTES), tensors)
 
     def fetch(self, transfers: Sequence[KVTransfer]) -> list[KVTransfer]:
         """Put keys and values in the place of tickets; nothing where they do not come."""
         tickets = {
-            (t.cache.giver, t.cache.parcel): t.cache for t in transfers if t.cache is not None
+            (t.cache.giver, t.cache.bundle): t.cache for t in transfers if t.cache is not None
         }
         came = {where: self._fetched(ticket) for where, ticket in tickets.items()}
         found = []
         for transfer in transfers:
             cache = None
             if (ticket := transfer.cache) is not None:
-                cache = _cache_of(transfer.rollout_id, came[ticket.giver, ticket.parcel], ticket)
+                cache = _cache_of(transfer.rollout_id, came[ticket.giver, ticket.bundle], ticket)
             kept = transfer.cached_tokens if cache else 0
             found.append(replace(transfer, cache=cache, cached_tokens=kept))
         return found
 
     def sample(self) -> tuple[int, Plan]:
-        """Keep a parcel of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
+        """Keep a bundle of :data:`SAMPLE_BYTES` bytes; return its number and plan."""
         self._count += 1
         tensors = {"sample": torch.zeros(SAMPLE_BYTES, dtype=torch.uint8, device=self._device)}
         self._kept[self._count] = tensors
@@ -124,7 +124,7 @@ class Parcels:
     def _own(self, route: Route) -> Route:
         return replace(route, channel=f"{route.channel}/{self._rank}")
 
-    def _fetched(self, ticket: Ticket) -> dict[str, torch.Tensor]:
+    def _fetched(self, ticket: KVHandle) -> dict[str, torch.Tensor]:
         if ticket.route is None:
             return {}
         try:
@@ -134,7 +134,7 @@ class Parcels:
             return {}
 
 
-def _cache_of(id_: int, tensors: dict[str, torch.Tensor], ticket: Ticket) -> RowCache | None:
+def _cache_of(id_: int, tensors: dict[str, torch.Tensor], ticket: KVHandle) -> RowCache | None:
     layers = range(sum(name.startswith(f"{id_}/k/") for name in tensors))
     if not layers:
         return None
@@ -142,8 +142,8 @@ def _cache_of(id_: int, tensors: dict[str, torch.Tensor], ticket: Ticket) -> Row
     return RowCache(keys, values, ticket.version)
 
 
-class Couriers:
-    """The driver's side: it has parcels sent when their tickets come to a taker.
+class KVRouter:
+    """The driver's side: it has bundles sent when their tickets come to a taker.
 
     Args:
         meeting: where the groups meet.
@@ -163,20 +163,20 @@ class Couriers:
     async def accept(
         self, name: str, responses: Sequence[Response], transfers: Sequence[KVTransfer]
     ) -> Reply[None]:
-        """Have parcels sent while the taker of that name waits for them."""
-        parcels = dict.fromkeys(
-            (t.cache.giver, t.cache.parcel) for t in transfers if t.cache is not None
+        """Have bundles sent while the taker of that name waits for them."""
+        bundles = dict.fromkeys(
+            (t.cache.giver, t.cache.bundle) for t in transfers if t.cache is not None
         )
-        routes = {(g, parcel): self._new_routes(g, name) for g, parcel in parcels}
+        routes = {(g, bundle): self._new_routes(g, name) for g, bundle in bundles}
         told = [
             t if t.cache is None
-            else replace(t, cache=replace(t.cache, route=routes[t.cache.giver, t.cache.parcel][1]))
+            else replace(t, cache=replace(t.cache, route=routes[t.cache.giver, t.cache.bundle][1]))
             for t in transfers
         ]  # fmt: skip
         # Those of one giver in the order in which the taker asks for them: they share a channel.
         by_giver: dict[str, list[tuple[int, Route]]] = {}
-        for (giver, parcel), ways in routes.items():
-            by_giver.setdefault(giver, []).append((parcel, ways[0]))
+        for (giver, bundle), ways in routes.items():
+            by_giver.setdefault(giver, []).append((bundle, ways[0]))
         async with self._takers[name]:
             shipping = [asyncio.to_thread(self._ship, g, sent) for g, sent in by_giver.items()]
             reply, *_ = await asyncio.gather(
@@ -189,19 +189,19 @@ class Couriers:
         """Measure how fast keys and values travel from one generator to another. Blocks."""
         ways, seconds = self._new_routes(giver, taker), 0.0
         for _ in range(2):  # in the first they meet
-            parcel, what = self._generators[giver].ask("sample")
+            bundle, what = self._generators[giver].ask("sample")
             with ThreadPoolExecutor(1) as pool:
-                shipped = pool.submit(self._ship, giver, [(parcel, ways[0])])
+                shipped = pool.submit(self._ship, giver, [(bundle, ways[0])])
                 seconds = self._generators[taker].ask("measure", ways[1], what)
                 shipped.result()
         return SAMPLE_BYTES / seconds
 
-    def _ship(self, giver: str, parcels: Sequence[tuple[int, Route]]) -> None:
+    def _ship(self, giver: str, bundles: Sequence[tuple[int, Route]]) -> None:
         limit_s = self._meeting.timeout_s + 1.0
-        for parcel, route in parcels:
+        for bundle, route in bundles:
             with suppress(RankError, TransferError):
-                self._generators[giver].aside_on_all("ship", parcel, route, timeout_s=limit_s)
+                self._generators[giver].aside_on_all("ship", bundle, route, timeout_s=limit_s)
 
     def _new_routes(self, giver: str, taker: str) -> list[Route]:
         self._count += 1
-        return self._meeting.routes(f"parcels/{giver}/{taker}", self._count, 2)
+        return self._meeting.routes(f"bundles/{giver}/{taker}", self._count, 2)

@@ -166,9 +166,10 @@ class LearnerService(Service):
             StateError: a rank cannot read it.
         """
         self._learner.load_state_dict(self._read(path))
-        for ref, tensors in kept:
+        refs = self.offered()
+        for ref, tensors in kept:  # the newest version, too, if weights have changed since
             self._channel.put(ref, self._learner.divided(ref.model, tensors))
-        return Reply(self.offered())
+        return Reply(refs)
 
     def offered(self) -> Mapping[str, WeightsRef]:
         """Offer the weights as they are, as the version that they have."""

@@ -31,7 +31,7 @@ from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.protocols import Generator
 from stretto.runtime.clients import generator_client, learner_client, scorer_client
-from stretto.runtime.kv_transfer import Couriers
+from stretto.runtime.kv_transfer import KVRouter
 from stretto.runtime.memory import MemoryWatch
 from stretto.runtime.messages import Rates, Ready
 from stretto.runtime.placement import Seat
@@ -266,8 +266,8 @@ def start(
     meeting = _meeting(config, workers.meeting, stack) if workers.meeting else None
     sync = WeightSync(workers.executors[LEARNER], meeting, _tolerance(config), spans)
     stack.callback(sync.close)
-    couriers = Couriers(meeting) if meeting else None
-    generators = _generators(config, workers, sync, couriers, spans)
+    kv_router = KVRouter(meeting) if meeting else None
+    generators = _generators(config, workers, sync, kv_router, spans)
     replicas = [ScorerReplica(_function(f, workers.thread_of(f.name), spans)) for f in functions]
     replicas += [_replica(seat, workers, sync, given, say, spans) for seat in workers.scorers]
     memory = None
@@ -277,7 +277,7 @@ def start(
         memory = MemoryWatch(workers.groups, RealClock())
         stack.callback(memory.close)
     knobs, engines = config.schedule.knobs, config.rollout.engines
-    migrating = _migrating(config, workers, couriers) if knobs.migrates(engines) else None
+    migrating = _migrating(config, workers, kv_router) if knobs.migrates(engines) else None
     schedule = Schedule(
         prompts.next,
         generators,
@@ -304,14 +304,14 @@ def _open(opening: Opening) -> Workers:
 
 
 def _generators(
-    config: Config, workers: Workers, sync: WeightSync, couriers: Couriers | None, spans: Spans
+    config: Config, workers: Workers, sync: WeightSync, kv_router: KVRouter | None, spans: Spans
 ) -> list[Generator]:
     found = []
     for name in generator_names(config.rollout.engines):
         executor = workers.executors[name]
         ways: dict[str, Callable[..., Any]] = {"load": sync.follow(name, executor, "actor")}
-        if couriers:
-            ways["accept"] = couriers.serve(name, executor)
+        if kv_router:
+            ways["accept"] = kv_router.serve(name, executor)
         found.append(generator_client(name, executor, spans, ways))
     return found
 
@@ -359,13 +359,13 @@ def _tolerance(config: Config) -> float:
     return LIMITS[is_coarse(dtype)]
 
 
-def _migrating(config: Config, workers: Workers, couriers: Couriers | None) -> Migrating:
+def _migrating(config: Config, workers: Workers, kv_router: KVRouter | None) -> Migrating:
     """Return the facts for moving stragglers, with measured speeds of reading and of moving."""
     one, other, *_ = generator_names(config.rollout.engines)
     rates: Rates = workers.executors[one].ask("rates")
     moving: float | None = COPY_GAIN * rates.prefill_tokens_per_s
-    if couriers:
-        moving = couriers.bytes_per_s(one, other) / rates.kv_bytes if rates.kv_bytes else None
+    if kv_router:
+        moving = kv_router.bytes_per_s(one, other) / rates.kv_bytes if rates.kv_bytes else None
     return migrating_of(
         config,
         prefill_tokens_per_s=rates.prefill_tokens_per_s,

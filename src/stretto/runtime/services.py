@@ -40,7 +40,7 @@ from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.engine import VllmEngine
-from stretto.runtime.kv_transfer import Parcels
+from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import (
     OUTBOX,
     Loaded,
@@ -121,8 +121,7 @@ class GeneratorService(Follower):
     Args:
         prefill_tokens_per_s: measures how fast it prefills.
         inbox: see :class:`Follower`.
-        parcels: keeps keys and values that other processes fetch; ``None`` where generators share a
-            process, and hand them over.
+        kv_store: keeps keys and values for other processes; ``None`` where generators share one.
         probe: token ids [n, t] that are read after each weight sync; ``None`` for no proof.
     """
 
@@ -133,11 +132,11 @@ class GeneratorService(Follower):
         engine: TorchEngine | VllmEngine,
         prefill_tokens_per_s: Callable[[], float],
         inbox: Receiver | None = None,
-        parcels: Parcels | None = None,
+        kv_store: KVStore | None = None,
         probe: IntArray | None = None,
     ) -> None:
         super().__init__(engine)
-        self.inbox, self._parcels, self._probe = inbox, parcels, probe
+        self.inbox, self._kv_store, self._probe = inbox, kv_store, probe
         self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
@@ -145,7 +144,7 @@ class GeneratorService(Follower):
 
         def export() -> Sequence[KVTransfer]:
             found: Sequence[KVTransfer] = self.worker.export(rollout_ids, with_cache)
-            return self._parcels.keep(found) if self._parcels else found
+            return self._kv_store.keep(found) if self._kv_store else found
 
         return self._timed("migrate", export, lambda _: {"rollouts": list(rollout_ids)})
 
@@ -153,25 +152,25 @@ class GeneratorService(Follower):
         """Go on with rollouts, once their keys and values have come."""
 
         def accept() -> None:
-            came = self._parcels.fetch(transfers) if self._parcels else transfers
+            came = self._kv_store.fetch(transfers) if self._kv_store else transfers
             self.worker.accept(responses, came)
 
         return self._timed("migrate", accept, lambda _: {"rollouts": [r.id for r in responses]})
 
-    def ship(self, parcel: int, route: Route) -> None:
+    def ship(self, bundle: int, route: Route) -> None:
         """Send keys and values that are kept here; on the side."""
-        assert self._parcels
-        self._parcels.ship(parcel, route)
+        assert self._kv_store
+        self._kv_store.ship(bundle, route)
 
     def sample(self) -> tuple[int, Plan]:
         """Keep a sample of bytes to be sent."""
-        assert self._parcels
-        return self._parcels.sample()
+        assert self._kv_store
+        return self._kv_store.sample()
 
     def measure(self, route: Route, what: Plan) -> float:
         """Return how long a sample takes to come here, in seconds."""
-        assert self._parcels
-        return self._parcels.measure(route, what)
+        assert self._kv_store
+        return self._kv_store.measure(route, what)
 
     def rates(self) -> Rates:
         """Measure what the rule for migration asks for."""
@@ -276,7 +275,7 @@ class ScorerService(Follower):
 
 
 def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
-    """Make a generator's service, in its process; parcels bear its name."""
+    """Make a generator's service, in its process."""
     setting.prepare()
     config = setting.config
     model, prompts = loaded_actor(setting)
@@ -285,8 +284,8 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
     ends = setting.given.end_tokens
     engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
     device = next(model.parameters()).device
-    parcels = Parcels(name, device, dist.get_rank())
-    return GeneratorService(engine, partial(prefill_tokens_per_s, model), inbox, parcels, probe)
+    kv_store = KVStore(name, device, dist.get_rank())
+    return GeneratorService(engine, partial(prefill_tokens_per_s, model), inbox, kv_store, probe)
 
 
 def reference(setting: Setting) -> ScorerService:

@@ -2,11 +2,11 @@
 
 :class:`Transfer` says what comes next, and is pure: no processes, no clock. First the control
 calls, which may raise: the learner offers a version, and its plan is announced to each follower,
-which compares it with its own. Then the tensors move, bucket by bucket, on a group of their own, with a
-deadline. Then the proof: marks of what was received, the model's fingerprint (which the follower
-computes), and log-probs of a fixed probe from engine and learner side by side. Followers that have
-nothing because another one failed are asked to break off, which finds out those that hang, and the
-rest tries once more on a new group.
+which compares it with its own. Then the tensors move, bucket by bucket, on a group of their own,
+with a deadline. Then the proof: marks of what was received, the model's fingerprint (which the
+follower computes), and log-probs of a fixed probe from engine and learner side by side. Followers
+that have nothing because another one failed are asked to break off, which finds out those that
+hang, and the rest tries once more on a new group.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from stretto.rollout.stop import StopStrings
 from stretto.rollout.vllm.engine import VllmEngine
 from stretto.rollout.vllm.llm import LlmSettings, open_requests
 from stretto.rollout.vllm.source import source_of
-from stretto.runtime.kv_transfer import Parcels
+from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import Setting, on_host
 from stretto.runtime.services import GeneratorService, follow_whole, loaded_actor
 from stretto.types import IntArray
 
 
 def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
-    """Make a generator's service; parcels bear its name.
+    """Make a generator's service.
 
     The actor is loaded on the CPU, to learn what travels. vLLM makes its own from the config, with
     random weights: the first hand-over brings all of them, as every other does.
@@ -65,8 +65,8 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
         carry=config.schedule.carry,
         channel=inbox,
     )
-    parcels = Parcels(name, device, dist.get_rank())
-    return GeneratorService(engine, engine.prefill_tokens_per_s, inbox, parcels, probe)
+    kv_store = KVStore(name, device, dist.get_rank())
+    return GeneratorService(engine, engine.prefill_tokens_per_s, inbox, kv_store, probe)
 
 
 def kv_bytes_per_token(model: nn.Module, dtype: torch.dtype) -> int:
