@@ -20,6 +20,7 @@ from stretto.models.tiny import byte_tokenizer
 from stretto.training import shard_files
 from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
+from stretto.training.losses import Losses
 from stretto.training.sharded import Sharded, ShardedModel
 from stretto.training.sharded_passes import ShardedPasses
 from stretto.types import Response, TrainBatch
@@ -100,7 +101,12 @@ class ShardedRank:
         self.learner = PolicyLearner(
             ShardedModel(actor, t.lr, t, updates=UPDATES, warmup=0),
             ShardedModel(critic, t.critic_lr, t, updates=UPDATES, warmup=0) if critic else None,
-            ShardedPasses(actor, critic, config),
+            ShardedPasses(
+                actor,
+                critic,
+                Losses(config.algorithm, config.rollout.temperature),
+                t.microbatch_tokens,
+            ),
             config,
             {"task": 1.0},
         )

@@ -145,7 +145,7 @@ def test_neither_the_warm_up_nor_a_step_sees_what_is_held_out(
 ) -> None:
     warmed_up: list[str] = []
 
-    def warm_up(model: Any, examples: Any, config: Config, advance: Any) -> float:
+    def warm_up(model: Any, examples: Any, *_: Any) -> float:
         warmed_up.extend(e.prompt.text for e in examples)
         return 0.0
 

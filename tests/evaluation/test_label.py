@@ -355,7 +355,7 @@ def test_responses_that_did_not_end_are_left_out(
     own = of_model(config, str(tiny_folder))
     task, tokenizer = tasks.load(own.task, own.seed), load_tokenizer(tiny_folder)
     asked = PromptSource(task, own.task, tokenizer, own.seed).first(6)
-    rollouts = answer(own, load_actor(own, print), tokenizer, asked, 3).rollouts
+    rollouts = answer(own, load_actor(own.model, print), tokenizer, asked, 3).rollouts
     expected, unended = {}, 0
     for start in range(0, 18, 3):
         group = [r for r in rollouts[start : start + 3] if r.finish is FinishReason.STOP]

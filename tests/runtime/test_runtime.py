@@ -442,7 +442,7 @@ def test_warm_up_examples_are_the_tasks_answers_from_its_far_end(tiny_folder: Pa
     tokenizer = load_tokenizer(tiny_folder)
     task = tasks.load(config.task, config.seed)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
-    examples = _examples(config, task, prompts)
+    examples = _examples(3, "chain_sum", task, prompts)
     last = [prompts.prompt_by_id(len(task) - 1 - i) for i in range(3)]
     for example, prompt in zip(examples, last, strict=True):
         row = task.row(prompt.data["_index"])

@@ -64,7 +64,7 @@ def compare(
         its ``table()`` is for people, its ``data()`` for programs.
     """
     from stretto.api.variants import Job, outcome_of
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
     from stretto.observe.compare import Comparison
 
     base = changed(config_of(settings), changes)
@@ -80,7 +80,7 @@ def compare(
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
         for job, config in runs.items():
             run = begin(config, f"{job.variant}-seed{job.seed}")
-            execute(run, given=Given(warmup=Path(warm, f"seed{job.seed}.safetensors")))
+            execute(run, given=Overrides(warmup=Path(warm, f"seed{job.seed}.safetensors")))
             outcomes.append(outcome_of(job, run.run_dir.path))
     return Comparison(outcomes, target)
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from inspect import Parameter, Signature
 from pathlib import Path
 
+from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError
 from stretto.scoring.conventions import convention_of, not_defined
 from stretto.scoring.functions import locate, require_columns
@@ -16,14 +17,13 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
 
 
-def check(source: str, columns: Collection[str] | None) -> None:
+def check(source: RewardSource, columns: Collection[str] | None) -> None:
     """Refuse a reward function that cannot be found, imported or called.
 
     What cannot be told without running the file, such as the parameters of a name that is imported,
     is left to the process that runs it.
 
     Args:
-        source: 'file.py:name'.
         columns: of the dataset; ``None`` where they are not known yet.
 
     Raises:
@@ -50,7 +50,7 @@ def check(source: str, columns: Collection[str] | None) -> None:
     if isinstance(function, _FUNCTIONS) and not function.decorator_list:
         convention = convention_of(_signature(function), str(file), name)
         if columns is not None:
-            require_columns(source, convention.required, columns)
+            require_columns(source.name, convention.required, columns)
 
 
 def _is_function(node: ast.stmt) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from stretto import files, tasks
 from stretto.checks import functions, hub, memory
 from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, RewardSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
@@ -50,7 +50,7 @@ def check_run(
     check_device(config.model)
     _check_cluster(config)
     task = task or check_task(config, ask_hub=ask_hub)
-    sources = [s for s in config.reward.sources if s not in brought]
+    sources = [s for s in config.reward.parsed if s.name not in brought]
     if task:
         _check_answers(config, task, sources)
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
@@ -95,7 +95,7 @@ def check_measured(
     for name in filter(None, (model, sft)):
         check_model(name, config.model)
     task = check_task(config) if rows else None
-    _check_sources(sources, config.model, task, tokenizer=False)
+    _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
 
 
 def check_libraries(config: Config) -> None:
@@ -172,15 +172,15 @@ def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
     return tasks.load(task, config.seed)
 
 
-def _check_answers(config: Config, task: Task, sources: Collection[str]) -> None:
-    if "task" in sources:
+def _check_answers(config: Config, task: Task, sources: Collection[RewardSource]) -> None:
+    if any(isinstance(source, TaskSource) for source in sources):
         task.require_verifier()
     if config.warmup_examples:
         task.require_answers(f"warmup_examples = {config.warmup_examples}")
 
 
 def _check_sources(
-    sources: Collection[str],
+    sources: Collection[RewardSource],
     model: ModelConfig,
     task: Task | None,
     *,
@@ -190,9 +190,9 @@ def _check_sources(
     """Refuse reward models and functions that are not there, or ask for columns that are not."""
     columns = task.row(0).data.keys() if task else None
     for source in sources:
-        if source.startswith(MODEL):
-            check_model(source.removeprefix(MODEL), model, tokenizer=tokenizer, ask_hub=ask_hub)
-        elif source != "task":
+        if isinstance(source, ModelSource):
+            check_model(source.model, model, tokenizer=tokenizer, ask_hub=ask_hub)
+        elif not isinstance(source, TaskSource):
             functions.check(source, columns)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from stretto.checks import check_run, check_supervised, disk
 from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig, TaskConfig
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, RewardSource
 from stretto.config.supervised import RewardModelConfig, SftConfig
 from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.files import is_local
@@ -42,7 +42,7 @@ def describe_run(config: Config) -> str:
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
         *_pipelines(config),
-        *map(_source, config.reward.sources),
+        *map(_source, config.reward.parsed),
     ]
     if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
@@ -126,9 +126,9 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _source(source: str) -> str:
-    name = source.removeprefix(MODEL)
-    return f"reward: {source} ({_place(name)})" if source.startswith(MODEL) else f"reward: {source}"
+def _source(source: RewardSource) -> str:
+    where = f" ({_place(source.model)})" if isinstance(source, ModelSource) else ""
+    return f"reward: {source.name}{where}"
 
 
 def _place(name: str) -> str:

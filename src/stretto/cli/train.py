@@ -22,7 +22,7 @@ from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
 
 if TYPE_CHECKING:
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
 
 DEFAULT_RECIPE = "arithmetic"
 
@@ -52,12 +52,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _given(warmup_file: str) -> Given | None:
+def _given(warmup_file: str) -> Overrides | None:
     if not warmup_file:
         return None
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
 
-    return Given(warmup=Path(warmup_file))
+    return Overrides(warmup=Path(warmup_file))
 
 
 def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:

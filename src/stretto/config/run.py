@@ -145,9 +145,7 @@ class Config(Section):
                 f"rollout.batch = {r.batch} does not split into training.minibatches = "
                 f"{t.minibatches} equal parts; choose a divisor"
             )
-        if self.critic.init == "reward" and not any(
-            s.startswith("model:") for s in self.reward.sources
-        ):
+        if self.critic.init == "reward" and not self.reward.models:
             raise ValueError(
                 "critic.init = 'reward' needs a reward model, and reward.sources has none; "
                 "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import nn
 
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import NOTHING, Given, make_actor, prepare_torch
+from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
 from stretto.errors import RewardError
 from stretto.models.load import fastest_dtype, load_tokenizer, pick_device
@@ -87,7 +87,7 @@ def generate(
     *,
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
-    given: Given = NOTHING,
+    given: Overrides = NO_OVERRIDES,
 ) -> Iterator[tuple[int, str]]:
     """Answer prompts: (index of the prompt, text), each as soon as it has ended.
 
@@ -102,7 +102,7 @@ def generate(
     settings = Config.model_construct(
         seed=seed, model=config, rollout=options, task=TaskConfig(chat=chat)
     )
-    prepare_torch(settings)
+    prepare_torch(seed, 0)
     tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr), say=on_stderr)
     encoder = Encoder(tokenizer)
     rollouts = [
@@ -114,7 +114,7 @@ def generate(
             dtype, because = fastest_dtype(pick_device(config.device))
         kind = str(dtype).removeprefix("torch.")
         on_stderr(f"computing in {kind}: {because}; --dtype takes another")
-    actor = make_actor(settings, given, on_stderr)
+    actor = make_actor(config, given, on_stderr)
     engine = make_engine(settings, actor, tokenizer, options.batch)
     for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)

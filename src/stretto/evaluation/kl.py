@@ -84,7 +84,7 @@ def drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[f
     Raises:
         ModelError: the SFT model cannot be loaded.
     """
-    model = load_actor(of_model(config, sft), on_stderr)
+    model = load_actor(of_model(config, sft).model, on_stderr)
     temperatures = (1.0, config.rollout.temperature)
     at_one, as_sampled = logprob_sums(model, rollouts, temperatures, config)
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.config import Config, PairsConfig, RewardModelConfig
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.answers import answer, of_model
 from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
@@ -122,7 +122,7 @@ def label_pairs(
     _check_out(out, config.data.name)
     run = Config(seed=config.seed, threads=config.threads, model=config.model)
     run = run.model_copy(update={"reward": run.reward.model_copy(update={"timeout_s": timeout_s})})
-    prepare_torch(run)
+    prepare_torch(run.seed, run.threads)
     rows = _read(config)
     tokenizer, layout = _tokens_for(by, config)
     readable, left_out = attempt(rows, lambda row: _reading(row, layout), config.data)
@@ -177,14 +177,14 @@ def label_responses(
         )
     _check_out(out, config.task.name)
     config = of_model(config, policy)
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     tokenizer = load_tokenizer(
         resolve(policy, on_stderr), config.model.trust_remote_code, on_stderr
     )
     task = tasks.load(config.task, config.seed, on_stderr)
     with ExitStack() as stack:
         gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
-        actor = load_actor(config, on_stderr)
+        actor = load_actor(config.model, on_stderr)
         asked = PromptSource(task, config.task, tokenizer, config.seed).first(prompts)
         rollouts = answer(config, actor, tokenizer, asked, per_prompt).rollouts
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
@@ -299,9 +299,10 @@ def _several(index: int, row: Row, data: PairsConfig) -> _Row:
 def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
-    if not by.startswith(MODEL):
+    source = reward_source(by)
+    if not isinstance(source, ModelSource):
         return byte_tokenizer(), None
-    path, trust = resolve(by.removeprefix(MODEL), on_stderr), config.model.trust_remote_code
+    path, trust = resolve(source.model, on_stderr), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust, on_stderr)
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 

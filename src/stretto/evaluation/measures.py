@@ -103,7 +103,7 @@ def measure(
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     settings, config = config, of_model(measured_on(config), policy)
     with ExitStack() as stack:
-        prepare_torch(config)
+        prepare_torch(config.seed, config.threads)
         path, trust = resolve(policy, on_stderr), config.model.trust_remote_code
         tokenizer = load_tokenizer(path, trust, on_stderr)
         ends = end_tokens_of(path, tokenizer, trust)
@@ -182,7 +182,7 @@ def _answers(
     """The policy's responses, and where asked their log-probabilities. It is then let go, which
     makes room for the SFT model.
     """
-    actor = load_actor(config, on_stderr)
+    actor = load_actor(config.model, on_stderr)
     answers = answer(config, actor, tokenizer, asked.prompts)
     if not sums:
         return answers, []

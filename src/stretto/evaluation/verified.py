@@ -10,6 +10,7 @@ from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.assembly.scorers import open_function
 from stretto.config import Config
+from stretto.config.sections import TaskSource
 from stretto.evaluation.answers import answer, of_model, score_all
 from stretto.evaluation.rates import standard_error
 from stretto.evaluation.rows import measured_on, questions
@@ -73,14 +74,16 @@ def evaluate(
         update={"rollout": greedy, "reward": config.reward.model_copy(update=reward)}
     )
     with ExitStack() as stack:
-        prepare_torch(read)
+        prepare_torch(read.seed, read.threads)
         tokenizer = load_tokenizer(
             resolve(model, on_stderr), read.model.trust_remote_code, on_stderr
         )
         task = tasks.load(read.task, read.seed, on_stderr)
-        function = open_function("task", read, task.row(0).data.keys(), tokenizer, stack)
+        function = open_function(
+            TaskSource("task"), read, task.row(0).data.keys(), tokenizer, stack
+        )
         asked = questions(config, task, tokenizer, samples, trained or config)
-        answers = answer(read, load_actor(read, on_stderr), tokenizer, asked.prompts)
+        answers = answer(read, load_actor(read.model, on_stderr), tokenizer, asked.prompts)
         scores = score_all(function, answers.rollouts, read.rollout.batch)
     right = [float(score >= RIGHT) for score in scores]
     return EvalResult(

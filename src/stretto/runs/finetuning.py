@@ -247,7 +247,7 @@ def _load(
     config: SupervisedConfig, progress: Progress
 ) -> tuple[nn.Module, PreTrainedTokenizerBase, frozenset[int]]:
     """Load the model, its tokenizer, and the tokens that end a response."""
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     m = config.model
     path, device = resolve(m.name, Saying(progress)), pick_device(m.device)
     with progress.working(f"loading {path}"):

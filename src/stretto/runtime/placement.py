@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from stretto.assembly.controls import Threads, share_cores
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource
 from stretto.errors import ConfigError, nearest
 from stretto.models.memory import format_size
 
@@ -82,7 +82,9 @@ def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
     Args:
         brought: sources that are models which the caller brings.
     """
-    names = [s for s in config.reward.sources if s.startswith(MODEL) or s in brought]
+    names = [
+        s.name for s in config.reward.parsed if isinstance(s, ModelSource) or s.name in brought
+    ]
     if config.algorithm.has_reference:
         names.append("reference")
     if config.algorithm.definition.critic:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto import files
 from stretto.assembly.checks import look_at_prompts
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
-from stretto.assembly.models import NOTHING, Given, prepare_torch
+from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import STARTING_FUNCTIONS, open_task
 from stretto.assembly.scorers import open_functions
 from stretto.clock import RealClock
@@ -74,7 +74,7 @@ class Opening:
     """
 
     config: Config
-    given: Given
+    given: Overrides
     stack: ExitStack
     say: Say
     task: Task
@@ -136,7 +136,7 @@ class Run:
         spans: the records of what worked on what, and when.
     """
 
-    given: Given
+    given: Overrides
     prompts: PromptSource
     workers: Workers
     functions: Sequence[FunctionScorer]
@@ -242,7 +242,7 @@ def start(
     config: Config,
     stack: ExitStack,
     say: Say,
-    given: Given = NOTHING,
+    given: Overrides = NO_OVERRIDES,
     folder: Path | None = None,
 ) -> Run:
     """Put a run together on the runtime that the settings name.
@@ -256,7 +256,7 @@ def start(
     Raises:
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     tokenizer, task, prompts = open_task(config, given, say)
     with working(say, STARTING_FUNCTIONS):
         functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
@@ -322,7 +322,7 @@ def _function(function: FunctionScorer, thread: WorkerThread, spans: Spans) -> A
 
 
 def _replica(
-    seat: Seat, workers: Workers, sync: WeightSync, given: Given, say: Say, spans: Spans
+    seat: Seat, workers: Workers, sync: WeightSync, given: Overrides, say: Say, spans: Spans
 ) -> ScorerReplica:
     """Return a model scorer, once it has proved that it is the right one."""
     executor = workers.executors[seat.role]

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
-from stretto.config import Config
 from stretto.models.forward import by_token_budget
 from stretto.models.logits import OutputHead
-from stretto.training.losses import MicroBatch
+from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import divided
 from stretto.training.passes import LocalPasses
 from stretto.training.sharded import Sharded
@@ -26,8 +25,11 @@ class ShardedPasses(LocalPasses):
     actor, critic: the models; ``None`` for algorithms without a critic.
     """
 
-    def __init__(self, actor: Sharded, critic: Sharded | None, config: Config) -> None:
-        super().__init__(actor.model, critic.model if critic else None, config, actor.template)
+    def __init__(
+        self, actor: Sharded, critic: Sharded | None, losses: Losses, microbatch_tokens: int
+    ) -> None:
+        model = critic.model if critic else None
+        super().__init__(actor.model, model, losses, microbatch_tokens, actor.template)
         self._grid = actor.grid
         self._sharded = {s.model: s for s in (actor, critic) if s is not None}
         self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch

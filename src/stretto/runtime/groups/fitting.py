@@ -15,7 +15,6 @@ import psutil
 
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
-from stretto.config.sections import MODEL
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
 from stretto.models.memory import described, format_size, measure
@@ -91,9 +90,7 @@ class Shapes:
         _, adapters = measure(config.model)
         if config.model.lora_rank and adapters is None:
             raise ModelError(f"the layers of '{config.model.name}' are not known by name")
-        rewards = {
-            s: _valued(s.removeprefix(MODEL)) for s in config.reward.sources if s.startswith(MODEL)
-        }
+        rewards = {source.name: _valued(source.model) for source in config.reward.models}
         known = {source: shape for source, shape in rewards.items() if shape}
         if init == "actor":
             return cls(actor, actor.valued(), known, adapters)
