@@ -165,7 +165,7 @@ def execute(
                 check_gpu(final)
             run_dir.save_machine(Machine.here())
             text = opening(final, run_dir, actor, resuming=run.resuming)
-        display.start(final, text)
+        display.start(text)
         for line in decided:
             display.note(line)
         if isinstance(final, Config):

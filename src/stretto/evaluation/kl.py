@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from stretto.assembly.models import load_actor
-from stretto.config import Config
+from stretto.config import ModelConfig
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError
-from stretto.evaluation.answers import of_model
 from stretto.evaluation.rates import standard_error
 from stretto.models.forward import (
     microbatches,
@@ -56,14 +55,14 @@ class KlToSft:
     standard_error: float
 
 
-def require_tokenizer(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+def require_tokenizer(sft: str, trust: bool, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make sure that the SFT model reads the policy's tokens.
 
     Raises:
         ConfigError: it has another tokenizer.
         ModelError: it cannot be found.
     """
-    own = load_tokenizer(resolve(sft, on_stderr), config.model.trust_remote_code, on_stderr)
+    own = load_tokenizer(resolve(sft, on_stderr), trust, on_stderr)
     if not same_tokenizer(own, tokenizer):
         raise ConfigError(
             f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "
@@ -71,12 +70,19 @@ def require_tokenizer(sft: str, config: Config, tokenizer: PreTrainedTokenizerBa
         )
 
 
-def drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[float]) -> KlToSft:
+def drift(
+    model: ModelConfig,
+    rollouts: Sequence[Rollout],
+    own: Sequence[float],
+    temperature: float,
+    microbatch_tokens: int,
+) -> KlToSft:
     """The KL of responses to the SFT model.
 
     Args:
-        config: ``rollout.temperature`` is what they were sampled at.
-        sft: a known name, a folder, or a hub name.
+        model: the SFT model.
+        temperature: that they were sampled at.
+        microbatch_tokens: see ``training.microbatch_tokens``.
         own: the policy's log-probability of each at that temperature, by :func:`logprob_sums`. The
             same forward passes give the SFT model's, so that rounding does not look like drift, as
             it would against the log-probabilities of a decoding engine.
@@ -84,12 +90,12 @@ def drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[f
     Raises:
         ModelError: the SFT model cannot be loaded.
     """
-    model = load_actor(of_model(config, sft).model, on_stderr)
-    temperatures = (1.0, config.rollout.temperature)
-    at_one, as_sampled = logprob_sums(model, rollouts, temperatures, config)
+    temperatures = (1.0, temperature)
+    loaded = load_actor(model, on_stderr)
+    at_one, as_sampled = logprob_sums(loaded, rollouts, temperatures, microbatch_tokens)
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
     return KlToSft(
-        sft=sft,
+        sft=model.name,
         perplexity=math.exp(-math.fsum(at_one) / sum(len(r) for r in rollouts)),
         kl=fmean(kls),
         standard_error=standard_error(kls),
@@ -98,17 +104,20 @@ def drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[f
 
 @torch.no_grad()
 def logprob_sums(
-    model: nn.Module, rollouts: Sequence[Rollout], temperatures: Sequence[float], config: Config
+    model: nn.Module,
+    rollouts: Sequence[Rollout],
+    temperatures: Sequence[float],
+    microbatch_tokens: int,
 ) -> list[list[float]]:
     """Log-probability of each response in nats, one list a temperature.
 
     Args:
         rollouts: with responses of at least one token.
-        config: ``training.microbatch_tokens`` bounds a forward pass.
+        microbatch_tokens: bounds a forward pass; see ``training.microbatch_tokens``.
     """
     head = output_head(model)
     device = next(model.parameters()).device
-    budget = token_budget(config.training.microbatch_tokens, device)
+    budget = token_budget(microbatch_tokens, device)
     responses = [r.response() for r in rollouts]
     sums = [[0.0] * len(responses) for _ in temperatures]
     for chosen in microbatches(responses, budget):

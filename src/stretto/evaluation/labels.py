@@ -192,14 +192,16 @@ def label_responses(
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
     kept, left_out = [], Counter[str]()
     for _, group in groupby(rollouts, key=lambda r: r.group):
-        found = _of_group([r for r in group if r.id in by_id], by_id, tokenizer, config)
+        found = _of_group(
+            [r for r in group if r.id in by_id], by_id, tokenizer, config.rollout.stop
+        )
         if isinstance(found, str):
             left_out[found] += 1
         else:
             kept.append(found)
     read = len(kept) + left_out.total()
     if left_out["unended"] == read:
-        raise _none_ended(read, config)
+        raise _none_ended(read, config.rollout.max_new_tokens)
     _write(out, kept, read, by)
     return LabelResult(
         by=by,
@@ -213,10 +215,10 @@ def label_responses(
     )
 
 
-def _none_ended(prompts: int, config: Config) -> TaskError:
+def _none_ended(prompts: int, limit: int) -> TaskError:
     return TaskError(
         f"a preference takes two responses that ended, and none of {prompts} prompts got two "
-        f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, or "
+        f"within rollout.max_new_tokens = {limit}; raise that limit, or "
         "--samples"
     )
 
@@ -225,12 +227,11 @@ def _of_group(
     responses: Sequence[Rollout],
     scores: Mapping[int, float],
     tokenizer: PreTrainedTokenizerBase,
-    config: Config,
+    stop: Sequence[str],
 ) -> Row | Literal["ties", "empty", "unended"]:
     """A pair out of one prompt's responses that ended, or why there is none."""
     if len(responses) < 2:
         return "unended"
-    stop = config.rollout.stop
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
     found = best_and_worst(texts, [scores[r.id] for r in responses])
     if found is None:

@@ -11,7 +11,7 @@ from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.config import Config, RowsConfig
 from stretto.errors import ConfigError
-from stretto.evaluation.answers import Answers, WholeScorer, answer, of_model
+from stretto.evaluation.answers import WholeScorer, answer, of_model
 from stretto.evaluation.gold import (
     as_rollout,
     end_tokens_of,
@@ -22,7 +22,7 @@ from stretto.evaluation.gold import (
 from stretto.evaluation.kl import KlToSft, drift, logprob_sums, require_tokenizer
 from stretto.evaluation.llm import JudgedPair, Judgement, LlmJudge, open_judge
 from stretto.evaluation.rates import WinRate, compare
-from stretto.evaluation.rows import Questions, measured_on, questions
+from stretto.evaluation.rows import measured_on, questions
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
@@ -112,11 +112,21 @@ def measure(
         if sources or judge:  # the others are looked at when it is known which they are
             reference_text(task, {**first, tasks.INDEX_KEY: 0}, reference_column)
         if sft:
-            _check_sft(sft, config, tokenizer)
+            if not config.rollout.temperature:
+                raise ConfigError(
+                    "the KL is estimated from samples, and temperature 0 is greedy; give a "
+                    "--temperature above 0"
+                )
+            require_tokenizer(sft, trust, tokenizer)
         ask = open_judge(judge) if judge else None
         golds = {s: open_gold(s, config, first.keys(), tokenizer, stack, ends) for s in sources}
         asked = questions(settings, task, tokenizer, samples, trained or settings)
-        answers, sums = _answers(config, asked, tokenizer, sums=bool(sft))
+        temperature, budget = config.rollout.temperature, config.training.microbatch_tokens
+        actor = load_actor(config.model, on_stderr)
+        answers, sums = answer(config, actor, tokenizer, asked.prompts), list[float]()
+        if sft:
+            sums = logprob_sums(actor, answers.rollouts, (temperature,), budget)[0]
+        del actor  # which makes room for the SFT model
         own, texts = answers.rollouts, list[str]()
         if sources or judge:
             texts = [reference_text(task, r.prompt.data, reference_column) for r in own]
@@ -128,13 +138,13 @@ def measure(
             seen=asked.seen,
             samples=len(own),
             skipped=asked.skipped,
-            temperature=config.rollout.temperature,
+            temperature=temperature,
             mean_tokens=answers.mean_tokens,
             ended=answers.ended,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
-            kl=drift(config, sft, own, sums) if sft else None,
-            judge=ask(_pairs(own, texts, tokenizer, config)) if ask else None,
+            kl=drift(of_model(config, sft).model, own, sums, temperature, budget) if sft else None,
+            judge=ask(_pairs(own, texts, tokenizer, config.rollout.stop)) if ask else None,
         )
 
 
@@ -167,28 +177,6 @@ def judge(
     return measured.judge
 
 
-def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    if not config.rollout.temperature:
-        raise ConfigError(
-            "the KL is estimated from samples, and temperature 0 is greedy; give a --temperature "
-            "above 0"
-        )
-    require_tokenizer(sft, config, tokenizer)
-
-
-def _answers(
-    config: Config, asked: Questions, tokenizer: PreTrainedTokenizerBase, *, sums: bool
-) -> tuple[Answers, list[float]]:
-    """The policy's responses, and where asked their log-probabilities. It is then let go, which
-    makes room for the SFT model.
-    """
-    actor = load_actor(config.model, on_stderr)
-    answers = answer(config, actor, tokenizer, asked.prompts)
-    if not sums:
-        return answers, []
-    return answers, logprob_sums(actor, answers.rollouts, (config.rollout.temperature,), config)[0]
-
-
 def _win_rates(
     golds: Mapping[str, WholeScorer],
     own: Sequence[Rollout],
@@ -215,12 +203,12 @@ def _pairs(
     own: Sequence[Rollout],
     texts: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
-    config: Config,
+    stop: Sequence[str],
 ) -> list[JudgedPair]:
     return [
         JudgedPair(
             prompt=r.prompt,
-            policy=response_text(tokenizer, r.tokens, r.finish, config.rollout.stop),
+            policy=response_text(tokenizer, r.tokens, r.finish, stop),
             reference=text,
         )
         for r, text in zip(own, texts, strict=True)

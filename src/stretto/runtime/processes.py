@@ -74,7 +74,7 @@ class Processes:
         for line in fitting.check(found, fitting.capacity):
             say(line)
         if config.runtime == "local":
-            _require_engine(config, self._places)
+            _require_engine(config.rollout.engine, self._places)
         self._launcher.prepare(self._places, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
@@ -242,7 +242,7 @@ class Processes:
 
 def _check(config: Config, given: Overrides) -> None:
     """Refuse what only a run in one process can do."""
-    layout = learner_layout(config)
+    layout = learner_layout(config.cluster)
     if layout.ranks > 1 and config.pipeline.ranks:
         raise ConfigError(
             f"pipeline.ranks = {config.pipeline.ranks} trains through stages, and "
@@ -263,14 +263,14 @@ def _check(config: Config, given: Overrides) -> None:
         )
 
 
-def _require_engine(config: Config, found: Sequence[Place]) -> None:
+def _require_engine(engine: str, found: Sequence[Place]) -> None:
     """See that vLLM is installed, where generators have this interpreter.
 
     Raises:
         MissingExtraError, ConfigError: it is not, or is too old.
     """
     seats = [seat for place in found if not place.python for seat in place.seats]
-    if config.rollout.engine == "vllm" and any(seat.role.startswith("generator") for seat in seats):
+    if engine == "vllm" and any(seat.role.startswith("generator") for seat in seats):
         check_version()
 
 

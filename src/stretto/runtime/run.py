@@ -263,11 +263,18 @@ def start(
     first = look_at_prompts(prompts, say)
     workers = _open(Opening(config, given, stack, say, task, prompts, first, folder))
     spans = Spans(RealClock(), workers.devices)
-    meeting = _meeting(config, workers.meeting, stack) if workers.meeting else None
-    sync = WeightSync(workers.executors[LEARNER], meeting, _tolerance(config), spans)
+    meeting = None
+    if workers.meeting:
+        # Two tries, and finding out what hangs, come before the schedule gives up.
+        patience_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
+        meeting = _meeting(workers.meeting, patience_s, stack)
+    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
+    tolerance = config.cluster.probe_tolerance
+    allowed = LIMITS[is_coarse(dtype)] if tolerance == "auto" else tolerance
+    sync = WeightSync(workers.executors[LEARNER], meeting, allowed, spans)
     stack.callback(sync.close)
     kv_router = KVRouter(meeting) if meeting else None
-    generators = _generators(config, workers, sync, kv_router, spans)
+    generators = _generators(config.rollout.engines, workers, sync, kv_router, spans)
     replicas = [ScorerReplica(_function(f, workers.thread_of(f.name), spans)) for f in functions]
     replicas += [_replica(seat, workers, sync, given, say, spans) for seat in workers.scorers]
     memory = None
@@ -304,10 +311,10 @@ def _open(opening: Opening) -> Workers:
 
 
 def _generators(
-    config: Config, workers: Workers, sync: WeightSync, kv_router: KVRouter | None, spans: Spans
+    engines: int, workers: Workers, sync: WeightSync, kv_router: KVRouter | None, spans: Spans
 ) -> list[Generator]:
     found = []
-    for name in generator_names(config.rollout.engines):
+    for name in generator_names(engines):
         executor = workers.executors[name]
         ways: dict[str, Callable[..., Any]] = {"load": sync.follow(name, executor, "actor")}
         if kv_router:
@@ -342,21 +349,12 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def _meeting(config: Config, at: tuple[str, Backend], stack: ExitStack) -> Meeting:
+def _meeting(at: tuple[str, Backend], timeout_s: float, stack: ExitStack) -> Meeting:
     """Open the store on which the groups of transfers meet."""
     host, backend = at
     store, port = open_store(host)
     stack.callback(lambda: store)  # which ends when nothing holds it
-    # Two tries, and finding out what hangs, come before the schedule gives up all that take part.
-    timeout_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
     return Meeting(host, port, backend, timeout_s)
-
-
-def _tolerance(config: Config) -> float:
-    if config.cluster.probe_tolerance != "auto":
-        return config.cluster.probe_tolerance
-    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
-    return LIMITS[is_coarse(dtype)]
 
 
 def _migrating(config: Config, workers: Workers, kv_router: KVRouter | None) -> Migrating:

@@ -340,7 +340,7 @@ def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
         model: as training starts; only shapes and types of its parameters are looked at.
     """
     config = setting.config
-    theirs, trained = learner_layout(config), trained_names(model)
+    theirs, trained = learner_layout(config.cluster), trained_names(model)
     dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
     return Inbox(
@@ -361,7 +361,7 @@ def follow(model: nn.Module, setting: Setting) -> Receiver:
         ModelError: it cannot be cut into that many slices.
     """
     config = setting.config
-    theirs, here = learner_layout(config), Layout(tp=dist.get_world_size())
+    theirs, here = learner_layout(config.cluster), Layout(tp=dist.get_world_size())
     dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
     trained = trained_names(model)
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
