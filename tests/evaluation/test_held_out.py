@@ -17,8 +17,7 @@ from stretto.evaluation.rows import measured_on, questions
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.tasks.base import TaskRow
-from stretto.tasks.content import content, is_held_out
+from stretto.tasks.base import TaskRow, content, is_held_out
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Message
 

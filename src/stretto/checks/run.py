@@ -9,7 +9,14 @@ from pathlib import Path
 
 from stretto import files, tasks
 from stretto.checks import functions, hub, memory
-from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
+from stretto.config import (
+    Config,
+    ModelConfig,
+    ObserveConfig,
+    RewardModelConfig,
+    SftConfig,
+    TaskConfig,
+)
 from stretto.config.sections import ModelSource, RewardSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
@@ -49,10 +56,12 @@ def check_run(
     check_libraries(config)
     check_device(config.model)
     _check_cluster(config)
-    task = task or check_task(config, ask_hub=ask_hub)
+    task = task or check_task(config.task, config.seed, ask_hub=ask_hub)
     sources = [s for s in config.reward.parsed if s.name not in brought]
-    if task:
-        _check_answers(config, task, sources)
+    if task and any(isinstance(source, TaskSource) for source in sources):
+        task.require_verifier()
+    if task and config.warmup_examples:
+        task.require_answers(f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
     if models:
         name, critic = config.model.name, config.critic.model
@@ -94,7 +103,7 @@ def check_measured(
     check_device(config.model)
     for name in filter(None, (model, sft)):
         check_model(name, config.model)
-    task = check_task(config) if rows else None
+    task = check_task(config.task, config.seed) if rows else None
     _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
 
 
@@ -145,14 +154,13 @@ def check_device(model: ModelConfig) -> None:
         )
 
 
-def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
+def check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | None:
     """Refuse a task whose data cannot be read; ``None`` for data that would have to be fetched.
 
     Raises:
         ConfigError: it is yet to be named.
         TaskError, MissingExtraError: it cannot.
     """
-    task = config.task
     if not task.name:
         raise ConfigError(
             "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
@@ -169,14 +177,7 @@ def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
     elif not task.is_procedural and not is_local(task.name):
         hub.check_dataset(task.name, ask=ask_hub)
         return None
-    return tasks.load(task, config.seed)
-
-
-def _check_answers(config: Config, task: Task, sources: Collection[RewardSource]) -> None:
-    if any(isinstance(source, TaskSource) for source in sources):
-        task.require_verifier()
-    if config.warmup_examples:
-        task.require_answers(f"warmup_examples = {config.warmup_examples}")
+    return tasks.load(task, seed)
 
 
 def _check_sources(

@@ -9,7 +9,6 @@ from pydantic import model_validator
 from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
 from stretto.config.cluster import LEARNER, ClusterConfig
-from stretto.config.pipeline import PipelineConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
     CriticConfig,
@@ -19,7 +18,7 @@ from stretto.config.sections import (
     RolloutConfig,
     TaskConfig,
 )
-from stretto.config.training import TrainingConfig
+from stretto.config.training import PipelineConfig, TrainingConfig
 from stretto.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """Prompts of an evaluation, and the share of them that training asks too.
 
-Rows are told apart by what they ask (:mod:`stretto.tasks.content`), never by seed or place.
+Rows are told apart by what they ask (:mod:`stretto.tasks.base`), never by seed or place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from stretto import tasks
 from stretto.config import Config
 from stretto.errors import TaskError
-from stretto.tasks.content import content, is_held_out
+from stretto.tasks.base import content, is_held_out
 from stretto.tasks.files import SUFFIXES
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.types import Prompt
