@@ -54,6 +54,7 @@ class LearnerService(Service):
     """
 
     role = Learner
+    reads = frozenset({"stage"})
 
     def __init__(
         self,
@@ -66,7 +67,6 @@ class LearnerService(Service):
         ranks: int = 1,
     ) -> None:
         super().__init__(learner)
-        self.reads |= {"stage"}
         self._learner, self._channel, self._prompts, self._ready = learner, channel, prompts, ready
         self._probe = [
             Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:])
