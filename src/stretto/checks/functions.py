@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Collection, Iterator
-from inspect import Parameter, Signature
+from inspect import Signature, signature
 from pathlib import Path
 
 from stretto.config.sections import RewardSource
@@ -101,23 +101,12 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    a = function.args
-    first_default = len(a.posonlyargs) + len(a.args) - len(a.defaults)
-    parameters = [
-        Parameter(
-            arg.arg,
-            Parameter.POSITIONAL_ONLY
-            if i < len(a.posonlyargs)
-            else Parameter.POSITIONAL_OR_KEYWORD,
-            default=None if i >= first_default else Parameter.empty,
-        )
-        for i, arg in enumerate([*a.posonlyargs, *a.args])
-    ]
-    if a.vararg:
-        parameters.append(Parameter(a.vararg.arg, Parameter.VAR_POSITIONAL))
-    for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True):
-        given = Parameter.empty if default is None else None
-        parameters.append(Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=given))
-    if a.kwarg:
-        parameters.append(Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD))
-    return Signature(parameters)
+    """Return the names, kinds and presence of defaults of the parameters; nothing is run."""
+    parameters, nothing = function.args, ast.Constant(None)
+    every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
+    for parameter in filter(None, (*every, parameters.vararg, parameters.kwarg)):
+        parameter.annotation = None
+    parameters.defaults = [nothing for _ in parameters.defaults]
+    parameters.kw_defaults = [default and nothing for default in parameters.kw_defaults]
+    alike = ast.fix_missing_locations(ast.Expression(ast.Lambda(parameters, nothing)))
+    return signature(eval(compile(alike, "<parameters>", "eval")))
