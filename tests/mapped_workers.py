@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.assembly.models import NOTHING
+from stretto.assembly.models import NO_OVERRIDES
 from stretto.config import Config, ModelConfig
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
@@ -65,7 +65,7 @@ class MappedRank:
     def served(self, config: Config, role: str) -> int:
         """Return bytes held when a role's service, as a run makes it, begins to divide a model."""
         before, seen = held_bytes(), list[int]()
-        setting = Setting(config, NOTHING, 1, ["cpu"] * dist.get_world_size())
+        setting = Setting(config, NO_OVERRIDES, 1, ["cpu"] * dist.get_world_size())
         probe = probe_of([Prompt(0, (1, 2, 3), "")])
         make: Callable[[], object] = {
             "learner": lambda: learner.learner(setting, probe),

@@ -270,9 +270,7 @@ class TrainBatch:
         """Return each response with its prompt, tokens alone."""
         masks = [None] * len(self) if self.sampled is None else self.split(self.sampled)
         return [
-            Response(
-                int(id_), int(group), Prompt(int(group), prompt, ""), tokens, sampled=sampled
-            )
+            Response(int(id_), int(group), Prompt(int(group), prompt, ""), tokens, sampled=sampled)
             for id_, group, prompt, tokens, sampled in zip(
                 self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), masks, strict=True
             )

@@ -298,7 +298,7 @@ def test_kl_and_perplexity_are_those_of_a_naive_forward_pass(
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    options = {"policy": str(policy), "samples": SAMPLES, "sft": str(tiny_folder)}
+    options: dict[str, Any] = {"policy": str(policy), "samples": SAMPLES, "sft": str(tiny_folder)}
     result = evaluation.measure(config, **options).kl
     assert result
     rollouts = sampled(config, policy)

@@ -248,7 +248,7 @@ def test_adapters_start_the_same_in_whatever_order_models_are_loaded(tiny: Any) 
         with ExitStack() as stack:
             for kind in kinds:
                 base = critic_from_actor(tiny) if kind == "SEQ_CLS" else copy.deepcopy(tiny)
-                model = with_adapters(base, config, kind, stack, brought=False)
+                model = with_adapters(base, config.model, config.seed, kind, stack, brought=False)
                 found[kind] = {n: p.clone() for n, p in model.named_parameters() if "lora_A" in n}
         assert torch.equal(torch.get_rng_state(), before)
         return found

@@ -22,7 +22,7 @@ import stretto
 from helpers import full_beyond, llama
 from run_helpers import Notes, length, settings, weights
 from stretto import runs, signals
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.cli.main import main
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import LearnerError, OutOfMemoryError, StorageError
@@ -64,13 +64,13 @@ def reinforce(
     **changes: Any,
 ) -> RunDirectory:
     """A run in ``out``, which may end otherwise."""
-    given = Given(functions={"length": length})
+    given = Overrides(functions={"length": length})
     config = settings(tiny_folder, **{"reward": {"sources": ("length",)}, **changes})
     run_dir = RunDirectory(out) if resume else RunDirectory.create(out.parent, "run", config)
     if not resume:
         run_dir.path.rename(out)
         run_dir = RunDirectory(out)
-    runs.train(config, run_dir=run_dir, resume=resume, progress=display, given=given)
+    runs.train(config, run_dir=run_dir, resume=resume, progress=display, overrides=given)
     return run_dir
 
 

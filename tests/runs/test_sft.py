@@ -544,7 +544,7 @@ def test_plain_progress_shows_what_supervised_runs_have(
     import sys
 
     progress = PlainProgress(sys.stdout)
-    progress.start(SftConfig(), "the headline")
+    progress.start("the headline")
     progress.step(0, 9, {"held_out/loss": 2.0}, [])
     progress.step(3, 9, {"train/loss": 1.25, "perf/throughput": 50.0, "timing_s/step": 2.0}, [])
     assert capsys.readouterr().out.splitlines() == [

@@ -32,8 +32,8 @@ from run_helpers import (
     worker_of,
 )
 from stretto import runs
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import Config, recipes
+from stretto.config.algorithm import ALGORITHMS
 from stretto.evaluation.answers import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.clock import ManualClock
+from stretto.config.schedule import Settings
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
 from stretto.observe.spans import Spans
 from stretto.runtime.sim.faults import Faults, faulty
@@ -16,9 +17,8 @@ from stretto.runtime.sim.loop import run
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.migration import FixedMigration, MigrationLimits
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.schedule import Schedule
+from stretto.schedules.schedule import Controls, Schedule, Step
 from stretto.schedules.scoring import ScorerReplica
-from stretto.schedules.settings import Controls, Settings, Step
 from stretto.schedules.waits import Phases
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 from stretto.types import Chunk, Decoded, WeightsRef

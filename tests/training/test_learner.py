@@ -29,7 +29,7 @@ from helpers import (
 )
 from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients
 from rounding import rounding
-from stretto.config import Config, ModelConfig, TrainingConfig
+from stretto.config import ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
 from stretto.models.load import load_causal_lm
@@ -1046,10 +1046,10 @@ def test_warm_up_is_cross_entropy_on_the_answers() -> None:
     examples = make_rollouts(model, critic, SHAPES)
     with torch.no_grad():
         before = -torch.cat(left_padded_logprobs(model, examples)).mean()
-    assert warm_up(model, told(examples), Config(warmup_lr=1e-2)) == pytest.approx(
+    assert warm_up(model, told(examples), 1e-2, TrainingConfig()) == pytest.approx(
         before.item(), rel=1e-5
     )
-    assert warm_up(model, told(examples * 200), Config(warmup_lr=1e-2)) < 0.5 * before.item()
+    assert warm_up(model, told(examples * 200), 1e-2, TrainingConfig()) < 0.5 * before.item()
 
 
 def test_lora_trains_adapters_alone(tiny_folder: Path) -> None:

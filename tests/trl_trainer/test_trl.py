@@ -816,7 +816,7 @@ def test_models_that_are_brought_have_no_dropout() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     model.extra = torch.nn.Dropout(0.4)
-    ready: Any = made_ready(model, Config.model_validate({"model": {"device": "cpu"}}))
+    ready: Any = made_ready(model, "cpu")
     assert ready is model
     assert (ready.model.layers[0].self_attn.attention_dropout, ready.extra.p) == (0.0, 0.0)
     assert not ready.training

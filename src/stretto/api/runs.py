@@ -153,7 +153,7 @@ def compare(
     Returns:
         its ``table()`` is for people, its ``data()`` for programs.
     """
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
 
     base = changed(config_of(settings), changes)
     if not isinstance(variants, Mapping):
@@ -168,7 +168,7 @@ def compare(
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
         for job, config in runs.items():
             run = begin(config, f"{job.variant}-seed{job.seed}")
-            execute(run, given=Given(warmup=Path(warm, f"seed{job.seed}.safetensors")))
+            execute(run, given=Overrides(warmup=Path(warm, f"seed{job.seed}.safetensors")))
             outcomes.append(outcome_of(job, run.run_dir.path))
     return Comparison(outcomes, target)
 

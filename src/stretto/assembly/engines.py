@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.checks import check_engine
-from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import slots_within
@@ -116,7 +115,7 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
     try:
         fit = slots_within(model, positions, budget)
     except (EngineError, ModelError):  # the scorer will say so
-        return most_in_flight(config)
+        return config.most_in_flight
     slices, _ = slices_of(model)
     if slices:  # what is free differs from rank to rank, and all must read the same rollouts
         fit = slices.least(fit, parameter.device)
@@ -125,4 +124,4 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
             f"no response of up to {positions} tokens fits into a scorer's share of free memory "
             f"({budget >> 20} MiB): whole responses are scored, once they have ended"
         )
-    return min(most_in_flight(config), fit)
+    return min(config.most_in_flight, fit)

@@ -67,9 +67,9 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     given = None
     if own.warmup_file:  # the import takes long: before there is a folder
-        from stretto.assembly.models import Given
+        from stretto.assembly.models import Overrides
 
-        given = Given(warmup=Path(own.warmup_file))
+        given = Overrides(warmup=Path(own.warmup_file))
     execute(begin(config, recipes.name_of(recipe), resume=own.resume), given=given)
     return 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import nn
 
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import NOTHING, Given, make_actor, prepare_torch
+from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
 from stretto.errors import MissingExtraError, RewardError
 from stretto.models.load import fastest_dtype, load_tokenizer, pick_device, pick_dtype
@@ -57,7 +57,7 @@ def of_model(config: Config, model: str) -> Config:
 
 
 def open_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, given: Given = NOTHING
+    config: Config, tokenizer: PreTrainedTokenizerBase, given: Overrides = NO_OVERRIDES
 ) -> tuple[Engine, nn.Module]:
     """Load the model of the settings, and open the engine that they name over it, in this process.
 
@@ -82,7 +82,7 @@ def open_engine(
         dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
         on_cpu = m.model_copy(update={"dtype": dtype, "device": "cpu"})
         loading = config.model_copy(update={"model": on_cpu})
-    actor = make_actor(loading, given, on_stderr)
+    actor = make_actor(loading.model, given, on_stderr)
     brought = given.actor is not None
     return make_engine(config, actor, tokenizer, config.rollout.batch, brought=brought), actor
 
@@ -112,7 +112,7 @@ def generate(
     *,
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
-    given: Given = NOTHING,
+    given: Overrides = NO_OVERRIDES,
 ) -> Iterator[tuple[int, str]]:
     """Answer prompts: (index of the prompt, text), each as soon as it has ended.
 
@@ -126,7 +126,7 @@ def generate(
     require_seed(seed)
     task = TaskConfig(chat=chat)
     settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
-    prepare_torch(settings)
+    prepare_torch(seed, 0)
     tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr), say=on_stderr)
     encoder = Encoder(tokenizer)
     rollouts = [

@@ -11,9 +11,10 @@ from statistics import fmean, pvariance
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto import tasks
+from stretto.assembly.models import load_reward_model
 from stretto.assembly.scorers import open_function, reward_scorer
 from stretto.config import Config
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.evaluation.answers import WholeScorer, score_all
 from stretto.observe.progress import on_stderr
@@ -46,14 +47,16 @@ def open_gold(
         TaskError: the task has no verifier.
         ModelError: the reward model cannot be loaded, or has no scalar head.
     """
-    if source.startswith(MODEL):
-        return reward_scorer(source, config, tokenizer, on_stderr, ends=ends)
-    if source != "task" and ".py:" not in source:
+    parsed = reward_source(source)
+    if isinstance(parsed, ModelSource):
+        loaded = load_reward_model(config.model, parsed.model, on_stderr)
+        return reward_scorer(source, config, tokenizer, on_stderr, loaded, ends=ends)
+    if not isinstance(parsed, TaskSource) and ".py:" not in source:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
             "function) or 'model:NAME' (a reward model)"
         )
-    return open_function(source, config, columns, tokenizer, stack)
+    return open_function(parsed, config, columns, tokenizer, stack)
 
 
 def gold_scores(

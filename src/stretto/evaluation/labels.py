@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from stretto import tasks
 from stretto.assembly.models import prepare_torch
 from stretto.config import Config, PairsConfig, RewardModelConfig
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
@@ -126,7 +126,7 @@ def label_pairs(
     _check_out(out, config.data.name)
     run = Config(seed=config.seed, threads=config.threads, model=config.model)
     run = run.model_copy(update={"reward": run.reward.model_copy(update={"timeout_s": timeout_s})})
-    prepare_torch(run)
+    prepare_torch(run.seed, run.threads)
     rows = _read(config)
     tokenizer, layout = _tokens_for(by, config)
     readable, left_out = attempt(rows, lambda row: _reading(row, layout), config.data)
@@ -183,7 +183,7 @@ def label_responses(
         )
     _check_out(out, config.task.name)
     config = of_model(config, policy)
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     tokenizer = load_tokenizer(
         resolve(policy, on_stderr), config.model.trust_remote_code, on_stderr
     )
@@ -198,7 +198,9 @@ def label_responses(
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
     kept, left_out = [], Counter[str]()
     for _, group in groupby(rollouts, key=lambda r: r.group):
-        found = _of_group([r for r in group if r.id in by_id], by_id, tokenizer, config)
+        found = _of_group(
+            [r for r in group if r.id in by_id], by_id, tokenizer, config.rollout.stop
+        )
         if isinstance(found, str):
             left_out[found] += 1
         else:
@@ -226,12 +228,11 @@ def _of_group(
     responses: Sequence[Rollout],
     scores: Mapping[int, float],
     tokenizer: PreTrainedTokenizerBase,
-    config: Config,
+    stop: Sequence[str],
 ) -> Row | Literal["ties", "empty", "unended"]:
     """A pair out of one prompt's responses that ended, or why there is none."""
     if len(responses) < 2:
         return "unended"
-    stop = config.rollout.stop
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
     found = best_and_worst(texts, [scores[r.id] for r in responses])
     if found is None:
@@ -297,9 +298,10 @@ def _several(index: int, row: Row, data: PairsConfig) -> _Row:
 def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
-    if not by.startswith(MODEL):
+    source = reward_source(by)
+    if not isinstance(source, ModelSource):
         return byte_tokenizer(), None
-    path, trust = resolve(by.removeprefix(MODEL), on_stderr), config.model.trust_remote_code
+    path, trust = resolve(source.model, on_stderr), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust, on_stderr)
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
 

@@ -19,6 +19,7 @@ from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
 from stretto.assembly.scorers import open_function
 from stretto.config import Config, RowsConfig
+from stretto.config.sections import TaskSource
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError
 from stretto.evaluation.answers import (
@@ -157,12 +158,14 @@ def evaluate(
         update={"rollout": greedy, "reward": config.reward.model_copy(update=reward)}
     )
     with ExitStack() as stack:
-        prepare_torch(read)
+        prepare_torch(read.seed, read.threads)
         tokenizer = load_tokenizer(
             resolve(model, on_stderr), read.model.trust_remote_code, on_stderr
         )
         task = tasks.load(read.task, read.seed, on_stderr)
-        function = open_function("task", read, task.row(0).data.keys(), tokenizer, stack)
+        function = open_function(
+            TaskSource("task"), read, task.row(0).data.keys(), tokenizer, stack
+        )
         asked = questions(config, task, tokenizer, samples, trained or config)
         engine, _ = open_engine(read, tokenizer)
         answers = answer(engine, asked.prompts)
@@ -211,7 +214,7 @@ def measure(
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     settings, config = config, of_model(measured_on(config), policy)
     with ExitStack() as stack:
-        prepare_torch(config)
+        prepare_torch(config.seed, config.threads)
         path, trust = resolve(policy, on_stderr), config.model.trust_remote_code
         tokenizer = load_tokenizer(path, trust, on_stderr)
         ends = end_tokens_of(path, tokenizer, trust)
@@ -316,7 +319,7 @@ def _drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[
             passes give the SFT model's, so that rounding does not look like drift, as it would
             against the log-probabilities of a decoding engine.
     """
-    model = load_actor(of_model(config, sft), on_stderr)
+    model = load_actor(of_model(config, sft).model, on_stderr)
     temperatures = (1.0, config.rollout.temperature)
     at_one, as_sampled = _logprob_sums(model, rollouts, temperatures, config)
     kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]

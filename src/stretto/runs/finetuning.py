@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -253,14 +253,16 @@ class _Prepared(Generic[T]):
 def _prepare(
     config: SupervisedConfig,
     progress: Progress,
-    read: Callable[[RowsConfig], tuple[list[R], list[str]]],
+    read: Callable[[Any], tuple[list[R], list[str]]],
     tokenise: Callable[[R, PromptLayout], T],
     length: Callable[[T], int],
 ) -> _Prepared[T]:
     """Read the rows, load the model, and tokenise, filter and split the rows."""
     with progress.working(f"reading {config.data.name}"):
+        dropped: list[str]
+        reasons: list[str]
         rows, dropped = read(config.data)
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     m = config.model
     path, device = resolve(m.name, Saying(progress)), pick_device(m.device)
     with progress.working(f"loading {path}"):

@@ -245,7 +245,7 @@ def learner(setting: Setting, probe: IntArray) -> LearnerService:
         channel=outbox,
         threads=setting.threads or torch.get_num_threads(),
         lends=setting.lends,
-        grid=Grid(device.type, learner_layout(config)) if ranks > 1 else None,
+        grid=Grid(device.type, learner_layout(config.cluster)) if ranks > 1 else None,
     )
     ready = Ready({}, frozen, said)
     service = LearnerService(made, outbox, prompts, ready, probe, dist.get_rank(), ranks)

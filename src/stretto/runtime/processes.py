@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
@@ -238,9 +238,9 @@ class Processes:
         check(self._facts, threads, [frozenset(names) for names in on.values()], apart)
 
 
-def _check(config: Config, given: Given) -> None:
+def _check(config: Config, given: Overrides) -> None:
     """Refuse what only a run in one process can do."""
-    layout = learner_layout(config)
+    layout = learner_layout(config.cluster)
     if layout.ranks > 1 and config.pipeline.ranks:
         raise ConfigError(
             f"pipeline.ranks = {config.pipeline.ranks} trains through stages, and "
@@ -276,7 +276,7 @@ def _rank_names(place: Place) -> list[str]:
     return [place.name, *(f"{place.name}, rank {i}" for i in range(1, len(place.devices)))]
 
 
-def _needed(seat: Seat, given: Given) -> Given:
+def _needed(seat: Seat, given: Overrides) -> Overrides:
     """Return what a role needs of what the caller brings: models may be large."""
     wanted = {"reference": {"reference"}, "critic": {"critic"}, LEARNER: {"critic"}}
     keep = wanted.get(seat.scorer or seat.role, set())

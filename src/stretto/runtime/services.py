@@ -16,19 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.checks import check_rewards
-from stretto.assembly.controls import most_in_flight
 from stretto.assembly.engines import make_engine, scorer_slots
 from stretto.assembly.models import (
-    load_reward_model,
     made_ready,
     make_actor,
     make_critic,
     with_adapters,
 )
 from stretto.assembly.parts import critic_rewards, open_task
-from stretto.assembly.scorers import model_scorers, reward_scorer
+from stretto.assembly.scorers import load_reward, model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
-from stretto.config.sections import MODEL
+from stretto.config.sections import reward_source
 from stretto.errors import EngineError
 from stretto.models.load import pick_device
 from stretto.models.lora import trained_names
@@ -284,7 +282,7 @@ def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
         config,
         model,
         prompts.tokenizer,
-        most_in_flight(config),
+        config.most_in_flight,
         given.end_tokens,
         inbox,
         brought=given.actor is not None,
@@ -303,7 +301,7 @@ def reference(setting: Setting) -> ScorerService:
     config, said = setting.config, list[str]()
     model = setting.given.reference
     if model is not None:
-        model = made_ready(model, config, "the reference").requires_grad_(False)
+        model = made_ready(model, config.model.device, "the reference").requires_grad_(False)
     else:
         model, _ = loaded_actor(setting)
     marks = _marks_of(model)
@@ -331,17 +329,14 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Sc
     """
     setting.prepare()
     config, given, said = setting.config, setting.given, list[str]()
+    here = loading(setting)
     tokenizer, _, _ = open_task(config, given, _quiet)
-    loaded, name = given.reward_models.get(source), source.removeprefix(MODEL)
-    if loaded is None:
-        here = loading(setting)
-        in_files = here.given.in_files
-        loaded = load_reward_model(here.config, name, said.append, in_files=in_files)
-    else:
-        made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
+    where = config if source in given.reward_models else here.config
+    loaded = load_reward(reward_source(source), where.model, here.given, said.append)
+    assert loaded is not None
     cut(loaded[0], setting)
     slots = scorer_slots(config, loaded[0], said.append)
-    scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
+    scorer = reward_scorer(source, config, tokenizer, said.append, loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
     return ScorerService(scorer, said, shelf=setting.shelf(source, scorer.model.parameters))
 
@@ -353,7 +348,7 @@ def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:
         model: as training starts; only shapes and types of its parameters are looked at.
     """
     config = setting.config
-    theirs, trained = learner_layout(config), trained_names(model)
+    theirs, trained = learner_layout(config.cluster), trained_names(model)
     dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
     return WeightReceiver(
@@ -374,7 +369,7 @@ def follow(model: nn.Module, setting: Setting) -> Receiver:
         ModelError: it cannot be cut into that many slices.
     """
     config = setting.config
-    theirs, here = learner_layout(config), Layout(tp=dist.get_world_size())
+    theirs, here = learner_layout(config.cluster), Layout(tp=dist.get_world_size())
     dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
     trained = trained_names(model)
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
@@ -412,17 +407,17 @@ def loaded_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, in its adapters where it has any."""
     setting = loading(setting)
     model, prompts = _starting_actor(setting)
-    return with_adapters(model, setting.config, "CAUSAL_LM", ExitStack(), brought=False), prompts
+    m, seed = setting.config.model, setting.config.seed
+    return with_adapters(model, m, seed, "CAUSAL_LM", ExitStack(), brought=False), prompts
 
 
 def _critic(setting: Setting) -> nn.Module:
     config, given = setting.config, setting.given
     actor, prompts = _starting_actor(setting)
-    tokenizer = prompts.tokenizer
+    tokenizer, m = prompts.tokenizer, config.model
     rewards = critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
-    model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
-    assert model is not None
-    return with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
+    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, given, _quiet)
+    return with_adapters(model, m, config.seed, "SEQ_CLS", ExitStack(), brought=False)
 
 
 def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
@@ -432,7 +427,7 @@ def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     """
     config, given = setting.config, setting.given
     _, task, prompts = open_task(config, given, _quiet)
-    model = make_actor(config, given, _quiet)
+    model = make_actor(config.model, given, _quiet)
     warmed_up(model, config, task, prompts, given, _quiet)
     return model, prompts
 

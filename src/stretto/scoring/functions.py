@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.config import TaskConfig
+from stretto.config.sections import FunctionSource, RewardSource, TaskSource
 from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.scoring.conventions import recognise
 from stretto.scoring.responses import Pending, response_text
@@ -60,8 +61,7 @@ class FunctionScorer:
     loaded; it is started again after a hang, and then has lost what it kept in memory.
 
     Args:
-        source: 'task', or 'file.py:name' with the file relative to the working directory. Also the
-            scorer's name.
+        source: the task's verifier, or a function, whose file is relative to the working directory.
         task: the task's settings; the verifier is made anew from them in the reward function's
             process.
         stop: strings that end a response; not part of what is scored.
@@ -85,7 +85,7 @@ class FunctionScorer:
 
     def __init__(
         self,
-        source: str,
+        source: RewardSource,
         task: TaskConfig,
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
@@ -95,15 +95,15 @@ class FunctionScorer:
         columns: Collection[str] | None = None,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        self.name = source
+        self.name = source.name
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
-        self._pending = Pending(source)
+        self._pending = Pending(source.name)
         self._payload: Callable[[_Response], Mapping[str, Any]]
         self._process: FunctionProcess | LocalFunction
         if function is not None:
             self._payload = self._function_payload
             self._process = LocalFunction(function)
-        elif source == "task":
+        elif isinstance(source, TaskSource):
             self._payload = _task_payload
             self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
         else:
@@ -113,7 +113,7 @@ class FunctionScorer:
         self._columns: list[str] | None = ready["columns"]
         if columns is not None:
             try:
-                require_columns(source, ready["required"], columns)
+                require_columns(source.name, ready["required"], columns)
             except ConfigError:
                 self.close()
                 raise
@@ -256,24 +256,23 @@ def _task_payload(response: _Response) -> Mapping[str, Any]:
     }
 
 
-def locate(source: str) -> dict[str, str]:
-    """'file.py:name' as an absolute path and a name, so that a later change of folder is harmless.
+def locate(source: RewardSource) -> dict[str, str]:
+    """Absolute path and name of a function, so that a later change of folder is harmless.
 
     Raises:
-        ConfigError: it has another form, or there is no such file.
+        ConfigError: the source is no function, or there is no such file.
     """
-    file, _, function = source.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not function.isidentifier():
+    if not isinstance(source, FunctionSource):
         raise ConfigError(
-            f"reward.sources: '{source}' is none of 'task', 'file.py:name' and 'model:NAME'"
+            f"reward.sources: '{source.name}' is none of 'task', 'file.py:name' and 'model:NAME'"
         )
+    path = source.file.expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"reward.sources: '{source}' names the file '{path}', which is not there (looked for "
-            f"from {Path.cwd()})"
+            f"reward.sources: '{source.name}' names the file '{path}', which is not there (looked "
+            f"for from {Path.cwd()})"
         )
-    return {"file": str(path.resolve()), "function": function}
+    return {"file": str(path.resolve()), "function": source.function}
 
 
 def require_columns(source: str, required: Iterable[str], columns: Collection[str]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.policy import SQUARES, SUM, TOKENS
-from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Metrics, response_weights, token_weights
+from stretto.algorithms.registry import prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.training.agreement import Agreement, differences, is_coarse

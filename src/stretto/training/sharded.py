@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
-from stretto.config import Config, OptimizerConfig
+from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
 from stretto.models.forward import (
     backbone,
@@ -46,7 +46,7 @@ from stretto.models.mapped import final, final_dtype
 from stretto.models.pieces import Layout, Piece, Whole, index, shape, wholes_of
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
-from stretto.training.losses import MicroBatch
+from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import divided
 from stretto.training.passes import LocalPasses
 from stretto.training.shard_files import STEP, Stored
@@ -404,9 +404,6 @@ def _local(tensor: Any) -> Tensor:
     return cast(Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
-T = TypeVar("T")
-
-
 class Grid:
     """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
 
@@ -472,8 +469,11 @@ class ShardedPasses(LocalPasses):
     actor, critic: the models; ``None`` for algorithms without a critic.
     """
 
-    def __init__(self, actor: Sharded, critic: Sharded | None, config: Config) -> None:
-        super().__init__(actor.model, critic.model if critic else None, config, actor.template)
+    def __init__(
+        self, actor: Sharded, critic: Sharded | None, losses: Losses, microbatch_tokens: int
+    ) -> None:
+        model = critic.model if critic else None
+        super().__init__(actor.model, model, losses, microbatch_tokens, actor.template)
         self._grid = actor.grid
         self._sharded = {s.model: s for s in (actor, critic) if s is not None}
         self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch

@@ -227,7 +227,7 @@ def broken(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
         def fingerprint(self) -> str:
             return source.fingerprint()
 
-    engine._source = Breaking()
+    engine._source = Breaking()  # type: ignore[assignment]
     try:
         learner.hand_over(engine, model(7))
     except OSError as error:

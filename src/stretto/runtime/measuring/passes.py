@@ -21,7 +21,7 @@ from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.measuring.model import Subject
 from stretto.runtime.measuring.points import Point
-from stretto.training.losses import MicroBatch
+from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses
 from stretto.training.trained import TrainedModel, WholeModel
 from stretto.types import Prompt, Response
@@ -128,9 +128,10 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
 
 def trainings(subject: Subject, sizes: Sizes) -> Iterator[Point]:
     """Yield forward and backward passes of micro-batches, and then an update of the weights."""
-    config = subject.config.model_copy(update={"algorithm": AlgorithmConfig()})
-    trained = TrainedModel(subject.model, 1e-6, config.training, updates=10**6, warmup=0)
-    passes = LocalPasses(subject.model, None, config)
+    training, temperature = subject.config.training, subject.config.rollout.temperature
+    trained = TrainedModel(subject.model, 1e-6, training, updates=10**6, warmup=0)
+    losses = Losses(AlgorithmConfig(), temperature)
+    passes = LocalPasses(subject.model, None, losses, training.microbatch_tokens)
     for tokens in sizes.training:
         batch = _micro_batch(subject, _responses(subject, tokens, sizes.length))
         seconds = timed(

@@ -14,6 +14,7 @@ from engine_helpers import Virtual
 from helpers import critic_of, llama, told
 from scorer_helpers import begun, byte_rollout, chunk, reward_model
 from stretto.config import TaskConfig
+from stretto.config.sections import reward_source
 from stretto.models.tiny import byte_tokenizer
 from stretto.runtime.sim.costs import PrefillCost
 from stretto.runtime.sim.devices import Device, SimWorker
@@ -40,7 +41,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def function() -> Any:
         file = tmp_path / "judge.py"
         file.write_text("def f(completions, **_):\n    return [len(c) / 2 for c in completions]\n")
-        scorer = FunctionScorer(f"{file}:f", TaskConfig(), 0, tokenizer)
+        scorer = FunctionScorer(reward_source(f"{file}:f"), TaskConfig(), 0, tokenizer)
         stack.callback(scorer.close)
         return scorer
 
