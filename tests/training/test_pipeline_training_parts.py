@@ -22,6 +22,7 @@ from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
 from stretto.errors import LearnerError, ModelError, RankError
+from stretto.models.forward import states_at
 from stretto.pipelines.executor.instructions import PipelineTask
 from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.executor.timing import Timings

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from stretto.assembly.checks import check_engine
 from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.errors import EngineError, ModelError
+from stretto.models.backend import backend_of
 from stretto.models.cached import slots_within
 from stretto.models.forward import backbone, unwrapped
 from stretto.models.load import end_token_ids
@@ -64,11 +64,7 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
     if not config.schedule.knobs.streams:
         return 0
     parameter = next(model.parameters())
-    free_bytes = (
-        torch.cuda.mem_get_info(parameter.device)[0]
-        if parameter.device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
+    free_bytes = backend_of(parameter.device).free_bytes()
     positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     budget = int(MEMORY_SHARE * free_bytes)
     try:

@@ -15,7 +15,7 @@ from stretto.assembly.models import NOTHING, Given, load_reward_model, made_read
 from stretto.config import Config
 from stretto.config.sections import MODEL
 from stretto.config.training import token_budget
-from stretto.models.load import pick_device
+from stretto.models.backend import pick_device
 from stretto.saying import Say
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer

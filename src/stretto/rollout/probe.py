@@ -8,7 +8,7 @@ from torch import nn
 
 from stretto.config import RolloutConfig
 from stretto.models.cached import SlotCache
-from stretto.rollout.packed import PackedLinears
+from stretto.models.packed import PackedLinears
 from stretto.rollout.step import ModelPass
 from stretto.types import FloatArray, IntArray
 

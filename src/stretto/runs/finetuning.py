@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -15,14 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from stretto.assembly.models import prepare_torch
 from stretto.config import RewardModelConfig, RowsConfig, SftConfig, SupervisedConfig
 from stretto.errors import TaskError
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import text_config, unwrapped
 from stretto.models.heads import reward_model_from, set_padding
 from stretto.models.load import (
     end_token_ids,
     load_causal_lm,
     load_tokenizer,
-    pick_device,
-    pick_dtype,
     save_model,
     set_checkpointing,
 )
@@ -253,7 +252,7 @@ class _Prepared(Generic[T]):
 def _prepare(
     config: SupervisedConfig,
     progress: Progress,
-    read: Callable[[RowsConfig], tuple[list[R], list[str]]],
+    read: Callable[[Any], tuple[list[R], list[str]]],
     tokenise: Callable[[R, PromptLayout], T],
     length: Callable[[T], int],
 ) -> _Prepared[T]:

@@ -404,9 +404,6 @@ def _local(tensor: Any) -> Tensor:
     return cast(Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
-T = TypeVar("T")
-
-
 class Grid:
     """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
 

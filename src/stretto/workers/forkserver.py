@@ -25,8 +25,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from stretto.allocator import keep_freed_memory
 from stretto.errors import RankError
+from stretto.models.backend import keep_freed_memory
 
 PRELOADED = (
     "torch.distributed",

@@ -31,8 +31,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NoReturn
 
-from stretto.allocator import keep_freed_memory
 from stretto.errors import OutOfMemoryError, StrettoError, first_line, is_out_of_memory
+from stretto.models.backend import keep_freed_memory
 from stretto.workers import preflight
 from stretto.workers.side import SideServer, stacks
 

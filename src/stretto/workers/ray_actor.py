@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from stretto.allocator import keep_freed_memory
 from stretto.errors import RankError
+from stretto.models.backend import keep_freed_memory
 from stretto.workers.door import Address, enter
 from stretto.workers.preflight import Facts
 from stretto.workers.rank import Opening, Rank, failed, outcome, tell_warnings

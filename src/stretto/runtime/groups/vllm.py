@@ -11,8 +11,9 @@ from torch import nn
 
 from stretto.assembly.checks import check_engine
 from stretto.assembly.controls import most_in_flight
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import text_config, unwrapped
-from stretto.models.load import end_token_ids, pick_device, pick_dtype
+from stretto.models.load import end_token_ids
 from stretto.models.resolve import resolve
 from stretto.rollout.stop import StopStrings
 from stretto.rollout.vllm.engine import VllmEngine
