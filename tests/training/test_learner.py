@@ -95,7 +95,7 @@ def given_experience(
     learner: PolicyLearner, batch: Sequence[Rollout]
 ) -> list[dict[str, list[float]]]:
     """The learner's own advantages and returns (float32), for comparisons beyond its precision."""
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
+    e = learner.experience_of(train_batch(batch))
     return [
         {
             "advantages": e.advantages[b, : len(r)].tolist(),
@@ -891,7 +891,7 @@ def publisher(
     plain = make_learner(actor, critic, given)
     return PolicyLearner(
         plain.trained["actor"],
-        plain.trained["critic"],
+        plain.trained.get("critic"),
         plain.passes,
         plain.config,
         {"task": 1.0},

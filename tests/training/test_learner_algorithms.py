@@ -54,7 +54,9 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]
     a = learner.config.algorithm
     logprobs = now(actor, batch)
     proximal = logprobs.detach().float() if a.old_policy == "proximal" else None
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), proximal)
+    e = learner.experience_of(train_batch(batch))
+    if proximal is not None:
+        e = replace(e, old_logprobs=proximal)
     rows = [row for unit in e.units for row in unit]
     names = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
     part = part_of(
@@ -218,7 +220,7 @@ def test_pairs_stay_together() -> None:
     algorithm = {"name": "online-dpo"}
     learner = learner_of(algorithm, actor, training={"minibatches": 2, "microbatch_tokens": 1})
     batch = make_batch(actor, algorithm)
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
+    e = learner.experience_of(train_batch(batch))
     score = [r.scores["task"].scalar for r in batch]
     cut = [r.finish == "length" for r in batch]
     score = [-1.0 if c else s for s, c in zip(score, cut, strict=True)]
@@ -249,7 +251,7 @@ def test_micro_batches_of_pairs_keep_to_the_budget(budget: int) -> None:
     algorithm = {"name": "online-dpo"}
     learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
     batch = make_batch(actor, algorithm)
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
+    e = learner.experience_of(train_batch(batch))
     fresh = torch.zeros(8, dtype=torch.bool)
     made = learner.microbatches(told(batch), e.units, e, fresh)
     sizes = [[r.total_tokens for r in m.responses] for m in made]

@@ -67,7 +67,7 @@ class Plain(Service):
 
 
 class Watched(CopyStream):
-    """A copies that tells when it has copied a service's tensors in."""
+    """A stream of copies that tells when it has copied a service's tensors in."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(torch.device("cpu"))

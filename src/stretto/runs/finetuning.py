@@ -269,7 +269,8 @@ def _prepare(
     layout = PromptLayout(tokenizer, ends, config.data)
     with progress.working("tokenising the rows"):
         made, reasons = attempt(rows, lambda row: tokenise(row, layout), config.data)
-    if unused := [*dropped, *reasons]:
+    unused: list[str] = dropped + reasons
+    if unused:
         progress.note(
             f"{len(unused)} of {len(rows) + len(dropped)} rows cannot be used and are left out; "
             f"the first: {unused[0]}"
