@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.types import Reply, WeightsRef
-from stretto.weights.broadcast import Inbox, Outbox
+from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Route
 
 CPU = torch.device("cpu")
@@ -34,25 +34,25 @@ class Side:
     def __init__(self, megabytes: int, bucket_mb: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self.tensors = weights(megabytes)
-        self.outbox = Outbox(CPU, bucket_mb << 20, keep=2)
-        self.inbox = Inbox(self.tensors, CPU, bucket_mb << 20)
+        self.sender = WeightSender(CPU, bucket_mb << 20, keep=2)
+        self.receiver = WeightReceiver(self.tensors, CPU, bucket_mb << 20)
 
     def put(self, ref: WeightsRef) -> Reply[str]:
         """Offer the weights; return the mark of their plan."""
-        self.outbox.put(ref, self.tensors)
-        return Reply(self.outbox.plan(ref)[0])
+        self.sender.put(ref, self.tensors)
+        return Reply(self.sender.plan(ref)[0])
 
     def send(self, ref: WeightsRef, route: Route) -> Reply[float]:
         """Send them; return the seconds."""
         start_s = time.perf_counter()
-        self.outbox.send(ref, route)
+        self.sender.send(ref, route)
         return Reply(time.perf_counter() - start_s)
 
     def load(self, ref: WeightsRef, mark: str, route: Route) -> Reply[float]:
         """Receive them into the tensors that are here; return the seconds."""
         start_s = time.perf_counter()
-        self.inbox.expect(ref, [mark], [route])
-        for name, part in self.inbox.get(ref).items():
+        self.receiver.expect(ref, [mark], [route])
+        for name, part in self.receiver.get(ref).items():
             self.tensors[name].copy_(part.tensor)
         return Reply(time.perf_counter() - start_s)
 

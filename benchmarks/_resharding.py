@@ -16,7 +16,7 @@ from stretto.models.load import architecture
 from stretto.models.pieces import Layout, Whole, index, shape, wholes_of
 from stretto.models.tensor_parallel import plan_cuts
 from stretto.types import WeightsRef
-from stretto.weights.broadcast import Outbox
+from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding
 
 
@@ -41,9 +41,9 @@ class Rank:
         self._size = dist.get_world_size()
         self._wholes = wholes_named(name, self._size)
         shards, slices = Layout(fsdp=self._size), Layout(tp=self._size)
-        self._outbox = Outbox(torch.device("cpu"), bucket_mb << 20, keep=1)
+        self._sender = WeightSender(torch.device("cpu"), bucket_mb << 20, keep=1)
         self._channel = Resharding(
-            self._outbox, self._wholes, shards, slices, bucket_mb << 20, torch.device("cpu")
+            self._sender, self._wholes, shards, slices, bucket_mb << 20, torch.device("cpu")
         )
         self._own = shards.own(self._wholes, rank)
         self._rows = {name: shards.box(whole, rank) for name, whole in self._wholes.items()}
@@ -58,8 +58,8 @@ class Rank:
 
     def reshard(self) -> tuple[float, int, int]:
         """Fill the slices by what each needs; return seconds, bytes of all, and the peak beside."""
-        ref = WeightsRef("actor", 0, "", self._outbox.name)
-        self._outbox.put(ref, self._shards)
+        ref = WeightsRef("actor", 0, "", self._sender.name)
+        self._sender.put(ref, self._shards)
         dist.barrier()
         start_s = time.perf_counter()
         for name, part in self._channel.get(ref).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import torch
@@ -25,6 +26,7 @@ class Misbehaving:
 
     def __init__(self, rank: int, greeting: str) -> None:
         self.rank, self.greeting = rank, greeting
+        self.hangs = threading.Event()
 
     def greet(self, name: str) -> str:
         return f"{self.greeting} {name}, from {self.rank}"
@@ -45,8 +47,8 @@ class Misbehaving:
 
     def fail(self, how: str, rank: int) -> None:
         """On one rank; the others wait for a tensor from it."""
+        dist.barrier()
         if self.rank == rank:
-            time.sleep(0.3)
             if how == "raise":
                 raise ValueError("no such luck")
             if how == "own":
@@ -73,4 +75,8 @@ class Misbehaving:
         os.abort()
 
     def hang(self) -> None:
-        time.sleep(1000)
+        self.hangs.set()
+        threading.Event().wait(1000)
+
+    def hanging(self) -> bool:
+        return self.hangs.wait(60)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stretto.models.pieces import Layout, Whole, index, shape
 from stretto.types import WeightsRef
-from stretto.weights.broadcast import Outbox
+from stretto.weights.broadcast import WeightSender
 from stretto.weights.resharding import Resharding
 
 WHOLES: dict[str, Whole] = {
@@ -43,18 +43,18 @@ class Resharder:
         bucket_bytes: int,
         wholes: Mapping[str, Whole] = WHOLES,
     ) -> None:
-        self._outbox = Outbox(torch.device("cpu"), bucket_bytes, keep=1)
+        self._sender = WeightSender(torch.device("cpu"), bucket_bytes, keep=1)
         self._channel = Resharding(
-            self._outbox, wholes, shards, slices, bucket_bytes, torch.device("cpu")
+            self._sender, wholes, shards, slices, bucket_bytes, torch.device("cpu")
         )
         self._wholes, self._own = wholes, shards.own(wholes, rank)
         self._slices = slices
 
     def load(self, version: int) -> tuple[dict[str, Tensor], int]:
         """Return what this rank holds of a version, and the bytes that moved."""
-        ref = WeightsRef("actor", version, "", self._outbox.name)
+        ref = WeightsRef("actor", version, "", self._sender.name)
         whole = tensors(version, self._wholes)
-        self._outbox.put(ref, {n: whole[n][index(box)].float() for n, box in self._own.items()})
+        self._sender.put(ref, {n: whole[n][index(box)].float() for n, box in self._own.items()})
         boxes = {n: self._slices.box(w, dist.get_rank()) for n, w in self._wholes.items()}
         held = {n: torch.empty(shape(b), dtype=self._wholes[n].dtype) for n, b in boxes.items()}
         for name, part in self._channel.get(ref).items():

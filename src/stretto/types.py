@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +85,18 @@ class Chunk:
     version: int
     finish: FinishReason | None = None
     sampled: BoolArray | None = None
+
+
+class Decoded(NamedTuple):
+    """What a decode call has done.
+
+    Attributes:
+        chunks: one for each rollout that advanced.
+        steps: of decoding; a rollout may have been part of fewer of them.
+    """
+
+    chunks: Sequence[Chunk]
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,7 +277,7 @@ def test_pass_at_1_and_mean_score_with_their_standard_errors(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = [1.0, 0.5, 0.999, 1.0, 0.0, 1.0, 0.25, 0.0]
-    monkeypatch.setattr("stretto.evaluation.verified.score_all", lambda *_: scores)
+    monkeypatch.setattr("stretto.evaluation.measures.score_all", lambda *_: scores)
     result = stretto.evaluate("tiny", model=tiny_folder, samples=8, rollout={"max_new_tokens": 1})
     assert result.pass_at_1 == 3 / 8
     assert result.pass_at_1_standard_error == pytest.approx((3 / 8 * 5 / 8 / 8) ** 0.5)

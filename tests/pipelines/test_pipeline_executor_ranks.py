@@ -25,6 +25,7 @@ from stretto.errors import LearnerError, RankError
 from stretto.pipelines.baselines import greedy
 from stretto.pipelines.executor.executor import StageLayout
 from stretto.pipelines.executor.stages import cut
+from stretto.workers.connection import RankConnection
 from stretto.workers.forkserver import NAME
 from stretto.workers.ranks import Ranks
 
@@ -118,15 +119,20 @@ def test_an_end_that_was_asked_for_is_not_told(ranks: Ranks) -> None:
     ranks.watch(told.append)
     ranks.close()
     for thread in threading.enumerate():
-        if "_watch" in thread.name:
+        if thread.name == "connection":
             thread.join(LIMIT_S)
     assert not told
 
 
 def test_arguments_are_packed_one_by_one(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    send = ranks._send
-    monkeypatch.setattr(ranks, "_send", lambda *args: (done.append("sent"), send(*args)))
+    step = RankConnection.step
+
+    def sent(connection: RankConnection, message: memoryview) -> Any:
+        done.append("sent")
+        return step(connection, message)
+
+    monkeypatch.setattr(RankConnection, "step", sent)
 
     class Packed:
         def __reduce__(self) -> Any:
@@ -212,7 +218,6 @@ def test_ranks_end_with_their_parent(how: signal.Signals) -> None:
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     assert all(alive(pid) for pid in pids)
-    time.sleep(0.2)
     parent.send_signal(how)
     _, said = parent.communicate(timeout=LIMIT_S)
     assert ("KeyboardInterrupt" in said) == (how == signal.SIGINT)

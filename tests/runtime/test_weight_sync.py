@@ -18,7 +18,7 @@ from stretto.observe.spans import Spans
 from stretto.runtime.messages import Loaded, Offer
 from stretto.runtime.weight_sync import Step, Transfer, WeightSync, difference
 from stretto.types import FloatArray, Reply, WeightsRef
-from stretto.weights.broadcast import Inbox, Outbox
+from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Meeting, open_store
 
 CPU = torch.device("cpu")
@@ -31,16 +31,16 @@ class FakeLearner:
     """A learner's executor, in this process."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox(CPU, 1024, keep=2)
-        self.outbox.put(REF, NEW)
+        self.sender = WeightSender(CPU, 1024, keep=2)
+        self.sender.put(REF, NEW)
         self.sends = 0
 
     def aside_on_all(self, method: str, ref: WeightsRef, *rest: Any, timeout_s: float) -> list[Any]:
         if method == "offer":
-            return [Offer(*self.outbox.plan(ref), PROBE)]
+            return [Offer(*self.sender.plan(ref), PROBE)]
         self.sends += 1
         (route,) = rest[0]
-        return [self.outbox.send(ref, route)]
+        return [self.sender.send(ref, route)]
 
 
 class FakeFollower:
@@ -58,14 +58,14 @@ class FakeFollower:
 
     def __init__(self, fault: str = "", probe: FloatArray = PROBE, other: bool = False) -> None:
         self.weights = {n: torch.zeros_like(t) for n, t in NEW.items() if not (other and n == "b")}
-        self.inbox = Inbox(self.weights, CPU, 1024)
+        self.receiver = WeightReceiver(self.weights, CPU, 1024)
         self.fault, self.probe = fault, probe
         self.asked, self.released = threading.Event(), threading.Event()
 
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         if self.fault == "stopped":
             raise RankError(f"no answer to '{method}' within {timeout_s:g} s")
-        return [getattr(self.inbox, method)(*args)]
+        return [getattr(self.receiver, method)(*args)]
 
     def ask(self, method: str, ref: WeightsRef) -> Reply[Loaded]:
         fault, self.fault = self.fault, "" if self.fault != "stopped" else self.fault
@@ -76,11 +76,11 @@ class FakeFollower:
         self.asked.set()
         if fault in ("hangs", "waits"):
             self.released.wait(30)
-        for name, part in self.inbox.get(ref).items():
+        for name, part in self.receiver.get(ref).items():
             self.weights[name].copy_(part.tensor)
             if fault == "corrupts":
                 part.tensor.add_(1)
-        return Reply(Loaded("other" if fault == "corrupts" else self.inbox.mark, self.probe))
+        return Reply(Loaded("other" if fault == "corrupts" else self.receiver.mark, self.probe))
 
 
 @pytest.fixture

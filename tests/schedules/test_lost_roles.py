@@ -21,7 +21,7 @@ from stretto.schedules.scoring import ScorerReplica
 from stretto.schedules.settings import Controls, Settings, Step
 from stretto.schedules.waits import Phases
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
-from stretto.types import Chunk, WeightsRef
+from stretto.types import Chunk, Decoded, WeightsRef
 
 LENGTHS = [3, 17, 2, 9, 5, 1, 30]
 RESTART_S = 3.0
@@ -479,7 +479,7 @@ def test_a_generator_decodes_on_before_scorers_get_its_chunks(engines: int, rest
     calls: list[tuple[str, int]] = []
 
     class Generator(FakeGenerator):
-        async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
+        async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
             for start in set(self.done.values()):
                 calls.append((self.name, start))
             return await super().decode(max_tokens, stop_after)

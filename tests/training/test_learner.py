@@ -967,6 +967,9 @@ def test_the_memory_of_a_snapshot_is_used_again_once_nobody_holds_it() -> None:
     assert third["weight"].data_ptr() == where
     assert torch.equal(third["weight"], torch.zeros(2, 3))
     assert torch.equal(second["weight"], torch.ones(2, 3))
+    where = third["weight"].data_ptr()
+    del third  # the newer one, while an older one is held
+    assert trained.snapshot()["weight"].data_ptr() == where
 
 
 def test_snapshots_are_of_trained_models() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.workers.environment import described, forwarded
+from stretto.workers.ray_cluster import described, forwarded
 
 
 def test_only_listed_variables_are_forwarded() -> None:

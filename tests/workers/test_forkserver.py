@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from stretto.errors import RankError
-from stretto.workers.forkserver import NAME, SERVER, UNKNOWN, ForkServer
+from stretto.workers.forkserver import NAME, SERVER, UNKNOWN, ForkedProcesses, ForkServer
 from stretto.workers.ranks import Ranks
 
 
@@ -49,7 +49,9 @@ def test_children_have_this_process_s_surroundings_as_they_are_now(
 
 def test_exit_codes_are_told_and_told_again() -> None:
     ranks = Ranks(1, Looking, ())
-    (process,) = ranks._processes
+    launched = ranks._launched
+    assert isinstance(launched, ForkedProcesses)
+    (process,) = launched.processes
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=0.01)
@@ -107,7 +109,5 @@ def test_the_server_ends_with_the_process_that_started_it(tmp_path: Path) -> Non
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    until_s = time.monotonic() + 30
-    while psutil.pid_exists(int(done.stdout)) and time.monotonic() < until_s:
-        time.sleep(0.1)
-    assert not psutil.pid_exists(int(done.stdout))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(timeout=30)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import psutil
@@ -19,7 +20,6 @@ import torch
 from stretto.clock import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
 from stretto.types import Reply, Work
-from stretto.workers.base import BaseRanks
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead
 from stretto.workers.preflight import Facts, check
 from stretto.workers.ranks import Ranks
@@ -34,6 +34,7 @@ class Counter(Service):
         if not factor:
             raise ConfigError("a factor of 0")
         self.factor, self.calls = factor, 0
+        self.held, self.released = threading.Event(), threading.Event()
 
     def times(self, number: int) -> Reply[int]:
         self.calls += 1
@@ -48,9 +49,17 @@ class Counter(Service):
     def stumble(self) -> Reply[None]:
         raise ValueError("a bug")
 
-    def sleep(self, seconds: float) -> Reply[None]:
-        time.sleep(seconds)
+    def hold(self) -> Reply[None]:
+        """Be at work until :meth:`release`."""
+        self.held.set()
+        self.released.wait(60)
         return Reply(None)
+
+    def holding(self) -> bool:
+        return self.held.wait(60)
+
+    def release(self) -> None:
+        self.released.set()
 
     def warn(self) -> Reply[None]:
         import warnings
@@ -116,7 +125,7 @@ def test_a_process_that_dies_is_replaced_once_for_all_its_services(group: Servic
         pid = (await two.call("pid")).value
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RoleLostError, match="the process of the counter was killed by SIGKILL"):
-            await two.call("sleep", 5.0)
+            await two.call("hold")
         await two.restart()
         assert (await two.call("count")).value == 0  # what it held is gone
         with pytest.raises(RoleLostError, match="was replaced, and the three in it") as lost:
@@ -143,12 +152,13 @@ def test_a_bug_ends_the_process_and_its_traceback_is_a_note(group: ServiceGroup)
 
 def test_a_process_at_work_answers_on_the_side(group: ServiceGroup) -> None:
     two = GroupExecutor(group, "two")
-    worker = threading.Thread(target=lambda: two.ask("sleep", 1.5))
+    worker = threading.Thread(target=lambda: two.ask("hold"))
     worker.start()
-    time.sleep(0.3)
+    assert two.aside("holding", timeout_s=60.0)
     assert two.aside("count", timeout_s=5.0) == Reply(0)
-    assert "time.sleep(seconds)" in group.ranks.stacks()
+    assert "self.released.wait(60)" in group.ranks.stacks()
     assert group.ranks.used_bytes()[0] > 10 << 20
+    two.aside("release", timeout_s=5.0)
     worker.join()
 
 
@@ -164,16 +174,14 @@ def test_a_process_that_is_stopped_does_not_answer(group: ServiceGroup) -> None:
 
 
 def test_what_a_process_prints_goes_to_its_log_and_warnings_are_said(tmp_path: Path) -> None:
-    said: list[str] = []
+    said = Queue[str]()
     log = tmp_path / "logs" / "counter.log"
-    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.append)
+    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.put)
     try:
         ranks.call("call", "two", "warn", ())
         ranks.call("call", "two", "pid", ())
-        until_s = time.monotonic() + 5
-        while not said and time.monotonic() < until_s:
-            time.sleep(0.05)
-        assert said == ["UserWarning: mind the gap"]
+        assert said.get(timeout=5) == "UserWarning: mind the gap"
+        assert said.empty()
         with pytest.raises(RankError) as died:
             ranks.call("call", "two", "stumble", ())
         assert "a bug" in str(died.value)
@@ -183,17 +191,16 @@ def test_what_a_process_prints_goes_to_its_log_and_warnings_are_said(tmp_path: P
 
 
 def test_a_line_is_said_once_and_logged_each_time(tmp_path: Path) -> None:
-    said: list[str] = []
+    said = Queue[str]()
     log = tmp_path / "counter.log"
-    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.append)
+    ranks = launch({"two": (Counter, (2,))}, logs=[log], say=said.put)
     try:
         for _ in range(3):
             ranks.call("call", "two", "chatter", ())
-        until_s = time.monotonic() + 5
-        while len(said) < 2 and time.monotonic() < until_s:
-            time.sleep(0.05)
+        lines = ["WARNING stretto: slow disk", "WARNING transformers.x: old name"]
+        assert [said.get(timeout=5) for _ in lines] == lines
         ranks.call("call", "two", "pid", ())
-        assert said == ["WARNING stretto: slow disk", "WARNING transformers.x: old name"]
+        assert said.empty()
         text = log.read_text()
         assert (text.count("slow disk"), text.count("old name")) == (3, 3)
         assert text.count("a bar") == 3
@@ -255,13 +262,13 @@ class Slow(Service):
 
     def __init__(self) -> None:
         super().__init__()
-        time.sleep(60)
+        threading.Event().wait(60)
 
 
 def test_a_process_can_be_ended_while_it_starts() -> None:
-    begun: list[BaseRanks] = []
+    begun: list[Ranks] = []
 
-    def note(ranks: BaseRanks) -> None:
+    def note(ranks: Ranks) -> None:
         begun.append(ranks)
         threading.Timer(0.5, ranks.close).start()
 

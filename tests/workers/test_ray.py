@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,10 @@ from rank_helpers import alive, require_gone
 from stretto.errors import ConfigError, LearnerError, MissingExtraError, RankError, RoleLostError
 from stretto.types import Reply
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
-from stretto.workers.ray_actor import _address_of, _interface_of
+from stretto.workers.rank import address_of, interface_of
+from stretto.workers.ranks import Ranks
 from stretto.workers.ray_cluster import Bundle, RayCluster, by_node, code_paths, find
-from stretto.workers.ray_ranks import RayRanks, explained
+from stretto.workers.ray_ranks import ActorProcesses, explained
 from stretto.workers.services import Service
 
 ray = pytest.importorskip("ray")
@@ -47,9 +47,13 @@ def cluster() -> Iterator[RayCluster]:
     assert not ray.is_initialized()
 
 
-def launch(cluster: RayCluster, size: int, *arguments: Any, **options: Any) -> RayRanks:
+def launch(
+    cluster: RayCluster, size: int, *arguments: Any, timeout_s: float = START_S, **options: Any
+) -> Ranks:
+    own = {name: options.pop(name) for name in ("places", "share", "python") if name in options}
+    start = partial(ActorProcesses, cluster=cluster, **own)
     given = arguments or ("hello",)
-    return RayRanks(size, Misbehaving, given, cluster=cluster, timeout_s=START_S, **options)
+    return Ranks(size, Misbehaving, given, launch=start, timeout_s=timeout_s, **options)
 
 
 def test_the_signals_of_the_program_stay_its_own(cluster: RayCluster) -> None:
@@ -76,10 +80,8 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     seen: list[str] = []
 
     def look() -> None:
-        deadline = time.monotonic() + LIMIT_S
-        while "in hang" not in (stacks := ranks.stacks()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        seen.append(stacks)
+        assert all(ranks.aside(rank, "hanging", timeout_s=LIMIT_S) for rank in range(2))
+        seen.append(ranks.stacks())
         assert all(used > 10**7 for used in ranks.used_bytes())
         ranks.close()
 
@@ -166,7 +168,7 @@ def test_groups_may_share_a_place_and_more_do_not_fit(cluster: RayCluster) -> No
     other = launch(cluster, 1, share=0.5)
     assert one.call("pid") != other.call("pid")
     with pytest.raises(RankError, match=r"rank 0 of 1 did not start within 1 s: its place on th"):
-        RayRanks(1, Misbehaving, ("hello",), cluster=cluster, share=0.5, timeout_s=1)
+        launch(cluster, 1, share=0.5, timeout_s=1)
     one.close()
     other.close()
 
@@ -188,7 +190,8 @@ class Counter(Service):
 
 def test_a_group_of_services_is_lost_and_started_again(cluster: RayCluster) -> None:
     makes: Makes = {"counter": (Counter, (5,))}
-    start = partial(RayRanks, 1, Host, (makes,), cluster=cluster, role="counter", places=[1])
+    actors = partial(ActorProcesses, cluster=cluster, places=[1])
+    start = partial(Ranks, 1, Host, (makes,), launch=actors, role="counter")
     group = ServiceGroup("counter", start)
     executor = GroupExecutor(group, "counter")
 
@@ -233,10 +236,10 @@ def test_how_an_actor_ended_is_told_by_what_ray_says() -> None:
 
 def test_interfaces_are_found_by_address_and_by_name() -> None:
     loopback = "lo" if sys.platform == "linux" else "lo0"
-    assert _address_of(loopback) == "127.0.0.1"
-    assert _interface_of("127.0.0.1") == loopback
-    with pytest.raises(RankError, match=r"has the address 203\.0\.113\.9, by which Ray knows it"):
-        _interface_of("203.0.113.9")
+    assert address_of(loopback) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == loopback
+    with pytest.raises(RankError, match=r"has the address 203\.0\.113\.9, from which it"):
+        interface_of("203.0.113.9")
 
 
 def test_neighbours_are_on_one_node_and_the_order_is_always_the_same() -> None:
@@ -280,9 +283,10 @@ SCRIPT = """
 import sys; sys.path.insert(0, {tests!r})
 from pipeline_misbehaving import Misbehaving
 from stretto.workers.ray_cluster import Bundle, RayCluster
-from stretto.workers.ray_ranks import RayRanks
+from stretto.workers.ray_ranks import ActorProcesses
+from stretto.workers.ranks import Ranks
 cluster = RayCluster([Bundle()], cpus=1)
-ranks = RayRanks(1, Misbehaving, ("hello",), cluster=cluster)
+ranks = Ranks(1, Misbehaving, ("hello",), launch=lambda specs: ActorProcesses(specs, cluster))
 print("pids", *ranks.call("pid"), flush=True)
 ranks.call("hang")
 """

@@ -30,10 +30,9 @@ def test_the_order_is_that_of_the_last_time() -> None:
 class Owner(Service):
     """A service with a tensor that rests while others work."""
 
-    reads = frozenset({"value", "watch", "refuse"})
-
     def __init__(self, name: str, number: float, copies: CopyStream) -> None:
         super().__init__()
+        self.reads = frozenset({"value", "watch", "refuse"})
         self.tensor = torch.full((4,), number)
         self.offloaded = OffloadedTensors(name, lambda: [self.tensor], copies)
 
@@ -67,7 +66,7 @@ class Plain(Service):
 
 
 class Watched(CopyStream):
-    """A stream of copies that tells when it has copied a service's tensors in."""
+    """A copies that tells when it has copied a service's tensors in."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(torch.device("cpu"))

@@ -13,7 +13,7 @@ from stretto.pipelines.executor.layout import Name
 from stretto.training.learner import PolicyLearner
 from stretto.training.passes import LocalPasses, Passes, Trained
 from stretto.training.trained import Course, TrainedModel
-from stretto.weights.channel import WeightChannel
+from stretto.weights.channel import SharedChannel
 from stretto.workers.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def make_learner(
     stack: ExitStack,
     *,
     snapshots: Sequence[str],
-    channel: WeightChannel,
+    channel: SharedChannel,
     threads: int,
     lends: bool = False,
     grid: Grid | None = None,

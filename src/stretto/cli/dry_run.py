@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stretto.checks import check_run, check_supervised, disk
-from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig, TaskConfig
 from stretto.config.sections import MODEL
 from stretto.config.supervised import RewardModelConfig, SftConfig
@@ -16,10 +15,6 @@ from stretto.tasks.files import is_local
 
 if TYPE_CHECKING:
     from stretto.models.memory import MemoryPlan
-
-OPTION = Option(
-    bool, False, "Resolve names, print derived sizes and the memory plan, and load nothing.", ""
-)
 
 
 def describe_run(config: Config) -> str:

@@ -30,7 +30,7 @@ from stretto.training.learner import PolicyLearner
 from stretto.training.sharded import Grid
 from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
-from stretto.weights.broadcast import Outbox
+from stretto.weights.broadcast import WeightSender
 from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route
 from stretto.workers.services import Service
@@ -54,6 +54,7 @@ class LearnerService(Service):
     """
 
     role = Learner
+    reads = frozenset({"stage"})
 
     def __init__(
         self,
@@ -66,7 +67,6 @@ class LearnerService(Service):
         ranks: int = 1,
     ) -> None:
         super().__init__(learner)
-        self.reads |= {"stage"}
         self._learner, self._channel, self._prompts, self._ready = learner, channel, prompts, ready
         self._probe = [
             Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:])
@@ -105,7 +105,7 @@ class LearnerService(Service):
 
     def offer(self, ref: WeightsRef) -> Offer:
         """Say by which plan a version travels; on the side."""
-        assert isinstance(self._channel, Outbox)
+        assert isinstance(self._channel, WeightSender)
         mark, size = self._channel.plan(ref)
         return Offer(mark, size, self._probed.get(ref.version) if ref.model == "actor" else None)
 
@@ -115,7 +115,7 @@ class LearnerService(Service):
         Args:
             routes: of each rank.
         """
-        assert isinstance(self._channel, Outbox)
+        assert isinstance(self._channel, WeightSender)
         return self._channel.send(ref, routes[self._rank])
 
     def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
@@ -235,7 +235,7 @@ def learner(setting: Setting, probe: IntArray) -> LearnerService:
     frozen = frozen_mark(models.actor)
     bucket_bytes = config.cluster.bucket_mb << 20
     keep = 1 if setting.lends else config.schedule.knobs.lag + 2
-    outbox = setting.shared[OUTBOX] = Outbox(device, bucket_bytes, keep)
+    outbox = setting.shared[OUTBOX] = WeightSender(device, bucket_bytes, keep)
     made, _ = make_learner(
         config,
         models.actor,

@@ -20,20 +20,20 @@ from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.backend import pick_device, pick_dtype
-from stretto.rollout.vllm.llm import check_version
+from stretto.rollout.registry import ENGINES
 from stretto.runtime import learner, services
-from stretto.runtime.groups import fitting, vllm
-from stretto.runtime.groups.launchers import launcher_of
+from stretto.runtime.groups import fitting
+from stretto.runtime.launchers import launcher_of
 from stretto.runtime.messages import Ready, Setting, probe_of
 from stretto.runtime.placement import Place, Seat, learner_layout, lends, places, remarks
 from stretto.runtime.run import Opening
 from stretto.saying import working
 from stretto.types import short_name
-from stretto.weights.broadcast import Outbox
+from stretto.weights.broadcast import WeightSender
 from stretto.weights.transfer import Backend
-from stretto.workers.base import BaseRanks
-from stretto.workers.group import Group, GroupExecutor, ServiceGroup
+from stretto.workers.group import GroupExecutor, ServiceGroup
 from stretto.workers.preflight import Facts, check
+from stretto.workers.ranks import Ranks
 from stretto.workers.threads import WorkerThread
 
 
@@ -43,7 +43,7 @@ class Processes:
     See :class:`~stretto.runtime.run.Workers`.
     """
 
-    channel = Outbox.name
+    channel = WeightSender.name
 
     def __init__(self, opening: Opening) -> None:
         config, given, say, stack = opening.config, opening.given, opening.say, opening.stack
@@ -78,7 +78,7 @@ class Processes:
         self._launcher.prepare(self._places, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
-        self._starting: list[BaseRanks] = []
+        self._starting: list[Ranks] = []
         self._given_up = False
         with working(say, self._opening):
             self.groups = self._open_all()
@@ -151,7 +151,7 @@ class Processes:
             self._starting.clear()
         return [future.result() for future in opening]
 
-    def _begun(self, ranks: BaseRanks) -> None:
+    def _begun(self, ranks: Ranks) -> None:
         """Take note of a process that starts.
 
         Raises:
@@ -181,7 +181,7 @@ class Processes:
         apart = len(set(devices)) == len(devices) and "cpu" not in devices
         return self._launcher.host, "nccl" if apart else "gloo"
 
-    def _launch(self, place: Place) -> Group:
+    def _launch(self, place: Place) -> Ranks:
         setting = Setting(
             self._config,
             self._given,
@@ -210,9 +210,7 @@ class Processes:
         if seat.role == LEARNER:
             return learner.learner, (setting, self._probe)
         if not seat.scorer:
-            own = setting.of_run.rollout.engine == "torch"
-            make = services.generator if own else vllm.generator
-            return make, (setting, seat.role, self._probe)
+            return services.generator, (setting, seat.role, self._probe)
         if seat.scorer == "reference":
             return services.reference, (setting,)
         if seat.scorer == "critic":
@@ -264,14 +262,14 @@ def _check(config: Config, given: Given) -> None:
 
 
 def _require_engine(config: Config, found: Sequence[Place]) -> None:
-    """See that vLLM is installed, where generators have this interpreter.
+    """See that the engine's library is installed, where generators have this interpreter.
 
     Raises:
         MissingExtraError, ConfigError: it is not, or is too old.
     """
     seats = [seat for place in found if not place.python for seat in place.seats]
-    if config.rollout.engine == "vllm" and any(seat.role.startswith("generator") for seat in seats):
-        check_version()
+    if any(seat.role.startswith("generator") for seat in seats):
+        ENGINES[config.rollout.engine].check()
 
 
 def _rank_names(place: Place) -> list[str]:

@@ -50,7 +50,7 @@ from stretto.types import Prompt, short_name
 from stretto.weights.transfer import Backend, Meeting, open_store
 from stretto.workers.executor import Executor, ThreadExecutor
 from stretto.workers.group import ServiceGroup
-from stretto.workers.side import stacks
+from stretto.workers.rank import stacks
 from stretto.workers.threads import WorkerThread
 
 PATIENCE_S = 60.0

@@ -6,10 +6,9 @@ from the learner. A model's fingerprint, of all its parameters, proves that both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 
 from stretto.assembly.checks import check_rewards
 from stretto.assembly.controls import most_in_flight
-from stretto.assembly.engines import make_engine, prefill_tokens_per_s, scorer_slots
+from stretto.assembly.engines import make_engine, scorer_slots
 from stretto.assembly.models import (
     load_reward_model,
     made_ready,
@@ -39,8 +38,8 @@ from stretto.models.pieces import Layout, wholes_of
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine
+from stretto.rollout.base import Engine
+from stretto.rollout.registry import ENGINES
 from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import (
     OUTBOX,
@@ -50,6 +49,7 @@ from stretto.runtime.messages import (
     Setting,
     frozen_mark,
     loading,
+    on_host,
 )
 from stretto.runtime.placement import learner_layout
 from stretto.scoring.base import ModelScorer
@@ -66,13 +66,13 @@ from stretto.types import (
     WeightsRef,
     short_name,
 )
-from stretto.weights.broadcast import Inbox
+from stretto.weights.broadcast import WeightReceiver
 from stretto.weights.buckets import Plan
 from stretto.weights.resharding import Resharding
 from stretto.weights.transfer import Route
 from stretto.workers.services import Service
 
-Receiver = Inbox | Resharding
+Receiver = WeightReceiver | Resharding
 """The end of a weight channel between processes, at the follower."""
 
 
@@ -93,13 +93,13 @@ class Follower(Service):
             marks: of the plans by which they travel.
             routes: of the first rank, to each rank of the learner.
         """
-        assert isinstance(self.inbox, Inbox)
+        assert isinstance(self.inbox, WeightReceiver)
         own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
         self.inbox.expect(ref, marks, own)
 
     def abort(self) -> None:
         """Break off what is being received; on the side."""
-        if isinstance(self.inbox, Inbox):
+        if isinstance(self.inbox, WeightReceiver):
             self.inbox.abort()
 
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
@@ -120,7 +120,6 @@ class GeneratorService(Follower):
     """An engine.
 
     Args:
-        prefill_tokens_per_s: measures how fast it prefills.
         inbox: see :class:`Follower`.
         kv_store: keeps keys and values for other processes; ``None`` where generators share one.
         probe: token ids [n, t] that are read after each weight sync; ``None`` for no proof.
@@ -130,15 +129,13 @@ class GeneratorService(Follower):
 
     def __init__(
         self,
-        engine: TorchEngine | VllmEngine,
-        prefill_tokens_per_s: Callable[[], float],
+        engine: Engine,
         inbox: Receiver | None = None,
         kv_store: KVStore | None = None,
         probe: IntArray | None = None,
     ) -> None:
         super().__init__(engine)
         self.inbox, self._kv_store, self._probe = inbox, kv_store, probe
-        self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         """Let go of rollouts; keys and values stay here until they are sent."""
@@ -178,7 +175,8 @@ class GeneratorService(Follower):
         if self._probe is not None:  # bytes are known once something was read
             self.worker.logprobs(self._probe)
         moves = self.worker.capabilities.moves_cache
-        return Rates(self._prefill_tokens_per_s(), self.worker.kv_bytes_per_token if moves else 0)
+        rate: float = self.worker.prefill_tokens_per_s()
+        return Rates(rate, self.worker.kv_bytes_per_token if moves else 0)
 
     def _loaded(self, probe: FloatArray | None = None) -> Loaded:
         return super()._loaded(None if self._probe is None else self.worker.logprobs(self._probe))
@@ -187,9 +185,9 @@ class GeneratorService(Follower):
         if name != "decode":
             return {}
         return {
-            "rollouts": [c.rollout_id for c in value],
-            "tokens": sum(len(c.tokens) for c in value),
-            "steps": max((len(c.tokens) for c in value), default=0),
+            "rollouts": [c.rollout_id for c in value.chunks],
+            "tokens": sum(len(c.tokens) for c in value.chunks),
+            "steps": value.steps,
             "version": self.worker.version,
         }
 
@@ -278,15 +276,25 @@ class ScorerService(Follower):
 def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
     """Make a generator's service, in its process."""
     setting.prepare()
-    config = setting.config
-    model, prompts = loaded_actor(setting)
-    inbox = follow(model, setting)
-    rows = most_in_flight(config)
-    ends = setting.given.end_tokens
-    engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
+    config, given = setting.config, setting.given
+    own_weights = ENGINES[config.rollout.engine].own_weights
+    model, prompts = loaded_actor(on_host(setting) if own_weights else setting)
+    inbox = follow_whole(model, setting) if own_weights else follow(model, setting)
+    engine = make_engine(
+        config,
+        model,
+        prompts.tokenizer,
+        most_in_flight(config),
+        given.end_tokens,
+        inbox,
+        brought=given.actor is not None,
+        threads=setting.threads,
+    )
     device = next(model.parameters()).device
+    if own_weights:
+        device = pick_device(config.model.device)
     kv_store = KVStore(name, device, dist.get_rank())
-    return GeneratorService(engine, partial(prefill_tokens_per_s, model), inbox, kv_store, probe)
+    return GeneratorService(engine, inbox, kv_store, probe)
 
 
 def reference(setting: Setting) -> ScorerService:
@@ -340,7 +348,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Sc
     return ScorerService(scorer, said, offloaded=setting.offloaded(source, scorer.model.parameters))
 
 
-def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
+def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:
     """Make the inbox that receives an unsharded copy of the model's weights.
 
     Args:
@@ -350,7 +358,7 @@ def follow_whole(model: nn.Module, setting: Setting) -> Inbox:
     theirs, trained = learner_layout(config), trained_names(model)
     dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
-    return Inbox(
+    return WeightReceiver(
         {n: torch.empty(w.shape, dtype=w.dtype, device="meta") for n, w in wholes.items()},
         pick_device(config.model.device),
         config.cluster.bucket_mb << 20,
@@ -378,7 +386,7 @@ def follow(model: nn.Module, setting: Setting) -> Receiver:
         device = next(model.parameters()).device
         return Resharding(setting.shared[OUTBOX], wholes, theirs, here, bucket_bytes, device)
     own = {n: here.box(replace(w, by_rows=False), dist.get_rank()) for n, w in wholes.items()}
-    return Inbox(
+    return WeightReceiver(
         {n: p for n, p in model.named_parameters() if n in trained},
         next(model.parameters()).device,
         bucket_bytes,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 
 from stretto.assembly.controls import most_in_flight
 from stretto.assembly.cores import share_cores
-from stretto.assembly.engines import make_engine, prefill_tokens_per_s
+from stretto.assembly.engines import make_engine
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import trained_models
 from stretto.assembly.scorers import model_scorers, reward_models
@@ -71,7 +70,7 @@ class Threads:
                 engine = make_engine(
                     config, model, prompts.tokenizer, rows, models.end_tokens, channel
                 )
-                service = GeneratorService(engine, partial(prefill_tokens_per_s, model))
+                service = GeneratorService(engine)
                 self.executors[name] = ThreadExecutor(service, self._threads[name])
         self.scorers: list[Seat] = []
         for i, replica in enumerate(rewards):

@@ -27,7 +27,7 @@ from stretto.config import Config
 from stretto.models.heads import reward_model_from, scalar_head
 from stretto.models.load import load_tokenizer, quiet_transformers
 from stretto.models.tiny import make_tiny
-from stretto.rollout.engine import TorchEngine
+from stretto.rollout.base import Engine
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.scoring.base import ModelScorer
 from stretto.tour.page import heading, onward, paragraph, table
@@ -85,7 +85,7 @@ class Cast:
     tokenizer: PreTrainedTokenizerBase
     actor: nn.Module
     critic: nn.Module
-    engine: TorchEngine
+    engine: Engine
     scorers: Sequence[ModelScorer]
 
 
@@ -214,7 +214,7 @@ def _generation(cast: Cast, rollouts: Sequence[Rollout]) -> Generator[Stage, Non
     for scorer in scorers:
         scorer.admit(responses)
     calls = read = 0
-    while chunks := engine.decode(CHUNK):
+    while chunks := engine.decode(CHUNK).chunks:
         calls += 1
         read = _read_by(cast)
         for chunk in chunks:

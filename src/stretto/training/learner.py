@@ -25,7 +25,7 @@ from stretto.training.collate import collate, describe, staleness
 from stretto.training.losses import MicroBatch
 from stretto.training.passes import Passes, Trained
 from stretto.types import FloatArray, Response, TrainBatch, TrainOutput, WeightsRef
-from stretto.weights.channel import SharedChannel, WeightChannel
+from stretto.weights.channel import SharedChannel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,7 @@ class PolicyLearner:
         reward_weights: Mapping[str, float],
         *,
         snapshots: Collection[str] = (),
-        channel: WeightChannel | None = None,
+        channel: SharedChannel | None = None,
     ) -> None:
         self._actor, self._critic, self.passes, self.config = actor, critic, passes, config
         self._trained = {"actor": actor} | ({"critic": critic} if critic else {})

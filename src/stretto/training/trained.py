@@ -99,7 +99,7 @@ class Snapshots:
         """
         free = next((s for s in self._taken if s[1]() is None), None)
         if free:
-            self._taken.remove(free)
+            self._taken = [taken for taken in self._taken if taken is not free]
         tensors = free[0] if free else [torch.empty_like(w) for w in self._weights.values()]
         if tensors:
             torch._foreach_copy_(tensors, [*self._weights.values()])

@@ -20,6 +20,8 @@ from stretto.trl.prompts import TokenTask
 def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[dict[str, Any]]:
     """Greedy answers to the first prompts, scored.
 
+    Stretto's own engine answers, over the policy where it is: others would have to start first.
+
     Args:
         given: holds the policy, its tokenizer and the reward model.
         most: prompts answered, at most.
@@ -27,7 +29,8 @@ def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[d
     assert given.actor is not None
     assert given.tokenizer is not None
     tokenizer = given.tokenizer
-    greedy = config.rollout.model_copy(update={"temperature": 0.0})
+    own = {"temperature": 0.0, "engine": "torch", "engine_args": {}}
+    greedy = config.rollout.model_copy(update=own)
     config = config.model_copy(update={"rollout": greedy})
     actor = made_ready(given.actor, config)
     model, _ = given.reward_models[REWARD_MODEL]

@@ -1,4 +1,4 @@
-"""The channel of weights that are broadcast: the learner's outbox, and each follower's inbox."""
+"""The channel of weights that are broadcast: the learner's end, and each follower's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.models.pieces import Box, Part, overlap, shape, within
+from stretto.models.pieces import Box, Part, box_of, overlap, within
 from stretto.types import WeightsRef
-from stretto.weights.buckets import combined, plan
+from stretto.weights.buckets import combined, plan, plan_of_boxes
 from stretto.weights.channel import SharedChannel
 from stretto.weights.transfer import Route, Transfers
 
 
-class Outbox(SharedChannel):
-    """The learner's side: a channel whose tensors are sent when the driver says so.
+class WeightSender(SharedChannel):
+    """The learner's end: a channel whose tensors are sent when the driver says so.
 
     Args:
         device: that the tensors are on.
@@ -38,23 +38,23 @@ class Outbox(SharedChannel):
         self._keep(ref.model, {v: versions[v] for v in sorted(versions)[-self._count :]})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:
-        """Return the tensors of a ticket; see :class:`~stretto.weights.channel.WeightChannel`."""
+        """Return the tensors of a ticket."""
         return self.kept(ref)
 
     def plan(self, ref: WeightsRef) -> tuple[str, int]:
         """Return the mark of the plan by which a ticket's tensors travel, and its bytes."""
-        found = plan(self.get(ref).items(), self._bucket_bytes)
+        found = plan(self.kept(ref).items(), self._bucket_bytes)
         return found.mark, found.size
 
     def send(self, ref: WeightsRef, route: Route) -> str:
         """Send a ticket's tensors; return the mark of what was sent, empty for nothing."""
-        tensors = self.get(ref)
+        tensors = self.kept(ref)
         what = plan(tensors.items(), self._bucket_bytes)
         return self._transfers.send(route, what, tensors) if what.buckets else ""
 
 
-class Inbox:
-    """A follower's side: a channel whose tensors arrive while they are read.
+class WeightReceiver:
+    """A follower's end: a channel whose tensors arrive while they are read.
 
     Each rank of the learner sends its own parts; the follower takes what it holds of them.
 
@@ -80,17 +80,11 @@ class Inbox:
         sources: Sequence[Mapping[str, Box]] = (),
         own: Mapping[str, Box] | None = None,
     ) -> None:
-        self._own = {n: tuple((0, size) for size in t.shape) for n, t in tensors.items()}
+        self._own = {name: box_of(tensor.shape) for name, tensor in tensors.items()}
         self._sources = sources or [self._own]
         self._own |= own or {}
-        self._plans = [
-            plan(
-                ((n, torch.empty(shape(b), dtype=tensors[n].dtype, device="meta"))
-                 for n, b in source.items()),
-                bucket_bytes,
-            )
-            for source in self._sources
-        ]  # fmt: skip
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self._plans = [plan_of_boxes(source, dtypes, bucket_bytes) for source in self._sources]
         self._transfers = Transfers(device)
         self._expected: tuple[WeightsRef, Sequence[Route]] | None = None
         self.mark = ""
@@ -134,10 +128,6 @@ class Inbox:
             marks.append(combined(sums) if what.buckets else "")
         self.mark = " ".join(marks)
 
-    def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse: this side only receives."""
-        raise EngineError(f"a follower publishes no weights; got version {ref.version}")
-
     def abort(self) -> None:
         """Break off a transfer that may be under way; from any thread."""
         self._transfers.abort()
@@ -161,5 +151,5 @@ class Arriving(Mapping[str, Part]):
         raise KeyError(f"'{name}': tensors that arrive are read in order, by items()")
 
     def items(self) -> Any:
-        """Return names and parts, as they come."""
+        """Return names and parts, as they come; once."""
         return self._receive()

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stretto.models.pieces import Box, shape
+
 ALIGNMENT = 16
 """Bytes to which a tensor's place is rounded up, so that it can be viewed as any type."""
 
@@ -94,6 +96,17 @@ def plan(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Plan:
     if slices:
         buckets.append(Bucket(tuple(slices), end))
     return Plan(tuple(buckets))
+
+
+def plan_of_boxes(
+    boxes: Mapping[str, Box], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
+) -> Plan:
+    """Cut parts of tensors into buckets; see :func:`plan`."""
+    tensors = (
+        (name, torch.empty(shape(box), dtype=dtypes[name], device="meta"))
+        for name, box in boxes.items()
+    )
+    return plan(tensors, bucket_bytes)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The protocol of a channel of weights, and the channel of a single process."""
+"""The channel of weights in one process, and what followers need of any channel."""
 
 from __future__ import annotations
 
@@ -12,21 +12,13 @@ from stretto.types import WeightsRef
 
 
 class WeightChannel(Protocol):
-    """A channel that takes tensors from the learner to its followers.
+    """A follower's end of the channel by which the learner's tensors come.
 
     Attributes:
         name: of the channel, as tickets have it.
     """
 
     name: str
-
-    def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """Offer the tensors of a ticket; they do not change afterwards.
-
-        Args:
-            tensors: by parameter name; only what is trained.
-        """
-        ...
 
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
         """Return the tensors of a ticket, or parts of them (:class:`~stretto.models.pieces.Part`).
@@ -54,10 +46,7 @@ def fetched(channel: WeightChannel | None, ref: WeightsRef) -> Mapping[str, Any]
 
 
 class SharedChannel:
-    """A channel within one process: tensors are handed on as they are.
-
-    State: the tensors of versions that followers hold, or are to load.
-    """
+    """A channel within one process, both ends of it: tensors are handed on as they are."""
 
     name = "shared"
 
@@ -65,7 +54,11 @@ class SharedChannel:
         self._offered: dict[str, dict[int, Mapping[str, Tensor]]] = {}
 
     def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """Keep the tensors for their followers; see :class:`WeightChannel`."""
+        """Keep the tensors of a ticket for their followers; they do not change afterwards.
+
+        Args:
+            tensors: by parameter name; only what is trained.
+        """
         self._keep(ref.model, {**self._offered.get(ref.model, {}), ref.version: tensors})
 
     def get(self, ref: WeightsRef) -> Mapping[str, Tensor]:

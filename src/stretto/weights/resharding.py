@@ -9,7 +9,7 @@ it sends and one of what it gets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stretto.errors import EngineError
-from stretto.models.pieces import Box, Layout, Part, Whole, overlap, shape, within
+from stretto.models.pieces import Box, Layout, Part, Whole, box_of, overlap, shape, within
 from stretto.types import WeightsRef
-from stretto.weights.broadcast import Arriving, Outbox
+from stretto.weights.broadcast import Arriving, WeightSender
+from stretto.weights.buckets import plan_of_boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,53 +53,47 @@ class Resharding:
         moved: bytes that go from one rank to another, at each hand-over.
     """
 
-    name = Outbox.name
+    name = WeightSender.name
     mark = ""
 
     def __init__(
         self,
-        outbox: Outbox,
+        sender: WeightSender,
         wholes: Mapping[str, Whole],
         shards: Layout,
         slices: Layout,
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        self._outbox, self._rank, self._device = outbox, dist.get_rank(), device
+        self._sender, self._rank, self._device = sender, dist.get_rank(), device
         self._moves = [
             [moves(wholes, shards, slices, source, target) for target in range(slices.ranks)]
             for source in range(shards.ranks)
         ]
-        self.moved = sum(
-            move.size
-            for source, row in enumerate(self._moves)
-            for target, own in enumerate(row)
-            if source != target
-            for move in own
-        )
-        self._names = [list(bucket) for bucket in _buckets(wholes, bucket_bytes)]
+        apart = [(s, t) for s in range(shards.ranks) for t in range(slices.ranks) if s != t]
+        self.moved = sum(move.size for s, t in apart for move in self._moves[s][t])
+        boxes = {name: box_of(whole.shape) for name, whole in wholes.items()}
+        dtypes = {name: whole.dtype for name, whole in wholes.items()}
+        buckets = plan_of_boxes(boxes, dtypes, bucket_bytes).buckets
+        self._names = [{place.name for place in bucket.slices} for bucket in buckets]
         self._sent = shards.own(wholes, self._rank)
         self._held = {name: slices.box(whole, self._rank) for name, whole in wholes.items()}
 
-    def put(self, ref: WeightsRef, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse: this side only receives."""
-        raise EngineError(f"a follower publishes no weights; got version {ref.version}")
-
     def get(self, ref: WeightsRef) -> Mapping[str, Any]:
         """Return parts of the ticket's tensors, which come as they are read. A collective."""
-        tensors = self._outbox.get(ref)
+        tensors = self._sender.kept(ref)
         return Arriving(list(self._held), lambda: self._receive(tensors))
 
     def _receive(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Part]]:
         for names in self._names:
-            chosen = set(names)
-            came = self._exchange(tensors, chosen)
-            for move, flat in came:
-                tensor = flat.view(move.dtype).view(shape(move.box))
+            for move, flat in self._exchange(tensors, names):
+                # A view as another type needs its bytes to be aligned.
+                own = flat.clone() if flat.storage_offset() % move.dtype.itemsize else flat
+                tensor = own.view(move.dtype).view(shape(move.box))
                 yield move.name, Part(tensor, within(move.box, self._held[move.name]))
-            for move in self._of(self._rank, self._rank, chosen):
-                own = self._part(tensors, move)
-                yield move.name, Part(own, within(move.box, self._held[move.name]))
+            for move in self._of(self._rank, self._rank, names):
+                tensor = self._part(tensors, move)
+                yield move.name, Part(tensor, within(move.box, self._held[move.name]))
 
     def _exchange(
         self, tensors: Mapping[str, Tensor], names: set[str]
@@ -111,7 +105,9 @@ class Resharding:
                 continue
             out = self._of(self._rank, other, names)
             if out:
-                flat = torch.cat([_bytes(self._part(tensors, move)) for move in out])
+                parts = [self._part(tensors, move).contiguous() for move in out]
+                flat = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+                del parts
                 kept.append(flat)
                 posted.append(dist.P2POp(dist.isend, flat, other))
             into = self._of(other, self._rank, names)
@@ -123,7 +119,7 @@ class Resharding:
                 came += zip(into, flat.split([move.size for move in into]), strict=True)
         for work in dist.batch_isend_irecv(posted) if posted else ():
             work.wait()
-        return [(move, flat.clone() if _unaligned(flat, move) else flat) for move, flat in came]
+        return came
 
     def _of(self, source: int, target: int, names: set[str]) -> list[Move]:
         return [move for move in self._moves[source][target] if move.name in names]
@@ -144,25 +140,3 @@ def moves(
         if common:
             found.append(Move(name, common, wholes[name].dtype))
     return found
-
-
-def _buckets(wholes: Mapping[str, Whole], size: int) -> Iterator[Sequence[str]]:
-    """Yield names of parameters, in order, whose bytes make a bucket."""
-    names, held = list[str](), 0
-    for name, whole in wholes.items():
-        own = math.prod(whole.shape) * whole.dtype.itemsize
-        if names and held + own > size:
-            yield names
-            names, held = [], 0
-        names.append(name)
-        held += own
-    if names:
-        yield names
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _unaligned(flat: Tensor, move: Move) -> bool:
-    return bool(flat.storage_offset() % move.dtype.itemsize)

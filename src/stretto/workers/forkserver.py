@@ -10,23 +10,26 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from threading import Lock
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import psutil
 
 from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
+from stretto.workers.connection import Raw
+from stretto.workers.preflight import Facts
+from stretto.workers.rank import Rank, RankSpec
 
 PRELOADED = (
     "torch.distributed",
@@ -43,25 +46,15 @@ NAME = "stretto-rank"
 UNKNOWN = 255
 """Exit code of a process whose server is gone."""
 
-_LENGTH = 8
-_DESCRIPTORS = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to fork.
+    """A request to fork a rank; ``path`` is for its imports, ``None`` its interpreter's own."""
 
-    Attributes:
-        environment: of the process.
-        path: for its imports; ``None`` for that of its own interpreter.
-        folder: that it works in.
-        listening: whether a listening socket is among its file descriptors.
-    """
-
+    spec: RankSpec
     environment: Mapping[str, str]
     path: Sequence[str] | None
     folder: str
-    listening: bool
 
 
 class Forked:
@@ -106,7 +99,7 @@ class ForkServer:
     def __init__(self, python: str = "") -> None:
         self._python = python
         self._lock = Lock()
-        self._socket: socket.socket | None = None
+        self._connection: Raw | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
 
@@ -115,30 +108,28 @@ class ForkServer:
         with self._lock:
             self._connected()
 
-    def fork(self, descriptors: Sequence[int], *, listening: bool) -> Forked:
-        """Fork a process that runs :func:`stretto.workers.rank.main`.
+    def fork(self, spec: RankSpec, connection: int) -> Forked:
+        """Fork a process that runs :class:`~stretto.workers.rank.Rank`.
 
         Args:
-            descriptors: for calls, for the side, one that is held, and the listening socket if any.
+            connection: file descriptor of its end of a connection.
 
         Raises:
             RankError: the server cannot be started, or has ended.
         """
         path = None if self._python else list(sys.path)
-        request = Request(dict(os.environ), path, str(Path.cwd()), listening)
+        request = Request(spec, dict(os.environ), path, str(Path.cwd()))
         with self._lock:
             server = self._connected()
             try:
-                # This process's standard error, as it is now, goes along.
-                _send(server, request, [*descriptors, 2])
-                pid: int = _receive(server)[0]
+                server.send(request)
+                for descriptor in (connection, 2):  # standard error, as it is here now
+                    send_handle(server, descriptor, None)
+                pid: int = server.recv()
             except (OSError, EOFError) as error:
-                self._socket = None
-                see = (
-                    f"this very version of Stretto is installed for {self._python}"
-                    if self._python
-                    else "memory was short"
-                )
+                self._connection = None
+                installed = f"this very version of Stretto is installed for {self._python}"
+                see = installed if self._python else "memory was short"
                 raise RankError(
                     f"the server that starts processes has ended; see whether {see}, and start "
                     "again"
@@ -148,20 +139,20 @@ class ForkServer:
     def exit_code(self, pid: int) -> int | None:
         """Return a process's exit code, or ``None`` while it lives."""
         with self._lock:
-            if self._socket is not None and self._owner == os.getpid():
+            if self._connection is not None and self._owner == os.getpid():
                 with suppress(OSError, EOFError):
-                    _send(self._socket, pid, [])
-                    code: int | None = _receive(self._socket)[0]
+                    self._connection.send(pid)
+                    code: int | None = self._connection.recv()
                     return code
-                self._socket = None
+                self._connection = None
         return None if psutil.pid_exists(pid) else UNKNOWN
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Raw:
         """Return the connection to a living server."""
         mine = self._owner == os.getpid()  # else it is that of the process which forked this one
-        if self._socket is not None and mine and self._process and self._process.poll() is None:
-            return self._socket
-        ours, theirs = socket.socketpair()
+        if self._connection and mine and self._process and self._process.poll() is None:
+            return self._connection
+        ours, theirs = Pipe()
         path = "" if self._python else f"import sys; sys.path[:] = {sys.path!r}; "
         code = f"{path}from stretto.workers.forkserver import serve; serve({theirs.fileno()})"
         with theirs:
@@ -172,54 +163,105 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # keeps the terminal's Ctrl-C from it
             )
-        self._socket, self._owner = ours, os.getpid()
+        self._connection, self._owner = ours, os.getpid()
         return ours
 
 
 SERVER = ForkServer()
-"""The server of this process."""
-
-_OTHERS: dict[str, ForkServer] = {}
+"""The server of this process, for its own interpreter."""
+_SERVERS = {"": SERVER}
 
 
 def server_of(python: str = "") -> ForkServer:
     """Return this process's server for an interpreter; by default for its own."""
-    return _OTHERS.setdefault(python, ForkServer(python)) if python else SERVER
+    return _SERVERS.setdefault(python, ForkServer(python))
+
+
+class ForkedProcesses:
+    """Processes of ranks on this machine; see :class:`~stretto.workers.ranks.Launched`.
+
+    What they print goes to standard error.
+
+    Args:
+        python: their interpreter, with the same version of Stretto; without one this process's.
+    """
+
+    one_clock = True
+
+    def __init__(self, specs: Sequence[RankSpec], python: str = "") -> None:
+        self.processes: list[Forked] = []
+        self._connections: list[Raw] = []
+        server = server_of(python)
+        try:
+            for spec in specs:
+                ours, theirs = Pipe()
+                self._connections.append(ours)
+                with theirs:
+                    self.processes.append(server.fork(spec, theirs.fileno()))
+        except BaseException:
+            self.kill()
+            raise
+
+    def connect(self, timeout_s: float) -> Sequence[Raw]:
+        return self._connections
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # what it has started
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5.0)
+
+    def ended(self, rank: int) -> tuple[str, Sequence[str]]:
+        code = None
+        with suppress(subprocess.TimeoutExpired):
+            code = self.processes[rank].wait(timeout=1.0)
+        if code is None or code >= 0:
+            return f"ended with exit code {code}", ()
+        by_hand = " (by hand, or for want of memory)" if code == -signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{by_hand}", ()
+
+    def where(self, rank: int, facts: Facts | None) -> str:
+        return f"pid {self.processes[rank].pid}"
 
 
 def serve(descriptor: int) -> NoReturn:
     """Import, then answer requests until the other end closes; see the top of this file."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)
+        signal.signal(ignored, signal.SIG_IGN)  # in ranks too: their driver decides
     keep_freed_memory()
     for module in PRELOADED:
         with suppress(ImportError):
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # pages that no collection touches stay shared with the children
-    connection = socket.socket(fileno=descriptor)
+    connection = Raw(descriptor)
     ended: dict[int, int] = {}
     while True:
         try:
-            request, descriptors = _receive(connection)
+            request = connection.recv()
+            if isinstance(request, Request):
+                descriptors = [recv_handle(connection) for _ in range(2)]
         except (EOFError, OSError):
             os._exit(0)
         if isinstance(request, Request):
             pid = os.fork()
             if not pid:
                 connection.close()
-                _become(request, descriptors)
+                _become(request, *descriptors)
             for received in descriptors:
                 os.close(received)
-            _send(connection, pid, [])
+            connection.send(pid)
         else:
-            _send(connection, _reaped(request, ended), [])
+            connection.send(_reaped(request, ended))
 
 
-def _become(request: Request, descriptors: Sequence[int]) -> NoReturn:
+def _become(request: Request, connection: int, printed: int) -> NoReturn:
     """Be the process that was asked for."""
-    from stretto.workers.rank import main
-
     os.setsid()
     os.environ.clear()
     os.environ.update(request.environment)
@@ -229,12 +271,10 @@ def _become(request: Request, descriptors: Sequence[int]) -> NoReturn:
         os.chdir(request.folder)
     with suppress(OSError):
         Path("/proc/self/comm").write_text(NAME)
-    *own, printed = descriptors
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     os.close(printed)
-    main(own[0], own[1], own[3] if request.listening else None)
-    os._exit(0)
+    Rank(request.spec, Raw(connection)).serve()
 
 
 def _reaped(pid: int, known: dict[int, int]) -> int | None:
@@ -248,28 +288,3 @@ def _reaped(pid: int, known: dict[int, int]) -> int | None:
             return None
         known[pid] = os.waitstatus_to_exitcode(status)
     return known[pid]
-
-
-def _send(connection: socket.socket, message: Any, descriptors: Sequence[int]) -> None:
-    data = pickle.dumps(message)
-    head = len(data).to_bytes(_LENGTH, "little")
-    socket.send_fds(connection, [head], descriptors)
-    connection.sendall(data)
-
-
-def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """Return a message and the file descriptors that came with it.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
-    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH, _DESCRIPTORS)
-    if len(head) < _LENGTH:
-        raise EOFError
-    data, left = b"", int.from_bytes(head, "little")
-    while left:
-        part = connection.recv(left)
-        if not part:
-            raise EOFError
-        data, left = data + part, left - len(part)
-    return pickle.loads(data), list(descriptors)

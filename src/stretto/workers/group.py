@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
 from stretto.types import Reply, Work
 from stretto.workers.executor import Executor
-from stretto.workers.preflight import Facts
+from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service
 from stretto.workers.threads import WorkerThread
 from stretto.workers.turns import Turns, offloaded_of
@@ -22,44 +22,6 @@ SAMPLES = 5
 
 Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """How each service is made, by name: an importable function, and its arguments."""
-
-
-class Group(Protocol):
-    """Ranks of one group, wherever a launcher has put them.
-
-    Attributes:
-        facts: what each rank found at its place.
-    """
-
-    facts: list[Facts]
-
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks at once; return the results by rank.
-
-        Raises:
-            RankError: a rank failed, and all have been ended.
-        """
-        ...
-
-    def aside(self, rank: int, method: str, *args: Any, timeout_s: float = ...) -> Any:
-        """Call a method of one rank while another is under way; blocks."""
-        ...
-
-    def stacks(self) -> str:
-        """Return what every thread of every rank is doing, for people; for those that answer."""
-        ...
-
-    def used_bytes(self) -> list[int]:
-        """Return each rank's resident memory; 0 for one that does not answer."""
-        ...
-
-    def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Have the death of a rank between two calls told at once."""
-        ...
-
-    def close(self) -> None:
-        """End all ranks, at work or not; from any thread, any number of times."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +48,9 @@ class Host:
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
         """Return a method's result, or the error of Stretto that it raised."""
-        result: object
         try:
             self._turns.begin(service, method)
-            result = getattr(self._services[service], method)(*args)
+            result = self.aside(service, method, *args)
         except StrettoError as error:
             result = Raised(error)
         return self._turns.told(result)
@@ -99,7 +60,7 @@ class Host:
         return RealClock().now()
 
     def aside(self, service: str, method: str, *args: Any) -> object:
-        """Call a method of a service while another of its methods may be under way."""
+        """Call a method of a service, also while another of its methods is under way."""
         result: object = getattr(self._services[service], method)(*args)
         return result
 
@@ -126,7 +87,7 @@ class ServiceGroup:
     def __init__(
         self,
         name: str,
-        launch: Callable[[], Group],
+        launch: Callable[[], Ranks],
         clock: Clock | None = None,
         *,
         replaceable: bool = True,
@@ -138,7 +99,7 @@ class ServiceGroup:
         self._open()
 
     @property
-    def ranks(self) -> Group:
+    def ranks(self) -> Ranks:
         """The ranks of the present generation."""
         return self._ranks
 
@@ -213,13 +174,14 @@ class ServiceGroup:
 
     def _distance(self) -> float:
         """Return the seconds that this process's clock is ahead, by the shortest of round trips."""
-        trips: list[tuple[float, float]] = []
-        for _ in range(SAMPLES):
+
+        def trip() -> tuple[float, float]:
             before_s = self._clock.now()
-            (theirs_s,) = self._ranks.call("now")[:1]
+            theirs_s: float = self._ranks.call("now")[0]
             after_s = self._clock.now()
-            trips.append((after_s - before_s, (before_s + after_s) / 2 - theirs_s))
-        return min(trips)[1]
+            return after_s - before_s, (before_s + after_s) / 2 - theirs_s
+
+        return min(trip() for _ in range(SAMPLES))[1]
 
 
 def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -> float:
@@ -246,21 +208,10 @@ class GroupExecutor:
     """An executor that calls one service of a group."""
 
     def __init__(self, group: ServiceGroup, service: str) -> None:
-        self._group, self._service, self._generation = group, service, group.generation
-
-    @property
-    def generation(self) -> int:
-        """How many processes of the service have died or been ended before this one."""
-        return self._generation
+        self._group, self._service, self.generation = group, service, group.generation
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        """Call the method; see :class:`~stretto.workers.executor.Executor`.
-
-        Raises:
-            RoleLostError: the service's process has died, or been replaced with what it held.
-            RankError: it has died, and cannot be replaced.
-        """
-        if self._group.generation != self._generation:
+        if self._group.generation != self.generation:
             raise RoleLostError(
                 self._service,
                 f"the process of the {self._group.name} was replaced, and the {self._service} in "
@@ -274,43 +225,36 @@ class GroupExecutor:
             raise _lost(self._service, error) from error
 
     async def restart(self) -> None:
-        """Start the service again, in a new process; see :meth:`ServiceGroup.restart`."""
         try:
-            await self._group.restart(self._generation)
+            await self._group.restart(self.generation)
         except RankError as error:
             raise _lost(self._service, error) from error
-        self._generation = self._group.generation
+        self.generation = self._group.generation
 
     def shares_ranks(self, other: Executor) -> bool:
-        """Return whether the services are in the same ranks."""
         return isinstance(other, GroupExecutor) and self._group is other._group
 
     @property
     def size(self) -> int:
-        """How many ranks hold the service."""
         return len(self._group.ranks.facts)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """Return a method's result; blocks."""
         return self._group.ask(self._service, method, *args)
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method of the first rank while another may be under way; blocks."""
         return self._aside(0, method, args, timeout_s)
 
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Call a method of all ranks at once while another may be under way; blocks."""
-        if self.size == 1:
-            return [self._aside(0, method, args, timeout_s)]
+        def call(rank: int) -> Any:
+            return self._aside(rank, method, args, timeout_s)
+
         with ThreadPoolExecutor(self.size) as pool:
-            calls = [
-                pool.submit(self._aside, rank, method, args, timeout_s) for rank in range(self.size)
-            ]
-        return [call.result() for call in calls]
+            return list(pool.map(call, range(self.size)))
 
     def _aside(self, rank: int, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        ranks: Group = self._group.ranks
-        return ranks.aside(rank, "aside", self._service, method, *args, timeout_s=timeout_s)
+        return self._group.ranks.aside(
+            rank, "aside", self._service, method, *args, timeout_s=timeout_s
+        )
 
 
 def _lost(service: str, error: RankError) -> RoleLostError:

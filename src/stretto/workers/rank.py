@@ -1,176 +1,145 @@
 """One rank of a group: it joins, makes an object, and answers calls of its methods.
 
-The same :class:`Rank` works under every launcher. Below it is the process of the local one, which
-speaks pickles over connections with given file descriptors, and ends with its parent, however that
-ends, whatever it is doing. ::
-
-    in    Opening                     once, first
-    out   Done(Facts) or Failed
-    in    (make, arguments)           once
-    out   Done(None) or Failed
-    in    (method, arguments)         repeatedly
-    out   Done(result) or Failed
+The same :class:`Rank` works under every launcher, which gives it its :class:`RankSpec` and a
+connection to its driver. It takes these steps: ``listen`` (rank 0), ``join``, ``make``, and then
+``call`` repeatedly. It ends with its driver, however that ends, whatever the rank is doing.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
-import signal
+import socket
 import sys
-import time
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, NoReturn
 
-from stretto.errors import OutOfMemoryError, StrettoError, first_line, is_out_of_memory
+import psutil
+
+from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
 from stretto.workers import preflight
-from stretto.workers.side import SideServer, stacks
+from stretto.workers.connection import Address, DriverConnection, Raw, listening_at
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """The facts that a rank must know to join the group.
+class RankSpec:
+    """What a rank is, under every launcher.
 
     Attributes:
-        rank: of this process.
-        size: of the group.
+        index: of this process.
+        world: ranks in the group.
         backend: of the group.
         threads: of torch; 0 leaves its choice.
-        host, port: of the group's store.
-        listener: file descriptor of the socket that listens there, on rank 0.
-        interface: network interface of the group; empty for the loopback.
+        device: that the rank computes on, as torch names it there.
+        interface: network interface of the group; without one, that by which the driver is reached.
         timeout_s: for joining, and for each of the group's collectives.
-        device: that the rank computes on, as torch names it.
         log: file for all that the process prints; empty leaves it as it is.
-        environment: variables that were forwarded here; for the preflight.
+        environment: variables that were forwarded to the process; for the preflight.
     """
 
-    rank: int
-    size: int
-    backend: str
-    threads: int
-    host: str
-    port: int
-    listener: int | None
+    index: int
+    world: int
+    backend: str = "gloo"
+    threads: int = 1
+    device: str = "cpu"
     interface: str = ""
     timeout_s: float = 600.0
-    device: str = "cpu"
     log: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The result of a call that went well."""
-
-    result: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An error that a rank raised.
-
-    Attributes:
-        at_s: time by the machine's monotonic clock: the first to fail has the cause.
-        what: the error in a line, with its place.
-        trace: all of the traceback.
-        error: the error itself, where it is one of Stretto that can be pickled.
-    """
-
-    at_s: float
-    what: str
-    trace: str
-    error: StrettoError | None
-
-
 class Rank:
-    """A rank, whoever launched it. It knows nothing of what its object does."""
+    """A rank. It knows nothing of what its object does."""
 
-    def __init__(self) -> None:
-        self._made: Any = None
+    def __init__(self, spec: RankSpec, connection: Raw) -> None:
+        keep_freed_memory()
+        self._spec, self._made = spec, None
+        self._listener: socket.socket | None = None
+        self._driver = DriverConnection(connection, self.aside)
 
-    def join(self, opening: Opening) -> preflight.Facts:
-        """Join the process group, and return what there is at this place."""
-        if opening.log:
-            _print_to(Path(opening.log))
-        loopback = "lo" if sys.platform == "linux" else "lo0"
-        # Without a name, gloo takes what the machine's own name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", opening.interface or loopback)
+    def serve(self) -> NoReturn:
+        """Take steps until the driver goes."""
+        self._driver.serve(lambda step, arguments: getattr(self, step)(*arguments))
+
+    def listen(self) -> Address:
+        """Open the socket of the group's store; return where it is.
+
+        Raises:
+            RankError: the network interface has no address.
+        """
+        interface = self._spec.interface
+        self._listener = listening_at(address_of(interface) if interface else self._driver.host)
+        address: Address = self._listener.getsockname()[:2]
+        return address
+
+    def join(self, host: str, port: int) -> preflight.Facts:
+        """Join the process group, whose store is there; return what there is at this place."""
+        spec = self._spec
+        if spec.log:
+            tell_warnings(self._driver.say)
+            _print_to(Path(spec.log))
+        if spec.interface:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", spec.interface)
+        if "GLOO_SOCKET_IFNAME" not in os.environ:  # gloo takes what the machine's name resolves to
+            os.environ["GLOO_SOCKET_IFNAME"] = spec.interface or interface_of(self._driver.host)
         import torch
         import torch.distributed as dist
 
-        if opening.threads:
-            torch.set_num_threads(opening.threads)
-        if opening.device.startswith("cuda"):
-            torch.cuda.set_device(opening.device)
-        timeout = timedelta(seconds=opening.timeout_s)
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
+        if spec.device.startswith("cuda"):
+            torch.cuda.set_device(spec.device)
+        timeout = timedelta(seconds=spec.timeout_s)
         store = dist.TCPStore(  # type: ignore[attr-defined]  # torch lists it nowhere
-            opening.host,
-            opening.port,
-            opening.size,
-            is_master=opening.rank == 0,
+            host,
+            port,
+            spec.world,
+            is_master=spec.index == 0,
             wait_for_workers=False,
             timeout=timeout,
-            master_listen_fd=opening.listener,
+            master_listen_fd=self._listener.detach() if self._listener else None,
         )
         dist.init_process_group(
-            opening.backend,
-            store=store,
-            rank=opening.rank,
-            world_size=opening.size,
-            timeout=timeout,
+            spec.backend, store=store, rank=spec.index, world_size=spec.world, timeout=timeout
         )
-        return preflight.facts(opening.device, opening.environment)
+        # As it is here: what was sent may not be what has arrived.
+        here = {k: os.environ[k] for k in spec.environment if k in os.environ}
+        return preflight.facts(spec.device, here)
 
-    def make(self, rank: int, make: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    def make(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Make the object whose methods are called."""
-        self._made = make(rank, *arguments)
+        self._made = make(self._spec.index, *arguments)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> object:
         """Call a method of the object."""
         return getattr(self._made, method)(*arguments)
 
     def aside(self, method: str, arguments: tuple[Any, ...]) -> object:
-        """Answer on the side: ``stacks``, ``used_bytes``, or a method of the object."""
+        """Call ``stacks``, ``used_bytes``, or a method of the object, while a step is taken."""
         if method == "stacks":
             return stacks()
         if method == "used_bytes":
-            import psutil
-
             return psutil.Process().memory_info().rss
-        return getattr(self._made, method)(*arguments)
+        return self.call(method, arguments)
 
 
-def outcome(step: Callable[[], object]) -> Done | Failed:
-    """Take a step; return its result or its error. SystemExit, too, is a failure here."""
-    try:
-        return Done(step())
-    except BaseException as error:
-        return failed(error)
-
-
-def failed(error: BaseException) -> Failed:
-    """Return an error as it travels."""
-    at_s = time.monotonic()
-    frames = traceback.extract_tb(error.__traceback__)
-    own = error if isinstance(error, StrettoError) and _travels(error) else None
-    if is_out_of_memory(error):
-        own = OutOfMemoryError(first_line(error))
-    what = f"{type(error).__name__}: {error}"
-    if frames and own is None:  # an error of Stretto says all that is needed
-        last = frames[-1]
-        what += f" ({Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line})"
-    return Failed(at_s, what, "".join(traceback.format_exception(error)), own)
+def stacks() -> str:
+    """Return what every thread of this process is doing, for people."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    own = threading.get_ident()
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != own:
+            lines = "".join(traceback.format_stack(frame)).rstrip()
+            parts.append(f"thread '{names.get(ident, ident)}':\n{lines}")
+    return "\n".join(parts)
 
 
 def tell_warnings(say: Callable[[str], None]) -> None:
@@ -205,70 +174,6 @@ def tell_warnings(say: Callable[[str], None]) -> None:
     of_transformers.enable_propagation()
 
 
-def main(calls: int, side: int, listener: int | None) -> None:
-    """Join the group, make the object, and answer calls until the parent goes.
-
-    Args:
-        calls, side: file descriptors of the connections.
-        listener: file descriptor of the socket on which the group's store listens, on rank 0.
-    """
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(ignored, signal.SIG_IGN)  # the parent decides
-    keep_freed_memory()
-    connection: Connection[Any, Any] = Connection(calls)
-    inbox: SimpleQueue[bytes] = SimpleQueue()
-    Thread(target=_listen, args=(connection, inbox), name="inbox", daemon=True).start()
-    rank = Rank()
-    server = SideServer(Connection(side), rank.aside)
-    number = 0
-
-    def join() -> object:
-        nonlocal number
-        opening: Opening = replace(pickle.loads(inbox.get()), listener=listener)
-        number = opening.rank
-        if opening.log:
-            tell_warnings(server.say)
-        return rank.join(opening)
-
-    def make() -> None:
-        rank.make(number, *pickle.loads(inbox.get()))
-
-    def call() -> object:
-        return rank.call(*pickle.loads(inbox.get()))
-
-    well = _answer(connection, join) and _answer(connection, make)
-    while well:
-        well = _answer(connection, call)
-    inbox.get()  # which never comes: the parent knows, and ends this process
-
-
-def _listen(connection: Connection[Any, Any], inbox: SimpleQueue[bytes]) -> NoReturn:
-    """Hand messages on until the parent's end closes, then end.
-
-    In a thread of its own, so that it notices while this rank waits for another.
-    """
-    while True:
-        try:
-            inbox.put(connection.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)
-
-
-def _answer(connection: Connection[Any, Any], step: Callable[[], object]) -> bool:
-    """Take a step and tell the parent how it went; return whether it went well."""
-    answer = outcome(step)
-    try:
-        data = pickle.dumps(answer)
-    except Exception as error:  # a result that cannot travel
-        answer = failed(error)
-        data = pickle.dumps(answer)
-    try:
-        connection.send_bytes(data)
-    except OSError:
-        os._exit(0)  # the parent is gone
-    return isinstance(answer, Done)
-
-
 def _print_to(log: Path) -> None:
     """Send what this process prints, from whatever language, to the end of a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -279,9 +184,33 @@ def _print_to(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _travels(error: StrettoError) -> bool:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return False
-    return True
+def address_of(interface: str) -> str:
+    """Return the address of one of this machine's network interfaces.
+
+    Raises:
+        RankError: there is none of that name.
+    """
+    names = psutil.net_if_addrs()
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in names.get(interface, ()):
+            if entry.family == family:
+                return str(entry.address).partition("%")[0]
+    raise RankError(
+        f"{socket.gethostname()} has no network interface '{interface}' with an address; "
+        f"it has: {', '.join(sorted(names))}"
+    )
+
+
+def interface_of(address: str) -> str:
+    """Return the network interface with an address.
+
+    Raises:
+        RankError: there is none.
+    """
+    for name, entries in psutil.net_if_addrs().items():
+        if any(str(entry.address).partition("%")[0] == address for entry in entries):
+            return str(name)
+    raise RankError(
+        f"no network interface of {socket.gethostname()} has the address {address}, from which it "
+        "reaches the driver; name the interface"
+    )

@@ -1,34 +1,84 @@
-"""Processes on this machine that form a process group, and end together."""
+"""Ranks: processes that form a group, and end together."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import signal
-import socket
-import subprocess
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
 from pathlib import Path
-from threading import Thread
-from typing import Any
+from threading import Lock
+from types import MappingProxyType
+from typing import Any, Protocol
 
-from stretto.workers.base import NO_WORDS, START, BaseRanks, pickled
-from stretto.workers.forkserver import Forked, server_of
+from stretto.errors import RankError
+from stretto.workers.connection import STEP, Done, Failed, RankConnection, Raw, framed
+from stretto.workers.forkserver import ForkedProcesses
 from stretto.workers.preflight import Facts
-from stretto.workers.rank import Done, Failed, Opening
-from stretto.workers.side import SideClient
+from stretto.workers.rank import RankSpec
+
+START = "its start"
+PATIENCE_S = 2.0
+"""Seconds to wait for an answer aside of a rank that may hang."""
+NO_WORDS: Mapping[str, str] = MappingProxyType({})
+_END_S = 5.0
+"""Seconds for connections to end after their processes have been ended."""
+_LAST_LINES = 20
+"""Lines of a rank's log that are shown when it has died."""
 
 
-class Ranks(BaseRanks):
-    """Processes on this machine that form a ``torch.distributed`` group; all end when one fails.
+class NotConnectedError(Exception):
+    """A process did not connect.
 
-    They end with this process too, however it ends, and leave Ctrl-C to it. What they print goes to
-    standard error. What is sent to them and back is pickled, tensors by value; classes and
-    functions in it must be importable. One call at a time.
+    Args:
+        rank: of the process.
+        what: what happened, for people; empty where it has ended.
+    """
+
+    def __init__(self, rank: int, what: str = "") -> None:
+        super().__init__(what)
+        self.rank, self.what = rank, what
+
+
+class Launched(Protocol):
+    """Processes that a launcher has started, a :class:`~stretto.workers.rank.Rank` each.
+
+    Attributes:
+        one_clock: whether all are on one machine.
+    """
+
+    one_clock: bool
+
+    def connect(self, timeout_s: float) -> Sequence[Raw]:
+        """Wait for the connection to each.
+
+        Raises:
+            NotConnectedError: one has ended, or did not connect in time.
+        """
+        ...
+
+    def kill(self) -> None:
+        """End all, at work or not; from any thread, any number of times."""
+        ...
+
+    def ended(self, rank: int) -> tuple[str, Sequence[str]]:
+        """Say how a rank ended, as in 'ended with exit code 3', and what else is known of it."""
+        ...
+
+    def where(self, rank: int, facts: Facts | None) -> str:
+        """Say where a rank is, as in 'pid 17'."""
+        ...
+
+
+class Ranks:
+    """Processes that form a ``torch.distributed`` group; all end when one fails, or this process.
+
+    They leave Ctrl-C to this process. What is sent to them and back is pickled, tensors by value;
+    classes and functions in it must be importable there. One call at a time.
 
     Attributes:
         remedy: what to do when one has failed and the cause is mended; for messages.
@@ -38,21 +88,23 @@ class Ranks(BaseRanks):
         make: called on each as ``make(rank, *arguments)`` once the group is there; methods of what
             it returns can be called.
         arguments: the same for all ranks.
-        backend: ``gloo``, or ``nccl`` with a device each.
-        threads: of each rank's torch.
+        launch: starts the processes; by default on this machine.
+        backend: ``gloo``, or ``nccl`` with a GPU each.
+        threads: of each rank's torch; 0 leaves its choice.
+        devices: that each rank computes on, as torch names them there; without them the CPU, or
+            with ``nccl`` the GPU of the rank's number.
+        interface: network interface of the group; without one, that by which ranks reach this
+            process.
+        timeout_s: for the start up to the group, and for each of its collectives.
+        logs: files for what each rank prints, on its machine; without them it is left where the
+            launcher sends it.
         patience_s: after a rank raised, how long to look whether it did so because another died.
         role: the role of a process that is alone, for messages.
         words: plain words for the methods' work, for messages: nouns, by the method's name.
-        devices: that each rank computes on, as torch names them; without them the CPU, or with
-            ``nccl`` the GPU of the rank's number.
-        timeout_s: for the start up to the group, and for each of its collectives.
-        logs: files for what each rank prints; without them that goes to standard error.
         say: called with each rank's warnings, where there are logs; on a thread of its own.
         check: called with what the ranks found at their places, before ``make``.
         begun: called with this object once there are processes, which may take long from here on;
             to be able to :meth:`close` it meanwhile.
-        python: interpreter of the ranks, with the same version of Stretto; without one this
-            process's.
 
     Raises:
         PicklingError: ``make`` or an argument cannot be sent.
@@ -66,125 +118,252 @@ class Ranks(BaseRanks):
         make: Callable[..., object],
         arguments: tuple[Any, ...],
         *,
+        launch: Callable[[Sequence[RankSpec]], Launched] = ForkedProcesses,
         backend: str = "gloo",
         threads: int = 1,
+        devices: Sequence[str] = (),
+        interface: str = "",
+        timeout_s: float = 600.0,
+        logs: Sequence[Path] = (),
         patience_s: float = 1.0,
         role: str = "",
         words: Mapping[str, str] = NO_WORDS,
-        devices: Sequence[str] = (),
-        timeout_s: float = 600.0,
-        logs: Sequence[Path] = (),
         say: Callable[[str], None] = lambda _: None,
         check: Callable[[Sequence[Facts]], None] = lambda _: None,
-        begun: Callable[[BaseRanks], None] = lambda _: None,
-        python: str = "",
+        begun: Callable[[Ranks], None] = lambda _: None,
     ) -> None:
-        super().__init__(size, patience_s, role, words, logs)
-        self._say, self._server = say, server_of(python)
-        self._connections: list[Connection[Any, Any]] = []
-        self._lives: list[Connection[Any, Any]] = []
-        self._processes: list[Forked] = []
-        self._kill = weakref.finalize(self, _kill, self._processes)
-        made = pickled(make, arguments)
+        self.remedy = "start again"
+        self.facts: list[Facts] = []
+        self._size, self._patience_s, self._timeout_s = size, patience_s, timeout_s
+        self._role, self._words, self._logs = role, words, logs
+        self._calling, self._closed = Lock(), False
+        self._died: RankError | None = None
+        self._tell: Callable[[RankError], None] = lambda _: None
+        self._connections: list[RankConnection] = []
+        made = _step("make", make, arguments)
+        until_s = time.monotonic() + timeout_s
+        specs = [
+            RankSpec(
+                index=rank,
+                world=size,
+                backend=backend,
+                threads=threads,
+                device=devices[rank] if devices else f"cuda:{rank}" if backend == "nccl" else "cpu",
+                interface=interface,
+                timeout_s=timeout_s,
+                log=str(logs[rank]) if logs else "",
+            )
+            for rank in range(size)
+        ]
+        with self._calling:  # what dies now is told here
+            self._launched = launch(specs)
+            self._end = weakref.finalize(self, _end, self._launched, self._connections)
+            try:
+                begun(self)
+                self._connect(say)
+                (address,) = self._take(START, [_step("listen")], until_s)
+                self.facts = self._take(START, repeat(_step("join", *address), size), until_s)
+                check(self.facts)
+                self._take(START, repeat(made, size))
+            except BaseException:
+                self.close()
+                raise
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks at once; return the results by rank.
+
+        Raises:
+            RankError: a rank failed, and all have been ended, or they had been before. What the
+                rank raised is its ``__cause__``, where that was an error of Stretto; the traceback
+                of any other is a note.
+            PicklingError: an argument cannot be sent.
+        """
+        return self._call(method, repeat(_step("call", method, args), self._size))
+
+    def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
+        """Call a method with arguments of its own for each rank, which are sent one by one."""
+        return self._call(method, (_step("call", method, args) for args in per_rank))
+
+    def aside(self, rank: int, method: str, *args: Any, timeout_s: float = PATIENCE_S) -> Any:
+        """Call a method of a rank while another is under way; see :meth:`RankConnection.aside`."""
+        connection = self._connections[rank]
         try:
-            with socket.create_server(("127.0.0.1", 0), backlog=size) as listener:
-                port = listener.getsockname()[1]
-                for rank in range(size):
-                    opening = Opening(
-                        rank=rank,
-                        size=size,
-                        backend=backend,
-                        threads=threads,
-                        host="127.0.0.1",
-                        port=port,
-                        listener=listener.fileno() if rank == 0 else None,
-                        timeout_s=timeout_s,
-                        device=_device(rank, backend, devices),
-                        log=str(logs[rank]) if logs else "",
-                    )
-                    self._start(opening)
-            begun(self)
-            self.facts = self._answers(START, range(size), timeout_s)
-            check(self.facts)
-            for rank in range(size):
-                self._send(rank, made)
-            self._answers(START, range(size))
-        except BaseException:
+            return connection.aside(method, *args, timeout_s=timeout_s)
+        except RankError as error:
+            if not connection.gone:
+                raise
+            raise self._died or self._death(rank, f"in the middle of '{method}'") from error
+
+    def stacks(self) -> str:
+        """Return what every thread of every rank is doing, for people; for those that answer."""
+        parts = []
+        for rank in range(len(self._connections)):
+            facts = self.facts[rank] if self.facts else None
+            name = f"{self._name(rank)} ({self._launched.where(rank, facts)})"
+            try:
+                parts.append(f"{name}:\n{self.aside(rank, 'stacks')}")
+            except RankError as error:
+                parts.append(f"{name}: {error}")
+        return "\n\n".join(parts)
+
+    def used_bytes(self) -> list[int]:
+        """Return each rank's resident memory; 0 for one that does not answer."""
+        used = [0] * len(self._connections)
+        for rank in range(len(used)):
+            with contextlib.suppress(RankError):
+                used[rank] = int(self.aside(rank, "used_bytes"))
+        return used
+
+    def watch(self, tell: Callable[[RankError], None]) -> None:
+        """Have the death of a rank between two calls told at once; the next call raises it too.
+
+        Args:
+            tell: called with the error when all have been ended; on a thread of its own.
+        """
+        self._tell = tell
+        if self._died:
+            tell(self._died)
+
+    def close(self) -> None:
+        """End all ranks, at work or not; from any thread, any number of times."""
+        self._closed = True
+        self._end()
+
+    def _connect(self, say: Callable[[str], None]) -> None:
+        try:
+            connections = self._launched.connect(self._timeout_s)
+        except NotConnectedError as error:
+            if error.what:
+                raise self._error(error.rank, error.what) from error
+            raise self._death(error.rank, f"in the middle of {START}") from error
+        of = weakref.ref(self)
+
+        def ended(rank: int) -> None:
+            if ranks := of():
+                ranks._has_ended(rank)
+
+        for rank, connection in enumerate(connections):
+            self._connections.append(RankConnection(connection, say, partial(ended, rank)))
+
+    def _call(self, method: str, messages: Iterable[memoryview]) -> list[Any]:
+        with self._calling:
+            if self._closed:
+                raise self._died or _ended()
+            try:
+                return self._take(self._words.get(method, f"'{method}'"), messages)
+            except BaseException:  # Ctrl-C too: ranks in the middle of work are of no more use
+                self.close()
+                raise
+
+    def _take(
+        self, doing: str, messages: Iterable[memoryview], until_s: float | None = None
+    ) -> list[Any]:
+        """Have ranks take a step, from the first on; return the results when none has failed."""
+        asked = [c.step(message) for c, message in zip(self._connections, messages, strict=False)]
+        if self._closed:
+            raise _ended()
+        silent = {future: rank for rank, future in enumerate(asked)}
+        results: dict[int, Any] = {}
+        raised: list[tuple[int, Failed]] = []
+        while silent:
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            done = wait(silent, left_s, FIRST_COMPLETED).done
+            if not done:
+                break
+            for future in [future for future in silent if future in done]:
+                rank = silent.pop(future)
+                try:
+                    answer = future.result()
+                except EOFError:
+                    raise self._death(rank, f"in the middle of {doing}", raised) from None
+                if isinstance(answer, Done):
+                    results[rank] = answer.result
+                    continue
+                if not self._launched.one_clock:
+                    answer = replace(answer, at_s=time.monotonic())
+                raised.append((rank, answer))
+                until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
+        if raised:
+            rank, failed = min(raised, key=_time)
+            error = self._error(rank, f"failed in {doing}: {failed.what}")
+            raise _explained(error, rank, failed)
+        if silent:
+            ranks = sorted(silent.values())
+            what = f"did not come to the end of {doing} in {self._timeout_s:g} s"
+            error = self._error(ranks[0], what)
+            error.add_note(f"Silent: rank {', '.join(map(str, ranks))}.\n{self.stacks()}")
+            raise error
+        return [results[rank] for rank in range(len(asked))]
+
+    def _has_ended(self, rank: int) -> None:
+        """Tell of a rank that ended between two calls; a call under way finds out by itself."""
+        with self._calling:
+            if self._closed:
+                return
+            self._died = error = self._death(rank, "between two calls")
             self.close()
-            raise
-        Thread(target=_watch, args=(self._lives, weakref.ref(self)), daemon=True).start()
+        self._tell(error)
 
-    def _start(self, opening: Opening) -> None:
-        ours, theirs = Pipe()
-        side, their_side = Pipe()
-        life, held = Pipe(duplex=False)  # nothing is said there: it closes when the process ends
-        descriptors = [theirs.fileno(), their_side.fileno(), held.fileno()]
-        descriptors += [opening.listener] if opening.listener else []
-        with theirs, their_side, held:
-            process = self._server.fork(descriptors, listening=opening.listener is not None)
-        self._processes.append(process)
-        self._connections.append(ours)
-        self._lives.append(life)
-        self._sides.append(SideClient(side, self._say))
-        self._send(opening.rank, pickle.dumps(opening))
+    def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
+        """Return the error of a rank that closed its end without an answer.
 
-    def _send(self, rank: int, message: bytes) -> None:
-        # One that is gone cannot read it; waiting for its answer tells more.
-        with contextlib.suppress(OSError, IndexError):
-            self._connections[rank].send_bytes(message)
+        What others had ``raised`` by then may be the cause, or a consequence.
+        """
+        if self._closed:
+            return RankError(f"the ranks were ended {when}")
+        how, notes = self._launched.ended(rank)
+        if raised:
+            other, failed = min(raised, key=_time)
+            error = self._error(rank, f"{how} {when}; rank {other} had raised: {failed.what}")
+            return _explained(error, other, failed)
+        error = self._error(rank, f"{how} {when}")
+        for note in (*self._end_of_log(rank), *notes):
+            error.add_note(note)
+        return error
 
-    def _awaited(self, ranks: Sequence[int]) -> dict[Any, int]:
-        connections = list(self._connections)  # none, once they are closed
-        return {connections[rank]: rank for rank in ranks} if connections else {}
+    def _error(self, rank: int, what: str) -> RankError:
+        ended = "" if self._role else ". All ranks have been ended"
+        return RankError(
+            f"{self._name(rank)} {what}{ended}; mend the cause, and {self.remedy}", rank
+        )
 
-    def _wait(self, handles: Sequence[Any], seconds: float | None) -> Sequence[Any]:
-        return wait(handles, seconds)
+    def _name(self, rank: int) -> str:
+        if not self._role:
+            return f"rank {rank} of {self._size}"
+        of = f"rank {rank} of " if self._size > 1 else "the process of "
+        return f"{of}the {self._role}"
 
-    def _read(self, rank: int, handle: Any) -> Done | Failed:
-        try:
-            answer: Done | Failed = pickle.loads(handle.recv_bytes())
-        except OSError as error:
-            raise EOFError from error
-        return answer
-
-    def _how(self, rank: int) -> str:
-        code = None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            code = self._processes[rank].wait(timeout=1.0)
-        if code is None or code >= 0:
-            return f"ended with exit code {code}"
-        by_hand = " (by hand, or for want of memory)" if code == -signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{by_hand}"
-
-    def _where(self, rank: int) -> str:
-        return f"pid {self._processes[rank].pid}"
-
-    def _end(self) -> None:
-        self._kill()
-        self._connections = []
+    def _end_of_log(self, rank: int) -> Sequence[str]:
+        lines: list[str] = []
+        if self._logs:
+            with contextlib.suppress(OSError):
+                lines = self._logs[rank].read_text(errors="replace").splitlines(True)[-_LAST_LINES:]
+        return [f"The end of {self._logs[rank]}:\n{''.join(lines)}"] if lines else []
 
 
-def _watch(lives: Sequence[Connection[Any, Any]], of: weakref.ref[Ranks]) -> None:
-    ended = wait(lives)
-    ranks = of()
-    if ranks is not None:
-        ranks._has_ended(next(rank for rank, life in enumerate(lives) if life in ended))
+def _step(name: str, *arguments: Any) -> memoryview:
+    return framed(STEP, (name, arguments))
 
 
-def _device(rank: int, backend: str, devices: Sequence[str]) -> str:
-    if devices:
-        return devices[rank]
-    return f"cuda:{rank}" if backend == "nccl" else "cpu"
+def _ended() -> RankError:
+    return RankError("the ranks have been ended; start new ones")
 
 
-def _kill(processes: Sequence[Forked]) -> None:
-    """End processes and their groups, now."""
-    for process in processes:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):  # what it has started
-                os.killpg(process.pid, signal.SIGKILL)
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5.0)
+def _end(launched: Launched, connections: Sequence[RankConnection]) -> None:
+    """End processes, and wait until they have ended."""
+    launched.kill()
+    until_s = time.monotonic() + _END_S
+    for connection in connections:
+        connection.wait(max(0.0, until_s - time.monotonic()))
+        connection.close()
+
+
+def _time(raised: tuple[int, Failed]) -> float:
+    return raised[1].at_s
+
+
+def _explained(error: RankError, rank: int, failed: Failed) -> RankError:
+    error.__cause__ = failed.error
+    if failed.error is None:
+        error.add_note(f"On rank {rank}:\n{failed.trace}")
+    return error

@@ -7,6 +7,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,15 +15,25 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from stretto import signals
 from stretto.errors import ConfigError, first_line, require
-from stretto.workers.environment import described, forwarded
 
 OBJECT_STORE_BYTES = 200 * 2**20
-"""Shared memory of a cluster that is started here; calls' arguments and results pass through it."""
+"""Shared memory of a cluster that is started here; nothing of Stretto's passes through it."""
+PATTERNS = (
+    "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "OMP_*", "MKL_*", "GOMP_*", "HF_*",
+    "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "VLLM_*", "CUDA_*", "STRETTO_*",
+)  # fmt: skip
+"""Names of variables that are forwarded. All others stay: most belong to this machine."""
+
+_PLACED = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
+"""Variables by which each rank is told its GPU; the driver's would put all of them on one."""
+_SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH)S?(_|$)")
+_LOGIN = re.compile(r"://[^/]*@")
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 10.0
 _SAY_EVERY_S = 30.0
@@ -96,8 +107,8 @@ class RayCluster:
             import ray
             from ray.util.placement_group import placement_group
 
-            wanted = [{"CPU": b.cpus, "GPU": b.gpus} for b in bundles]
-            self._group = placement_group([_without_zeros(w) for w in wanted], strategy="PACK")
+            wanted = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in self.bundles]
+            self._group = placement_group(wanted, strategy="PACK")
             self._wait(timeout_s, say)
             nodes = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
             hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -180,6 +191,40 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
     order = sorted(range(len(bundles)), key=by_address)
     equal = {bundle: iter([i for i in order if bundles[i] == bundle]) for bundle in bundles}
     return [next(equal[bundle]) for bundle in bundles]
+
+
+def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
+    """Choose what is forwarded.
+
+    Args:
+        also: more names, or patterns such as ``MY_*``.
+
+    Raises:
+        ConfigError: a variable that decides about GPUs is asked for.
+    """
+    also = tuple(also)
+    if asked := set(_PLACED).intersection(also):
+        raise ConfigError(
+            f"'{min(asked)}' cannot be forwarded: each rank gets the GPU of its place, and the "
+            "driver's would put all of them on one; leave it out"
+        )
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name not in _PLACED and any(fnmatchcase(name, p) for p in (*PATTERNS, *also))
+    }
+
+
+def described(variables: Mapping[str, str]) -> str:
+    """Say in a line what is forwarded; values only of the usual names, and never a secret's."""
+
+    def shown(name: str, value: str) -> str:
+        usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
+        secret = _SECRET.search(name.upper()) or _LOGIN.search(value)
+        return f"{name}={value}" if usual and not secret else name
+
+    told = ", ".join(shown(name, value) for name, value in variables.items())
+    return f"environment of the ranks: {told or 'nothing'}"
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:
@@ -307,7 +352,3 @@ def _has() -> str:
 
 def _amount(cpus: float, gpus: float) -> str:
     return f"{gpus:g} GPUs and {cpus:g} CPUs"
-
-
-def _without_zeros(resources: Mapping[str, float]) -> dict[str, float]:
-    return {name: amount for name, amount in resources.items() if amount}

@@ -13,7 +13,7 @@ from stretto.planning.memory import BUCKET, HALF
 from stretto.runtime.measuring.passes import Sizes, timed
 from stretto.runtime.measuring.points import Point
 from stretto.types import WeightsRef
-from stretto.weights.broadcast import Inbox, Outbox
+from stretto.weights.broadcast import WeightReceiver, WeightSender
 from stretto.weights.transfer import Backend, Meeting, Route, open_store
 from stretto.workers.ranks import Ranks
 
@@ -106,17 +106,20 @@ class Side:
             f"layer {i}": torch.full((TENSOR,), float(i), dtype=self._dtype, device=self._device)
             for i in range(count)
         }
-        outbox, inbox = Outbox(self._device, BUCKET, 1), Inbox(tensors, self._device, BUCKET)
+        sender, receiver = (
+            WeightSender(self._device, BUCKET, 1),
+            WeightReceiver(tensors, self._device, BUCKET),
+        )
         ref = WeightsRef("actor", version, "", "broadcast")
-        outbox.put(ref, tensors)
-        mark, route = outbox.plan(ref)[0], routes[self._rank]
+        sender.put(ref, tensors)
+        mark, route = sender.plan(ref)[0], routes[self._rank]
 
         def once() -> None:
             if self._rank == 0:
-                outbox.send(ref, route)
+                sender.send(ref, route)
             else:
-                inbox.expect(ref, [mark], [route])
-                for name, part in inbox.get(ref).items():
+                receiver.expect(ref, [mark], [route])
+                for name, part in receiver.get(ref).items():
                     tensors[name][part.to].copy_(part.tensor)
 
         return _together(once, self._device, repeats)

@@ -17,6 +17,7 @@ from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.models.forward import positions
 from stretto.planning import compute
 from stretto.planning.layout import Mesh
+from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.measuring.model import Subject
 from stretto.runtime.measuring.points import Point
@@ -112,7 +113,7 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
         engine = TorchEngine(subject.model, config, end_tokens=frozenset(), seed=0, slots=rows)
         prompts = [Prompt(i, tuple(_ids(subject, context, i).tolist()), "") for i in range(rows)]
         engine.admit([Response(p.id, p.id, p, np.zeros(0, np.int32)) for p in prompts])
-        while len(engine.decode(1)) < rows:  # until all prompts are in the cache
+        while len(engine.decode(1).chunks) < rows:  # until all prompts are in the cache
             pass
         seconds, read = _steps(engine, subject.device, sizes)
         shape, each = subject.shape, read / rows
@@ -181,7 +182,7 @@ def _decoded(sizes: Sizes) -> int:
     return sizes.steps * (DECODED * sizes.repeats + 1) + ADMITTED
 
 
-def _steps(engine: TorchEngine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
+def _steps(engine: Engine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
     """Return seconds of a step, and cache positions that it reads, those of the median repeat."""
     found: list[tuple[float, float]] = []
 

@@ -1,0 +1,385 @@
+"""Connections between a driver and its ranks: steps, calls aside, and lines for people.
+
+A rank takes steps one after the other, on its main thread. A call aside is answered on a thread of
+its own, also while a step is under way. Each message is a number (8 bytes) and a pickle, tensors by
+value. ::
+
+    to the rank      0 for a step, else the number of a call; (method, arguments)
+    to the driver    the same number; Done or Failed
+                     LINE; a line for people
+
+Over a network only what proves that it has the key is let in, before anything else of it is read.
+The handshake is that of :mod:`multiprocessing.connection`: neither end sends the key.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import secrets
+import socket
+import struct
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from stretto.errors import OutOfMemoryError, RankError, StrettoError, first_line, is_out_of_memory
+
+KEY_BYTES = 32
+STEP = 0
+LINE = 2**63
+_NUMBER_BYTES = 8
+_HANDSHAKE_S = 10
+"""Seconds in which the other end has to prove its key."""
+_QUIET_S = 15
+"""Seconds of silence after which the other machine is asked whether it is still there."""
+
+Address = tuple[str, int]
+if TYPE_CHECKING:
+    Raw = Connection[Any, Any]
+else:
+    Raw = Connection
+Method = Callable[[str, tuple[Any, ...]], object]
+"""What is called with the name and the arguments of a method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The result of a call that went well."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An error that a rank raised.
+
+    Attributes:
+        at_s: time by the machine's monotonic clock: the first to fail has the cause.
+        what: the error in a line, with its place.
+        trace: all of the traceback.
+        error: the error itself, where it is one of Stretto that can be pickled.
+    """
+
+    at_s: float
+    what: str
+    trace: str
+    error: StrettoError | None
+
+
+def framed(number: int, content: object) -> memoryview:
+    """Return a message as it is sent.
+
+    Raises:
+        PicklingError: the content cannot be sent.
+    """
+    buffer = io.BytesIO()
+    buffer.write(number.to_bytes(_NUMBER_BYTES, "little"))
+    try:
+        pickle.dump(content, buffer)
+    except (AttributeError, TypeError) as error:  # of local functions, and of locks and the like
+        raise pickle.PicklingError(str(error)) from error
+    return buffer.getbuffer()
+
+
+def _opened(message: bytes) -> tuple[int, memoryview]:
+    view = memoryview(message)
+    return int.from_bytes(view[:_NUMBER_BYTES], "little"), view[_NUMBER_BYTES:]
+
+
+class DriverConnection:
+    """A rank's end of the connection to its driver.
+
+    Args:
+        aside: makes calls aside, on any thread.
+        ended: called when the driver's end has closed, on a thread of its own. By default the
+            process ends, whatever it is doing.
+
+    Attributes:
+        host: address of this machine from which it reaches the driver.
+    """
+
+    def __init__(
+        self, connection: Raw, aside: Method, ended: Callable[[], None] = lambda: os._exit(0)
+    ) -> None:
+        self._connection, self._aside, self._ended = connection, aside, ended
+        self._sending, self._steps = Lock(), SimpleQueue[memoryview]()
+        with socket.socket(fileno=os.dup(connection.fileno())) as line:
+            local = line.family == socket.AF_UNIX
+            self.host: str = "127.0.0.1" if local else line.getsockname()[0]
+        Thread(target=self._read, name="connection", daemon=True).start()
+
+    def say(self, line: str) -> None:
+        """Send a line for people; nothing if the driver is gone."""
+        self._send(framed(LINE, line))
+
+    def serve(self, take: Method) -> NoReturn:
+        """Take steps, for ever."""
+        while True:
+            self._answer(STEP, lambda: take(*pickle.loads(self._steps.get())))
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                self._put(*_opened(self._connection.recv_bytes()))
+        self._ended()
+
+    def _put(self, number: int, content: memoryview) -> None:
+        if number == STEP:
+            self._steps.put(content)
+            return
+
+        def answer() -> None:
+            self._answer(number, lambda: self._aside(*pickle.loads(content)))
+
+        Thread(target=answer, name="call aside", daemon=True).start()
+
+    def _answer(self, number: int, call: Callable[[], object]) -> None:
+        answer: Done | Failed
+        try:
+            answer = Done(call())
+        except BaseException as error:  # SystemExit, too, is a failure here
+            answer = _failed(error)
+        try:
+            message = framed(number, answer)
+        except Exception as error:  # a result that cannot travel
+            message = framed(number, _failed(error))
+        self._send(message)
+
+    def _send(self, message: memoryview) -> None:
+        with self._sending, suppress(OSError):
+            self._connection.send_bytes(message)
+
+
+def _failed(error: BaseException) -> Failed:
+    at_s = time.monotonic()
+    frames = traceback.extract_tb(error.__traceback__)
+    own = error if isinstance(error, StrettoError) and _travels(error) else None
+    if is_out_of_memory(error):
+        own = OutOfMemoryError(first_line(error))
+    what = f"{type(error).__name__}: {error}"
+    if frames and own is None:  # an error of Stretto says all that is needed
+        last = frames[-1]
+        what += f" ({Path(last.filename).name}, line {last.lineno}, in {last.name}: {last.line})"
+    return Failed(at_s, what, "".join(traceback.format_exception(error)), own)
+
+
+def _travels(error: StrettoError) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return False
+    return True
+
+
+class RankConnection:
+    """A driver's end of the connection to a rank.
+
+    Args:
+        say: called with each line of the rank, on a thread of its own.
+        ended: called when the rank's end has closed, on that thread.
+
+    Attributes:
+        gone: whether the connection has ended, on either side.
+    """
+
+    def __init__(
+        self,
+        connection: Raw,
+        say: Callable[[str], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._connection, self._say, self._sending = connection, say, Lock()
+        # To wake up the reader, which alone closes: a number that one thread closes may be another
+        # file's before a second thread has read from it, or closed it again.
+        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+        self._ended, self._over = ended, Event()
+        self._numbers = itertools.count(STEP + 1)
+        self._open: dict[int, Future[Any]] = {}
+        self.gone = False
+        Thread(target=self._read, name="connection", daemon=True).start()
+
+    def step(self, message: memoryview) -> Future[Done | Failed]:
+        """Have the rank take a step, when the last one has been answered.
+
+        Returns:
+            The answer, or an ``EOFError`` once the rank's end has closed.
+        """
+        return self._asked(STEP, message)
+
+    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call a method aside, and return its result.
+
+        Raises:
+            RankError: the rank does not answer in time, is gone, or raised an error of others.
+            StrettoError: it raised it.
+        """
+        number = next(self._numbers)
+        future = self._asked(number, framed(number, (method, args)))
+        try:
+            answer = future.result(timeout_s)
+        except TimeoutError:
+            self._open.pop(number, None)
+            what = " ".join([method, *(a for a in args[:2] if isinstance(a, str))])
+            raise RankError(f"no answer to '{what}' within {timeout_s:g} s") from None
+        except EOFError as error:
+            raise RankError(str(error)) from None
+        if isinstance(answer, Failed):
+            raise answer.error or RankError(answer.what)
+        return answer.result
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until the rank's end has closed, as when its process ends; return whether it has."""
+        return self._over.wait(seconds)
+
+    def close(self) -> None:
+        """End the connection; from any thread, any number of times."""
+        self.gone = True
+        with suppress(OSError):  # it has ended already
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _asked(self, number: int, message: memoryview) -> Future[Done | Failed]:
+        future = self._open[number] = Future[Done | Failed]()
+        with suppress(OSError), self._sending:
+            self._connection.send_bytes(message)
+        if self.gone:
+            self._fail()
+        return future
+
+    def _read(self) -> None:
+        try:
+            while True:
+                self._take(*_opened(self._connection.recv_bytes()))
+        except (EOFError, OSError):
+            pass
+        finally:
+            self.gone = True
+            with self._sending:
+                self._connection.close()
+                self._socket.close()
+            self._over.set()
+            self._fail()
+            self._ended()
+
+    def _take(self, number: int, content: memoryview) -> None:
+        if number == LINE:
+            self._say(pickle.loads(content))
+        elif future := self._open.pop(number, None):
+            try:
+                future.set_result(pickle.loads(content))
+            except Exception as error:
+                why = f"an answer cannot be read: {type(error).__name__}: {error}"
+                future.set_exception(RankError(why))
+
+    def _fail(self) -> None:
+        for number in list(self._open):
+            if future := self._open.pop(number, None):
+                future.set_exception(EOFError("the process has ended"))
+
+
+class Listener:
+    """The driver's listening socket, for connections over a network.
+
+    Args:
+        host: address of this machine to listen on.
+
+    Attributes:
+        address: host and port.
+        key: secret, made for this listener.
+    """
+
+    def __init__(self, host: str) -> None:
+        self.key = secrets.token_bytes(KEY_BYTES)
+        self._socket = listening_at(host)
+        self.address: Address = self._socket.getsockname()[:2]
+        self._connected = SimpleQueue[tuple[int, Raw]]()
+        Thread(target=self._listen, name="listener", daemon=True).start()
+
+    def next(self, seconds: float) -> tuple[int, Raw] | None:
+        """Return the next connection, with the number that it gave; ``None`` after a time."""
+        with suppress(Empty):
+            return self._connected.get(timeout=seconds)
+        return None
+
+    def close(self) -> None:
+        """Let none in any more; connections that were made stay."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _listen(self) -> None:
+        with self._socket, suppress(OSError):
+            while True:
+                line, _ = self._socket.accept()
+                Thread(target=self._let_in, args=(line,), name="handshake", daemon=True).start()
+
+    def _let_in(self, line: socket.socket) -> None:
+        with suppress(AuthenticationError, EOFError, OSError):
+            with _handshake(line) as connection:
+                deliver_challenge(connection, self.key)
+                answer_challenge(connection, self.key)
+                number: int = connection.recv()
+            self._connected.put((number, connection))
+
+
+def listening_at(host: str) -> socket.socket:
+    """Return a socket that listens at an address, on a port that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=1024)
+
+
+def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Raw:
+    """Connect to a listener.
+
+    Args:
+        address, key: of the listener.
+        number: by which the driver knows this end.
+        timeout_s: for the connection.
+
+    Raises:
+        OSError: nothing answers there, or not as a listener does.
+        AuthenticationError: the key is another one.
+    """
+
+    with _handshake(socket.create_connection(address, timeout_s)) as connection:
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+        connection.send(number)
+    return connection
+
+
+@contextmanager
+def _handshake(line: socket.socket) -> Iterator[Raw]:
+    """Make a connection of a socket; the body proves the key, in time, or it is closed."""
+    line.setblocking(True)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine may vanish unsaid
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _QUIET_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUIET_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _limit(line, _HANDSHAKE_S)
+    connection = Raw(line.detach())
+    try:
+        yield connection
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            _limit(same, 0)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _limit(line: socket.socket, seconds: int) -> None:
+    limit = struct.pack("ll", seconds, 0)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
