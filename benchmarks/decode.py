@@ -16,7 +16,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from stretto.allocator import keep_freed_memory
+from stretto.models.backend import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from stretto.allocator import keep_freed_memory
+from stretto.models.backend import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 

@@ -19,7 +19,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.allocator import keep_freed_memory
+from stretto.models.backend import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 

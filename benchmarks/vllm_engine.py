@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from stretto.allocator import keep_freed_memory
+from stretto.models.backend import keep_freed_memory
 
 keep_freed_memory()  # before torch is imported, as the command line does
 

@@ -41,7 +41,7 @@ def learned_gradients(
 
         trained.update = update
 
-    for name, trained in learner._trained.items():
+    for name, trained in learner.trained.items():
         keep(trained, name)
     stats = train_on(learner, batch)
     return grads, dict(stats)

@@ -68,7 +68,7 @@ def qwen(dtype: torch.dtype = torch.float32) -> Any:
 
 def first_gradients(learner: PolicyLearner, before: str, batch: TrainBatch) -> dict[str, Any]:
     """Gradients as they are when a method of the actor's trained model is called."""
-    actor: Any = learner._trained["actor"]
+    actor: Any = learner.trained["actor"]
     method, found = getattr(actor, before), {}
 
     def keep(*args: Any) -> float:
@@ -131,12 +131,12 @@ class ShardedRank:
 
     def weights(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Whole trained weights, and fingerprints of all."""
-        names = list(self.learner._trained)
+        names = list(self.learner.trained)
         return self.learner.weights(), {name: self.learner.fingerprint(name) for name in names}
 
     def shard_elements(self) -> int:
         """Elements of the actor that this rank holds."""
-        actor: Any = self.learner._trained["actor"]
+        actor: Any = self.learner.trained["actor"]
         return sum(p.to_local().numel() for p in actor.model.parameters())
 
     def logprobs(self, responses: Sequence[Response]) -> Any:

@@ -19,9 +19,8 @@ from stretto.cli import doctor
 from stretto.config import recipes
 from stretto.errors import ConfigError
 from stretto.models import rates
-from stretto.models.load import fastest_dtype, pick_dtype
+from stretto.models.backend import SPIN_TURNS, fastest_dtype, pick_dtype, sleep_when_waiting
 from stretto.models.rates import INNER, OUTER, REPEATS, ROWS, Rates, measure
-from stretto.openmp import SPIN_TURNS, sleep_when_waiting
 
 CPU = torch.device("cpu")
 WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")

@@ -4,15 +4,14 @@ What the commands do is there as functions (:mod:`stretto.api`), and for scripts
 for TRL's PPO trainer there are ``PPOConfig`` and ``PPOTrainer`` (:mod:`stretto.trl`).
 
 Importing this package loads nothing heavy; nor do ``stretto.config`` and
-``stretto.config.recipes``. It
-sets how OpenMP's threads wait (:mod:`stretto.openmp`), which is read when torch is imported:
-import ``stretto`` before ``torch``.
+``stretto.config.recipes``. It sets how OpenMP's threads wait (:mod:`stretto.models.backend`), which
+is read when torch is imported: import ``stretto`` before ``torch``.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stretto.openmp import sleep_when_waiting
+from stretto.models.backend import sleep_when_waiting
 
 if TYPE_CHECKING:
     from stretto.api import (

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.info import ModelInfo, built, known
 from stretto.models.load import (
     architecture,
@@ -28,8 +29,6 @@ from stretto.models.load import (
     load_causal_lm,
     load_sequence_classifier,
     load_tokenizer,
-    pick_device,
-    pick_dtype,
     save_model,
 )
 from stretto.models.lora import add_lora

@@ -31,11 +31,11 @@ from stretto.evaluation.answers import completed
 from stretto.models.cached import SlotCache
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
+from stretto.models.packed import PackedLinears
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint, with_own_structure, with_own_weights
 from stretto.rollout.base import StopStrings
 from stretto.rollout.engine import TorchEngine
-from stretto.rollout.packed import PackedLinears
 from stretto.rollout.sampling import stream_seed, uniform
 from stretto.rollout.step import GraphedDecode, ModelPass, StepInputs
 from stretto.schedules.rollout import Rollout

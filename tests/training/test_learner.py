@@ -95,7 +95,7 @@ def given_experience(
     learner: PolicyLearner, batch: Sequence[Rollout]
 ) -> list[dict[str, list[float]]]:
     """The learner's own advantages and returns (float32), for comparisons beyond its precision."""
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
+    e = learner.experience_of(train_batch(batch))
     return [
         {
             "advantages": e.advantages[b, : len(r)].tolist(),
@@ -110,7 +110,7 @@ def given_experience(
 def minibatches(learner: PolicyLearner, size: int) -> list[list[int]]:
     """Rows of each mini-batch, where every response stands for itself."""
     units = [(row,) for row in range(size)]
-    return [[row for (row,) in part] for part in learner._minibatches(size, units)]
+    return [[row for (row,) in part] for part in learner.minibatches(size, units)]
 
 
 def naive_loss(
@@ -198,12 +198,12 @@ def test_gradients_equal_a_naive_ppo(variant: str) -> None:
     actor, critic = models()
     given = settings(**{k: dict(v) for k, v in VARIANTS[variant].items()})
     learner = make_learner(actor, critic, given)
-    temperature = learner._config.rollout.temperature
+    temperature = learner.config.rollout.temperature
     batch = make_rollouts(actor, critic, SHAPES, temperature=temperature)
     got, stats = learned_gradients(learner, batch)
     assert 0 < stats["policy/clipfrac_avg"] < 1  # otherwise the comparison says little
-    experience = naive_experience(batch, learner._config)
-    assert_close(got, naive_gradients(actor, critic, batch, experience, learner._config), 1e-4)
+    experience = naive_experience(batch, learner.config)
+    assert_close(got, naive_gradients(actor, critic, batch, experience, learner.config), 1e-4)
 
 
 @pytest.mark.parametrize("budget", [1, 60, 100_000])
@@ -214,7 +214,7 @@ def test_gradients_equal_a_naive_ppo_in_float64(budget: int) -> None:
     batch = make_rollouts(actor, critic, SHAPES)
     got, _ = learned_gradients(learner, batch)
     experience = given_experience(learner, batch)
-    expected = naive_gradients(actor, critic, batch, experience, learner._config)
+    expected = naive_gradients(actor, critic, batch, experience, learner.config)
     assert_close(
         {k: g for k, g in got.items() if "critic" not in k},
         {k: g for k, g in expected.items() if "critic" not in k},
@@ -233,9 +233,9 @@ def test_losses_and_figures_equal_the_naive_ones() -> None:
     learner = make_learner(actor, critic, settings(training={"microbatch_tokens": 50}))
     batch = make_rollouts(actor, critic, SHAPES)
     _, stats = learned_gradients(learner, batch)
-    experience = naive_experience(batch, learner._config)
+    experience = naive_experience(batch, learner.config)
     with torch.no_grad():
-        total = naive_loss(actor, critic, batch, experience, learner._config).item()
+        total = naive_loss(actor, critic, batch, experience, learner.config).item()
         logs = [
             torch.log_softmax(actor(torch.tensor([[*r.prompt.tokens, *r.tokens]])).logits[0], -1)[
                 len(r.prompt.tokens) - 1 : -1
@@ -381,7 +381,7 @@ def test_epochs_of_minibatches_equal_a_naive_loop() -> None:
     norms = []
     for rows in order:
         part, given_part = [batch[i] for i in rows], [experience[i] for i in rows]
-        naive_loss(naive_actor, naive_critic, part, given_part, learner._config).backward()
+        naive_loss(naive_actor, naive_critic, part, given_part, learner.config).backward()
         norms.append(
             [
                 nn.utils.clip_grad_norm_(m.parameters(), 0.5).item()
@@ -538,14 +538,14 @@ def test_bf16_micro_batches_give_the_fp32_gradient_within_rounding() -> None:
         algorithm = {"old_policy": "behaviour"}  # in either type
         given = settings(algorithm=algorithm, training={"microbatch_tokens": budget})
         learner = make_learner(actor, critic, given)
-        trained: Any = learner._actor
+        trained: Any = learner.trained["actor"]
         grads: list[Tensor] = []
 
         def update() -> float:
             grads.extend(m.grad.flatten() for m in trained._masters if m.grad is not None)
             return 0.0
 
-        learner._actor.update = update  # type: ignore[method-assign]
+        learner.trained["actor"].update = update  # type: ignore[method-assign]
         train_on(learner, batch)
         return torch.cat(grads)
 
@@ -735,7 +735,7 @@ def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
             train_on(learner, engine_rollouts(actor, critic, temperature=1.0, version=version))
             learner.publish()
         state = copy.deepcopy(learner.state_dict())  # what was measured is part of it
-        for trained in (learner._actor, learner._critic):
+        for trained in (learner.trained["actor"], learner.trained["critic"]):
             trained.close()  # type: ignore[attr-defined]
         other = make_learner(actor, critic, given)
         other.load_state_dict(state)
@@ -753,13 +753,13 @@ def test_an_engine_one_version_behind_is_refused_once_rounding_is_measured(
 def watched_parts(learner: PolicyLearner) -> list[MicroBatch]:
     """What the learner's passes will be given."""
     seen: list[MicroBatch] = []
-    run = learner._passes.run
+    run = learner.passes.run
 
     def watch(parts: Any, kl_coef: float, *, trains_actor: bool) -> Any:
         seen.extend(parts)
         return run(parts, kl_coef, trains_actor=trains_actor)
 
-    learner._passes.run = watch  # type: ignore[method-assign]
+    learner.passes.run = watch  # type: ignore[method-assign]
     return seen
 
 
@@ -890,10 +890,10 @@ def publisher(
 ) -> PolicyLearner:
     plain = make_learner(actor, critic, given)
     return PolicyLearner(
-        plain._actor,
-        plain._critic,
-        plain._passes,
-        plain._config,
+        plain.trained["actor"],
+        plain.trained.get("critic"),
+        plain.passes,
+        plain.config,
         {"task": 1.0},
         snapshots=snapshots,
     )
@@ -921,7 +921,7 @@ def test_a_snapshot_stays_while_training_goes_on(make: Callable[[], tuple[Any, A
     then = {n: copy.deepcopy(m.state_dict()) for n, m in (("actor", actor), ("critic", critic))}
     train_on(learner, batch)
     for name, model in (("actor", actor), ("critic", critic)):
-        weights, tensors = published[name], learner._channel.get(published[name])
+        weights, tensors = published[name], learner.channel.get(published[name])
         trained = {n for n, p in model.named_parameters() if p.requires_grad}
         assert set(tensors) == trained
         for n in trained:
@@ -946,7 +946,7 @@ def test_an_engine_generates_with_a_snapshot_while_the_learner_trains_on() -> No
     first = copy.deepcopy(actor)
     train_on(learner, engine_rollouts(generating, critic, temperature=1.0))
     actor_ref = published["actor"]
-    load_weights(generating, actor_ref, learner._channel.get(actor_ref), "the engine")
+    load_weights(generating, actor_ref, learner.channel.get(actor_ref), "the engine")
     rollouts = engine_rollouts(generating, critic, temperature=1.0, version=1)
     for r, expected in zip(rollouts, left_padded_logprobs(first, rollouts), strict=True):
         torch.testing.assert_close(torch.tensor(r.logprobs), expected, rtol=0, atol=1e-4)

@@ -52,10 +52,12 @@ def learner_of(algorithm: dict[str, Any], actor: Any, **sections: Any) -> Policy
 
 def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]) -> Grads:
     """Of the policy's loss on the whole batch at once."""
-    a = learner._config.algorithm
+    a = learner.config.algorithm
     logprobs = now(actor, batch)
     proximal = logprobs.detach().float() if a.old_policy == "proximal" else None
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), proximal)
+    e = learner.experience_of(train_batch(batch))
+    if proximal is not None:
+        e = replace(e, old_logprobs=proximal)
     rows = [row for unit in e.units for row in unit]
     names = ("advantages", "old_logprobs", "behaviour_logprobs", "ref_logprobs")
     part = part_of(
@@ -219,7 +221,7 @@ def test_pairs_stay_together() -> None:
     algorithm = {"name": "online-dpo"}
     learner = learner_of(algorithm, actor, training={"minibatches": 2, "microbatch_tokens": 1})
     batch = make_batch(actor, algorithm)
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
+    e = learner.experience_of(train_batch(batch))
     score = [r.scores["task"].scalar for r in batch]
     cut = [r.finish == "length" for r in batch]
     score = [-1.0 if c else s for s, c in zip(score, cut, strict=True)]
@@ -230,11 +232,11 @@ def test_pairs_stay_together() -> None:
         pairs += [pair] if score[pair[0]] > score[pair[1]] else []
     assert list(e.units) == pairs
     assert len(pairs) == 3
-    parts = list(learner._minibatches(8, e.units))
+    parts = list(learner.minibatches(8, e.units))
     assert sorted(len(p) for p in parts) == [1, 2]
     assert sorted(unit for part in parts for unit in part) == sorted(pairs)
     for units in parts:
-        made = learner._microbatches(told(batch), units, e, torch.zeros(8, dtype=torch.bool))
+        made = learner.microbatches(told(batch), units, e, torch.zeros(8, dtype=torch.bool))
         assert sorted(tuple(r.id for r in m.responses) for m in made) == sorted(units)
         assert sum(m.part.response_weights.sum().item() for m in made) == pytest.approx(1)
         for m in made:
@@ -250,9 +252,9 @@ def test_micro_batches_of_pairs_keep_to_the_budget(budget: int) -> None:
     algorithm = {"name": "online-dpo"}
     learner = learner_of(algorithm, actor, training={"microbatch_tokens": budget})
     batch = make_batch(actor, algorithm)
-    e = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None)
+    e = learner.experience_of(train_batch(batch))
     fresh = torch.zeros(8, dtype=torch.bool)
-    made = learner._microbatches(told(batch), e.units, e, fresh)
+    made = learner.microbatches(told(batch), e.units, e, fresh)
     sizes = [[r.total_tokens for r in m.responses] for m in made]
     assert sum(map(len, sizes)) == 6
     assert all(max(s) * len(s) <= budget or len(s) == 2 for s in sizes)
@@ -265,8 +267,8 @@ def test_fewer_units_than_mini_batches_make_one_update_each(name: str) -> None:
     algorithm = {"name": name}
     learner = learner_of(algorithm, actor, training={"minibatches": 4, "epochs": 2})
     updates = []
-    take = learner._actor.update
-    learner._actor.update = lambda: updates.append(1) or take()  # type: ignore[method-assign]
+    take = learner.trained["actor"].update
+    learner.trained["actor"].update = lambda: updates.append(1) or take()  # type: ignore[method-assign]
     stats = train_on(learner, make_batch(actor, algorithm))
     assert len(updates) == 2 * 3
     assert stats["policy/grad_norm"] > 0
@@ -325,14 +327,14 @@ def test_ratios_are_to_the_policy_before_the_step_in_all_its_updates() -> None:
     with torch.no_grad():
         before = now(actor, batch)
     seen = []
-    run = learner._passes.run
+    run = learner.passes.run
 
     def watch(parts: Any, kl_coef: float, *, trains_actor: bool) -> Any:
         with torch.no_grad():
             seen.append(now(actor, batch))
         return run(parts, kl_coef, trains_actor=trains_actor)
 
-    learner._passes.run = watch  # type: ignore[method-assign]
+    learner.passes.run = watch  # type: ignore[method-assign]
     stats = train_on(learner, batch)
     ratios = [(x - before).exp()[mask] for x in seen]
     assert ratios[0].max() == pytest.approx(1)
@@ -365,7 +367,7 @@ def test_without_a_critic_the_actor_alone_is_handed_over_and_kept() -> None:
         assert torch.equal(p, q)
     with pytest.raises(LearnerError, match="snapshots are taken of trained models; got 'critic'"):
         PolicyLearner(
-            learner._actor, None, learner._passes, learner._config, {}, snapshots=["critic"]
+            learner.trained["actor"], None, learner.passes, learner.config, {}, snapshots=["critic"]
         )
 
 
@@ -386,10 +388,10 @@ def test_a_beta_that_adapts_is_the_one_in_the_loss() -> None:
 def naive_gradients_with_beta(
     learner: PolicyLearner, actor: Any, batch: Sequence[Rollout], beta: float
 ) -> Grads:
-    config = learner._config
+    config = learner.config
     changed = config.algorithm.model_copy(update={"kl_coef": beta})
-    learner._config = config.model_copy(update={"algorithm": changed})
+    learner.config = config.model_copy(update={"algorithm": changed})
     try:
         return naive_gradients(learner, actor, batch)
     finally:
-        learner._config = config
+        learner.config = config

@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers import held_bytes
 from stretto.config import OptimizerConfig
-from stretto.models.shelf import Lane, Shelf
+from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.training.trained import TrainedModel
 
 
@@ -31,31 +31,31 @@ def learn(model: TrainedModel, number: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_are_the_same_and_states_outlast_that_they_are_put_away(dtype: torch.dtype) -> None:
     plain, offloaded = trained(dtype), trained(dtype)
-    shelf = Shelf("learner", offloaded.of_updates, Lane(torch.device("cpu")))
-    offloaded.before_update = shelf.ready
+    moments = OffloadedTensors("learner", offloaded.of_updates, CopyStream(torch.device("cpu")))
+    offloaded.before_update = moments.wait
     elements = 64 * 64 + 64
     for number in range(3):
-        shelf.put_away()
+        moments.offload()
         assert held_bytes(offloaded.of_updates()) <= 6 * 4  # an element each
-        shelf.bring()
-        shelf.changed = True
+        moments.load()
+        moments.changed = True
         learn(plain, number)
         learn(offloaded, number)
     tensors = 3 if dtype == torch.bfloat16 else 2  # moments, and the master if it is another
     assert held_bytes(offloaded.of_updates()) == tensors * 4 * elements
     state, expected = offloaded.state_dict(), plain.state_dict()
     before = copy.deepcopy(state["optimizer"]["state"])
-    shelf.put_away()  # while somebody may be writing them
+    moments.offload()  # while somebody may be writing them
     for number, held in state["optimizer"]["state"].items():
         for key, value in held.items():
             assert value.equal(before[number][key])
             assert value.equal(expected["optimizer"]["state"][number][key])
     for name, master in state["masters"].items():
         assert master.equal(expected["masters"][name])
-    shelf.ready()
+    moments.wait()
     offloaded.load_state_dict(copy.deepcopy(expected))
-    shelf.put_away()
-    shelf.bring()
+    moments.offload()
+    moments.load()
     learn(plain, 3)
     learn(offloaded, 3)
     for one, two in zip(plain.model.parameters(), offloaded.model.parameters(), strict=True):

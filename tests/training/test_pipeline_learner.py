@@ -219,11 +219,11 @@ def test_steps_are_those_of_one_process(case: str, lent_ranks: None) -> None:
             assert_same_figures(train_on(learner, batch), train_on(local, batch))
             for got, expected in zip(ours, theirs, strict=True):
                 assert_same_weights(got, expected)
-            frozen = step < learner._config.critic.freeze_steps
+            frozen = step < learner.config.critic.freeze_steps
             moved = [fingerprint(m.named_parameters()) for m in ours]
             assert (moved[0] == start[0], moved[1] == start[1]) == (frozen, False)
         for each in (learner, local):  # as when there are fewer mini-batches than planned
-            each._actor.skip()
+            each.trained["actor"].skip()
         # What one kind of learner has saved another goes on from, there and back.
         saved = copy.deepcopy(learner.state_dict())
         assert_same_structure(saved, local.state_dict())
@@ -284,7 +284,7 @@ def test_a_snapshot_stays_while_training_goes_on(lent_ranks: None) -> None:
         published = learner.publish()
         then = copy.deepcopy(dict(actor.named_parameters()))
         assert not published["critic"].channel
-        tensors = learner._channel.get(published["actor"])
+        tensors = learner.channel.get(published["actor"])
         assert set(tensors) == set(then)
         assert published["actor"].fingerprint == fingerprint(then.items())
         train_on(learner, batch)

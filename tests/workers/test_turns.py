@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.models.shelf import Lane, Shelf
+from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.types import Reply
 from stretto.workers.group import Host, Makes, Raised
 from stretto.workers.services import Service
@@ -30,11 +30,11 @@ def test_the_order_is_that_of_the_last_time() -> None:
 class Owner(Service):
     """A service with a tensor that rests while others work."""
 
-    def __init__(self, name: str, number: float, lane: Lane) -> None:
+    def __init__(self, name: str, number: float, copies: CopyStream) -> None:
         super().__init__()
         self.reads = frozenset({"value", "watch", "refuse"})
         self.tensor = torch.full((4,), number)
-        self.shelf = Shelf(name, lambda: [self.tensor], lane)
+        self.offloaded = OffloadedTensors(name, lambda: [self.tensor], copies)
 
     @property
     def light(self) -> frozenset[str]:
@@ -65,8 +65,8 @@ class Plain(Service):
         return Reply(1)
 
 
-class Watched(Lane):
-    """A lane that tells when it has copied a service's tensors in."""
+class Watched(CopyStream):
+    """A copies that tells when it has copied a service's tensors in."""
 
     def __init__(self, owner: str) -> None:
         super().__init__(torch.device("cpu"))
@@ -78,10 +78,10 @@ class Watched(Lane):
             self.copied.set()
 
 
-def host(lane: Lane) -> Host:
+def host(copies: CopyStream) -> Host:
     makes: Makes = {
-        "one": (Owner, ("one", 1.0, lane)),
-        "two": (Owner, ("two", 2.0, lane)),
+        "one": (Owner, ("one", 1.0, copies)),
+        "two": (Owner, ("two", 2.0, copies)),
         "plain": (Plain, ()),
     }
     return Host(0, makes)
@@ -99,7 +99,7 @@ def away(host: Host) -> list[str]:
 
 
 def test_each_call_finds_its_tensors_and_others_are_away() -> None:
-    services = host(Lane(torch.device("cpu")))
+    services = host(CopyStream(torch.device("cpu")))
     assert away(services) == ["one", "two"]  # before anybody has worked
     assert value(services, "one") == 4.0
     assert away(services) == ["two"]
@@ -112,14 +112,14 @@ def test_each_call_finds_its_tensors_and_others_are_away() -> None:
 
 
 def test_the_next_role_is_brought_while_the_one_before_works() -> None:
-    lane = Watched("two")
-    services = host(lane)
-    began = lane.copied
+    copies = Watched("two")
+    services = host(copies)
+    began = copies.copied
     began.set()
     services.call("one", "watch", (began,))  # the order, once
     services.call("two", "value", ())
     services.call("one", "value", ())
-    lane.drain()
+    copies.drain()
     began.clear()
     reply = services.call("one", "watch", (began,))
     assert isinstance(reply, Reply)
@@ -129,12 +129,12 @@ def test_the_next_role_is_brought_while_the_one_before_works() -> None:
 
 
 def test_replies_tell_of_copies_and_errors_come_through() -> None:
-    lane = Lane(torch.device("cpu"))
-    services = host(lane)
-    lane.drain()
+    copies = CopyStream(torch.device("cpu"))
+    services = host(copies)
+    copies.drain()
     refused = services.call("one", "refuse", ())
     assert isinstance(refused, Raised)
-    lane.drain()
+    copies.drain()
     reply = services.call("two", "value", ())
     assert isinstance(reply, Reply)
     told = [

@@ -57,7 +57,7 @@ def calibrate(
         import torch
 
         from stretto.assembly.models import prepare_torch
-        from stretto.models.load import pick_device
+        from stretto.models.backend import pick_device
         from stretto.runtime.measuring.model import subject_of
         from stretto.runtime.measuring.passes import Sizes
         from stretto.runtime.measuring.points import fitted

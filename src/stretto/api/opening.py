@@ -34,7 +34,7 @@ def opening(
         ModelError: there is no such model.
         ConfigError: CUDA is asked for and missing, or the model takes no such adapters.
     """
-    from stretto.models.load import pick_device
+    from stretto.models.backend import pick_device
 
     if actor is None:
         size = _size(config)

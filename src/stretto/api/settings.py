@@ -102,7 +102,7 @@ def settled(config: R, say: Callable[[str], object]) -> R:
     """
     if config.model.dtype != "auto":
         return config
-    from stretto.models.load import fastest_dtype, pick_device
+    from stretto.models.backend import fastest_dtype, pick_device
 
     dtype, because = fastest_dtype(pick_device(config.model.device), config.threads)
     name = str(dtype).removeprefix("torch.")

@@ -5,17 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 
-import psutil
-import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.checks import check_engine
 from stretto.config import Config
 from stretto.errors import EngineError, ModelError
+from stretto.models.backend import backend_of, pick_device, pick_dtype
 from stretto.models.cached import slots_within
 from stretto.models.forward import unwrapped
-from stretto.models.load import end_token_ids, pick_device, pick_dtype
+from stretto.models.load import end_token_ids
 from stretto.models.lora import trained_names
 from stretto.models.resolve import resolve
 from stretto.models.tensor_parallel import slices_of
@@ -105,11 +104,7 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
     if not config.schedule.knobs.streams:
         return 0
     parameter = next(model.parameters())
-    free_bytes = (
-        torch.cuda.mem_get_info(parameter.device)[0]
-        if parameter.device.type == "cuda"
-        else psutil.virtual_memory().available
-    )
+    free_bytes = backend_of(parameter.device).free_bytes()
     positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     budget = int(MEMORY_SHARE * free_bytes)
     try:

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from stretto.allocator import keep_freed_memory
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models import mapped

@@ -15,7 +15,7 @@ from stretto.assembly.models import NO_OVERRIDES, Overrides, load_reward_model, 
 from stretto.config import Config, ModelConfig
 from stretto.config.sections import ModelSource, RewardSource
 from stretto.config.training import token_budget
-from stretto.models.load import pick_device
+from stretto.models.backend import pick_device
 from stretto.saying import Say
 from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer

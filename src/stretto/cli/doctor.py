@@ -127,7 +127,7 @@ def _package(requirement: Requirement, missing: Literal["note", "broken"]) -> Fi
 def _accelerator() -> Iterator[Finding]:
     import torch
 
-    from stretto.models.load import fastest_dtype
+    from stretto.models.backend import fastest_dtype
 
     devices = ["cpu"]
     if torch.cuda.is_available():

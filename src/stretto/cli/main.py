@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from stretto import __version__, signals
-from stretto.allocator import keep_freed_memory
 from stretto.errors import StrettoError, nearest
+from stretto.models.backend import keep_freed_memory
 
 COMMANDS = {
     "train": "train a model with reinforcement learning",

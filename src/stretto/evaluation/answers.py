@@ -13,7 +13,8 @@ from stretto.assembly.engines import make_engine
 from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
 from stretto.errors import MissingExtraError, RewardError
-from stretto.models.load import fastest_dtype, load_tokenizer, pick_device, pick_dtype
+from stretto.models.backend import fastest_dtype, pick_device, pick_dtype
+from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.rollout.base import Engine

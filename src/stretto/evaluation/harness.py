@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.config import Config
 from stretto.errors import ConfigError, require
-from stretto.models.load import pick_device, pick_dtype
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.saying import working

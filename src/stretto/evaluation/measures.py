@@ -42,8 +42,9 @@ from stretto.evaluation.gold import (
 )
 from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
 from stretto.evaluation.rows import Questions, measured_on, questions
+from stretto.models.backend import pick_device
 from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
-from stretto.models.load import load_tokenizer, pick_device
+from stretto.models.load import load_tokenizer
 from stretto.models.logits import token_logprobs
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr

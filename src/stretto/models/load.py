@@ -7,15 +7,15 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stretto import files
 from stretto.config import ModelConfig
-from stretto.errors import ConfigError, ModelError, first_line
-from stretto.models import mapped, rates
-from stretto.models.attention import use_short_attention
+from stretto.errors import ModelError, first_line
+from stretto.models import mapped
+from stretto.models.backend import backend_of
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.info import known
 from stretto.models.resolve import resolve
@@ -24,48 +24,6 @@ from stretto.saying import Say, silent, working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-# -- where and how to compute --------------------------------------------------------------------
-
-
-def pick_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device to compute on; ``auto`` is CUDA where there is one.
-
-    Raises:
-        ConfigError: CUDA is asked for and missing.
-    """
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError(
-            "model.device = 'cuda' needs a CUDA device, and torch sees none. "
-            "Use --model.device auto or cpu, or install a torch build for your GPU"
-        )
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
-
-
-def pick_dtype(name: Literal["auto", "float32", "bfloat16"], device: torch.device) -> torch.dtype:
-    """The type to compute in; for ``auto`` the one that :func:`fastest_dtype` finds."""
-    if name == "auto":
-        return fastest_dtype(device)[0]
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def fastest_dtype(device: torch.device, threads: int = 0) -> tuple[torch.dtype, str]:
-    """The type that a device computes fastest in, and how that is known.
-
-    Args:
-        device: a CPU is measured (:mod:`stretto.models.rates`), if it has bfloat16 at all.
-        threads: of torch, on a CPU; 0 takes the present number.
-    """
-    if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return torch.bfloat16, "the GPU computes in it"
-        return torch.float32, "the GPU has no bfloat16"
-    if not rates.cpu_has_bfloat16():
-        return torch.float32, "the CPU has no instructions for bfloat16"
-    measured = rates.cpu_rates(threads or torch.get_num_threads())
-    return measured.choice, str(measured)
-
 
 # -- loading -------------------------------------------------------------------------------------
 
@@ -202,7 +160,7 @@ def _load(
     require_finite(model, f"'{path}'")
     freeze_unread(model)
     loaded: PreTrainedModel = (model if in_files else model.to(device)).eval()
-    use_short_attention(loaded)
+    backend_of(loaded.device).use_fastest_attention(loaded)
     return loaded
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
 from stretto.errors import EngineError
+from stretto.models.backend import backend_of
 from stretto.models.forward import backbone, positions, unwrapped
 from stretto.models.weights import load_weights
 from stretto.rollout.base import Carry, Engine, StopStrings
-from stretto.rollout.packed import PackedLinears
 from stretto.rollout.rows import RowCache, RowSlots, SlotRow, pick_prefill
 from stretto.rollout.sampling import stream_seed
 from stretto.rollout.step import GraphedDecode, ModelPass, Probe, StepInputs, check_cached_pass
@@ -87,8 +87,9 @@ class TorchEngine(Engine):
         device = next(model.parameters()).device
         self._cache = RowSlots(self._slots, device)
         self._pass = ModelPass(model, self._cache, config)
-        self._packed = PackedLinears(backbone(model), unwrapped(model).get_output_embeddings())
-        self._graphs = config.cuda_graphs and device.type == "cuda"
+        backend = backend_of(device)
+        self._packed = backend.packed(backbone(model), unwrapped(model).get_output_embeddings())
+        self._graphs = config.cuda_graphs and backend.graphs
         self._step_pass: Callable[[StepInputs, int], tuple[Tensor, Tensor]] = self._pass.decode
         self._waiting: deque[SlotRow] = deque()
         self._rows: list[SlotRow] = []  # a row's index is its slot

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from stretto.config import RolloutConfig
 from stretto.models.cached import CHECKED, CachedPass, SlotCache, check_cache
 from stretto.models.forward import output_head, unwrapped
-from stretto.rollout.packed import PackedLinears
+from stretto.models.packed import PackedLinears
 from stretto.rollout.sampling import sample, uniform
 from stretto.types import FloatArray, IntArray
 

@@ -15,14 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from stretto.assembly.models import prepare_torch
 from stretto.config import RewardModelConfig, RowsConfig, SftConfig, SupervisedConfig
 from stretto.errors import TaskError
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import text_config, unwrapped
 from stretto.models.heads import reward_model_from, set_padding
 from stretto.models.load import (
     end_token_ids,
     load_causal_lm,
     load_tokenizer,
-    pick_device,
-    pick_dtype,
     save_model,
     set_checkpointing,
 )
@@ -272,7 +271,8 @@ def _prepare(
     layout = PromptLayout(tokenizer, ends, config.data)
     with progress.working("tokenising the rows"):
         made, reasons = attempt(rows, lambda row: tokenise(row, layout), config.data)
-    if unused := [*dropped, *reasons]:
+    unused: list[str] = dropped + reasons
+    if unused:
         progress.note(
             f"{len(unused)} of {len(rows) + len(dropped)} rows cannot be used and are left out; "
             f"the first: {unused[0]}"

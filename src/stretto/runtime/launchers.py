@@ -14,7 +14,7 @@ import torch
 
 from stretto.config import Config
 from stretto.errors import ConfigError
-from stretto.models.load import pick_device
+from stretto.models.backend import pick_device
 from stretto.runtime.placement import Place
 from stretto.saying import Say
 from stretto.workers.forkserver import ForkedProcesses, server_of

@@ -18,8 +18,8 @@ from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import critic_rewards, open_task, trained_models
 from stretto.config.cluster import LEARNER
 from stretto.errors import StateError
-from stretto.models.load import pick_device
-from stretto.models.shelf import Shelf
+from stretto.models.backend import pick_device
+from stretto.models.offload import OffloadedTensors
 from stretto.protocols import Learner
 from stretto.runtime.messages import OUTBOX, Offer, Ready, Setting, frozen_mark, loading
 from stretto.runtime.placement import learner_layout
@@ -249,16 +249,18 @@ def learner(setting: Setting, probe: IntArray) -> LearnerService:
     )
     ready = Ready({}, frozen, said)
     service = LearnerService(made, outbox, prompts, ready, probe, dist.get_rank(), ranks)
-    service.shelf = _shelf(made, setting)
+    service.offloaded = _offloaded(made, setting)
     service._ready = replace(ready, refs=service.offered())
     return service
 
 
-def _shelf(learner: PolicyLearner, setting: Setting) -> Shelf | None:
-    """Return the shelf of what only updates need, for which each first update of a step waits."""
+def _offloaded(learner: PolicyLearner, setting: Setting) -> OffloadedTensors | None:
+    """Offload what only updates need; the first update of each step waits for it."""
     models = [model for model in learner.trained.values() if isinstance(model, TrainedModel)]
-    shelf = setting.shelf(LEARNER, lambda: chain.from_iterable(m.of_updates() for m in models))
-    if shelf:
+    offloaded = setting.offloaded(
+        LEARNER, lambda: chain.from_iterable(m.of_updates() for m in models)
+    )
+    if offloaded:
         for model in models:
-            model.before_update = shelf.ready
-    return shelf
+            model.before_update = offloaded.wait
+    return offloaded

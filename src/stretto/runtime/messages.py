@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from stretto.assembly.models import Overrides, prepare_torch
 from stretto.config import Config
-from stretto.models.load import pick_device, pick_dtype
-from stretto.models.shelf import Lane, Shelf
+from stretto.models.backend import pick_device, pick_dtype
+from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
 OUTBOX = "outbox"
 """What the learner leaves for those that follow it in the same process."""
 
-LANE = "lane"
-"""What the shelves of a process share."""
+COPY_STREAM = "copy stream"
+"""What the offloaded tensors of a process share."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
 """Sequences of the probe, and tokens of each; all but the first are looked at: 64."""
@@ -57,16 +57,18 @@ class Setting:
         model = self.of_run.model.model_copy(update={"device": device})
         return self.of_run.model_copy(update={"model": model})
 
-    def shelf(self, owner: str, find: Callable[[], Iterable[Tensor]]) -> Shelf | None:
-        """Return a shelf for a role's tensors, or ``None`` where all roles keep theirs.
+    def offloaded(
+        self, owner: str, find: Callable[[], Iterable[Tensor]]
+    ) -> OffloadedTensors | None:
+        """Offload a role's tensors between its calls; ``None`` where all roles keep theirs.
 
-        All shelves of a process share a lane.
+        All of a process share a stream of copies.
         """
         if not self.offload:
             return None
-        if LANE not in self.shared:
-            self.shared[LANE] = Lane(pick_device(self.config.model.device))
-        return Shelf(owner, find, self.shared[LANE])
+        if COPY_STREAM not in self.shared:
+            self.shared[COPY_STREAM] = CopyStream(pick_device(self.config.model.device))
+        return OffloadedTensors(owner, find, self.shared[COPY_STREAM])
 
     def prepare(self) -> None:
         """Set memory, threads and torch's seed."""

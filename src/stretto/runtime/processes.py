@@ -19,7 +19,7 @@ from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
-from stretto.models.load import pick_device, pick_dtype
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.rollout.registry import ENGINES
 from stretto.runtime import learner, services
 from stretto.runtime.groups import fitting

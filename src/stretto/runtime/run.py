@@ -26,7 +26,7 @@ from stretto.clock import RealClock
 from stretto.config import Config
 from stretto.config.cluster import LEARNER, generator_names
 from stretto.errors import RankError
-from stretto.models.load import pick_device, pick_dtype
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.weights import copy_into
 from stretto.observe.spans import Spans
 from stretto.protocols import Generator

@@ -28,11 +28,11 @@ from stretto.assembly.scorers import load_reward, model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.config.sections import reward_source
 from stretto.errors import EngineError
-from stretto.models.load import pick_device
+from stretto.models.backend import pick_device
 from stretto.models.lora import trained_names
 from stretto.models.mapped import take
+from stretto.models.offload import OffloadedTensors
 from stretto.models.pieces import Layout, wholes_of
-from stretto.models.shelf import Shelf
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
@@ -203,7 +203,7 @@ class ScorerService(Follower):
         said: lines for people.
         inbox: see :class:`Follower`.
         marks: fingerprints of the reference; see :meth:`require`.
-        shelf: see :class:`~stretto.workers.services.Service`.
+        offloaded: see :class:`~stretto.workers.services.Service`.
     """
 
     role = Scorer
@@ -214,10 +214,10 @@ class ScorerService(Follower):
         said: Sequence[str] = (),
         inbox: Receiver | None = None,
         marks: tuple[str, str] = ("", ""),
-        shelf: Shelf | None = None,
+        offloaded: OffloadedTensors | None = None,
     ) -> None:
         super().__init__(scorer)
-        self.inbox, self._said, self._marks, self.shelf = inbox, said, marks, shelf
+        self.inbox, self._said, self._marks, self.offloaded = inbox, said, marks, offloaded
 
     @property
     def light(self) -> frozenset[str]:
@@ -306,8 +306,8 @@ def reference(setting: Setting) -> ScorerService:
         model, _ = loaded_actor(setting)
     marks = _marks_of(model)
     (scorer,) = model_scorers(config, cut(model, setting), None, None, said.append)
-    shelf = setting.shelf("reference", scorer.model.parameters)
-    return ScorerService(scorer, said, marks=marks, shelf=shelf)
+    offloaded = setting.offloaded("reference", scorer.model.parameters)
+    return ScorerService(scorer, said, marks=marks, offloaded=offloaded)
 
 
 def critic(setting: Setting) -> ScorerService:
@@ -317,7 +317,9 @@ def critic(setting: Setting) -> ScorerService:
     model = _critic(loading(setting))
     inbox = follow(model, setting)
     (scorer,) = model_scorers(config, None, model, inbox, said.append)
-    return ScorerService(scorer, said, inbox, shelf=setting.shelf("critic", model.parameters))
+    return ScorerService(
+        scorer, said, inbox, offloaded=setting.offloaded("critic", model.parameters)
+    )
 
 
 def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> ScorerService:
@@ -338,7 +340,7 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Sc
     slots = scorer_slots(config, loaded[0], said.append)
     scorer = reward_scorer(source, config, tokenizer, said.append, loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
-    return ScorerService(scorer, said, shelf=setting.shelf(source, scorer.model.parameters))
+    return ScorerService(scorer, said, offloaded=setting.offloaded(source, scorer.model.parameters))
 
 
 def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:

@@ -14,8 +14,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from stretto.config import Config
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import critic_from_actor
-from stretto.models.load import load_causal_lm, pick_device, pick_dtype
+from stretto.models.load import load_causal_lm
 from stretto.observe import RunDirectory
 from stretto.observe.run_directory import RolloutRecord
 from stretto.schedules.rollout import Rollout, train_batch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stretto.algorithms.experience import Experience, Part, Scored
+from stretto.algorithms.experience import Experience, Part
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.policy import SQUARES, SUM, TOKENS
 from stretto.algorithms.reductions import Metrics, response_weights, token_weights
@@ -66,7 +66,7 @@ class PolicyLearner:
         snapshots: Collection[str] = (),
         channel: SharedChannel | None = None,
     ) -> None:
-        self._actor, self._critic, self._passes, self._config = actor, critic, passes, config
+        self._actor, self._critic, self.passes, self.config = actor, critic, passes, config
         self._trained = {"actor": actor} | ({"critic": critic} if critic else {})
         for name in snapshots:
             if name not in self._trained:
@@ -75,7 +75,7 @@ class PolicyLearner:
                     f"{nearest(name, self._trained)}"
                 )
         self._snapshots = frozenset(snapshots)
-        self._channel = channel or SharedChannel()
+        self.channel = channel or SharedChannel()
         self._reward_weights = reward_weights
         a = config.algorithm
         self._kl = AdaptiveKL(a.kl_coef, a.kl_target, a.kl_horizon)
@@ -95,23 +95,19 @@ class PolicyLearner:
             LearnerError: the batch is too small for its mini-batches, its numbers are not finite,
                 or engine and learner disagree about on-policy data.
         """
-        data, responses = collate(batch, self._reward_weights), batch.responses()
+        t, responses = self.config.training, batch.responses()
         age, fresh = staleness(batch, self._version), self._fresh(batch)
-        t, proximal = self._config.training, None
-        if self._config.algorithm.old_policy == "proximal" and t.updates > 1:
-            temperature = self._config.rollout.temperature
-            proximal = self._actor.logprobs(responses, data.mask, temperature, t.microbatch_tokens)
-        experience = self._prepare(data, proximal)
+        experience = self.experience_of(batch)
         metrics, norms = Metrics(), dict.fromkeys(self._trained, 0.0)
         lr = {"lr": self._actor.lr} | ({"critic/lr": self._critic.lr} if self._critic else {})
-        parts = list(self._minibatches(len(batch), experience.units))
+        parts = list(self.minibatches(len(batch), experience.units))
         for units in parts:
             metrics += self._train_minibatch(responses, units, experience, fresh, norms)
         for _ in range(t.updates - len(parts)):
             self._actor.skip()  # fewer units than mini-batches: the schedule counts those planned
-        of_passes = self._passes.finish()
+        of_passes = self.passes.finish()
         self._steps += 1
-        thawed = self._steps > self._config.critic.freeze_steps
+        thawed = self._steps > self.config.critic.freeze_steps
         if thawed and "objective/kl" in experience.stats:
             self._kl.update(experience.stats["objective/kl"], len(batch))
         names = {"actor": "policy", "critic": "critic"}
@@ -146,8 +142,8 @@ class PolicyLearner:
     def logprobs(self, responses: Sequence[Response]) -> FloatArray:
         """Return the actor's log-probs [B, T] of responses of one length T."""
         mask = torch.ones(len(responses), len(responses[0]), dtype=torch.bool)
-        budget = self._config.training.microbatch_tokens
-        temperature = self._config.rollout.temperature
+        budget = self.config.training.microbatch_tokens
+        temperature = self.config.rollout.temperature
         found: FloatArray = self._actor.logprobs(responses, mask, temperature, budget).numpy()
         return found
 
@@ -157,8 +153,8 @@ class PolicyLearner:
         mark = trained.fingerprint()
         if tensors is None:
             return WeightsRef(name, self._version, mark)
-        ref = WeightsRef(name, self._version, mark, self._channel.name)
-        self._channel.put(ref, tensors)
+        ref = WeightsRef(name, self._version, mark, self.channel.name)
+        self.channel.put(ref, tensors)
         return ref
 
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -211,11 +207,23 @@ class PolicyLearner:
         self._moved = state["moved"]
         self._agreement.load_state_dict(state["agreement"])
 
-    def _prepare(self, data: Scored, proximal: Tensor | None) -> Experience:
-        c = self._config
+    def experience_of(self, batch: TrainBatch) -> Experience:
+        """Return the inputs of a batch's losses, by the actor and beta as they are now.
+
+        Raises:
+            LearnerError: nothing can be learned from the batch; see
+                :func:`~stretto.algorithms.prepare.prepare`.
+        """
+        c, proximal = self.config, None
+        data = collate(batch, self._reward_weights)
+        if c.algorithm.old_policy == "proximal" and c.training.updates > 1:
+            budget = c.training.microbatch_tokens
+            proximal = self._actor.logprobs(
+                batch.responses(), data.mask, c.rollout.temperature, budget
+            )
         return prepare(data, c.algorithm, c.reward, self._kl.coef, proximal)
 
-    def _minibatches(
+    def minibatches(
         self, size: int, units: Sequence[Sequence[int]]
     ) -> Iterator[list[Sequence[int]]]:
         """Yield the units of each mini-batch, shuffled anew for every epoch.
@@ -224,14 +232,14 @@ class PolicyLearner:
         units are fewer than mini-batches, each unit makes one. Without units there is no update; an
         algorithm of pairs has none if all scores are equal.
         """
-        count = self._config.training.minibatches
+        count = self.config.training.minibatches
         if size < count:
             raise LearnerError(
                 f"{size} responses were left of the batch, fewer than training.minibatches = "
                 f"{count}; see why responses were dropped, or lower minibatches"
             )
-        order = torch.Generator().manual_seed((self._config.seed * 1_000_003 + self._steps) % 2**63)
-        for _ in range(self._config.training.epochs if units else 0):
+        order = torch.Generator().manual_seed((self.config.seed * 1_000_003 + self._steps) % 2**63)
+        for _ in range(self.config.training.epochs if units else 0):
             shuffled = torch.randperm(len(units), generator=order)
             for part in shuffled.tensor_split(min(count, len(units))):
                 yield [units[int(i)] for i in part]
@@ -246,9 +254,9 @@ class PolicyLearner:
     ) -> Metrics:
         if self._moved:
             fresh = torch.zeros_like(fresh)
-        parts = self._microbatches(responses, units, experience, fresh)
-        thawed = self._steps >= self._config.critic.freeze_steps
-        by_model = self._passes.run(parts, self._kl.coef, trains_actor=thawed)
+        parts = self.microbatches(responses, units, experience, fresh)
+        thawed = self._steps >= self.config.critic.freeze_steps
+        by_model = self.passes.run(parts, self._kl.coef, trains_actor=thawed)
         if self._critic:
             norms["critic"] += self._critic.update()
         if thawed:
@@ -257,7 +265,7 @@ class PolicyLearner:
             self._moved = True
         return sum(by_model.values(), Metrics())
 
-    def _microbatches(
+    def microbatches(
         self,
         responses: Sequence[Response],
         units: Sequence[Sequence[int]],
@@ -269,15 +277,15 @@ class PolicyLearner:
         Args:
             fresh: responses [B] that the actor's weights, as they are now, have sampled.
         """
-        e, a = experience, self._config.algorithm
+        e, a = experience, self.config.algorithm
         rows = [row for unit in units for row in unit]
         place = {row: i for i, row in enumerate(rows)}
         mask = e.mask[rows]
-        weights = token_weights(mask, a.averaging, self._config.rollout.max_new_tokens)
+        weights = token_weights(mask, a.averaging, self.config.rollout.max_new_tokens)
         means, of_responses = token_weights(mask, "token_mean"), response_weights(mask)
         longest = [max(responses[row].total_tokens for row in unit) * len(unit) for unit in units]
         parts = []
-        for chosen in self._passes.divide(longest):
+        for chosen in self.passes.divide(longest):
             rows = [row for i in chosen for row in units[i]]
             at = [place[row] for row in rows]
             part = Part(
@@ -307,8 +315,8 @@ class PolicyLearner:
         That costs nothing where a step is one update. Under ``auto``, responses of older weights
         keep the policy that sampled them.
         """
-        old_policy = self._config.algorithm.old_policy
-        if self._config.training.updates > 1 or old_policy == "behaviour":
+        old_policy = self.config.algorithm.old_policy
+        if self.config.training.updates > 1 or old_policy == "behaviour":
             return None
         if old_policy == "proximal":
             return torch.ones_like(fresh)

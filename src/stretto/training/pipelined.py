@@ -19,6 +19,7 @@ from stretto.algorithms.reductions import Metrics
 from stretto.config import Config, PipelineConfig
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, LearnerError, ModelError
+from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget
 from stretto.pipelines.baselines import one_f_one_b
 from stretto.pipelines.evaluate import evaluate
@@ -288,8 +289,8 @@ def start(
     ranks = Ranks(
         p.ranks,
         StageTrainer,
-        (layout, losses, t, courses, device.type),
-        backend="nccl" if device.type == "cuda" else "gloo",
+        (layout, losses, t, courses, device),
+        backend=backend_of(device).collectives,
         threads=max(threads // p.ranks, 1),
         words=WORDS,
     )
@@ -356,10 +357,11 @@ def _check_model(name: Name, model: nn.Module) -> None:
 
 
 def _check_devices(device: torch.device, ranks: int) -> None:
-    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+    most = backend_of(device).most_ranks()
+    if most is not None and most < ranks:
         raise ConfigError(
-            f"pipeline.ranks = {ranks} needs as many GPUs, and there are "
-            f"{torch.cuda.device_count()}; lower it, or set model.device = 'cpu'"
+            f"pipeline.ranks = {ranks} needs as many GPUs, and there are {most}; lower it, or set "
+            "model.device = 'cpu'"
         )
 
 

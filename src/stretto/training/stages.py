@@ -12,6 +12,7 @@ from torch import Tensor
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
+from stretto.models.backend import backend_of
 from stretto.models.forward import states_at
 from stretto.pipelines.executor.executor import (
     Name,
@@ -38,7 +39,7 @@ class StageTrainer:
         layout: where each stage is.
         losses: of the run, for last stages.
         courses: learning rates, by model.
-        device_type: ``cpu``, or ``cuda`` for the GPU of the rank's number.
+        device: that the whole models are on; each rank has one of its kind.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class StageTrainer:
         losses: Losses,
         optimizer: OptimizerConfig,
         courses: Mapping[Name, Course],
-        device_type: str,
+        device: torch.device,
     ) -> None:
         self._rank, self._layout, self._losses = rank, layout, losses
         self._optimizer, self._courses = optimizer, courses
-        self._device = torch.device(f"cuda:{rank}" if device_type == "cuda" else "cpu")
+        self._device = backend_of(device).rank_device(rank)
         self._stages: dict[Name, Stage] = {}
         self._trained: dict[Name, TrainedModel] = {}
 

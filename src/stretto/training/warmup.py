@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 from stretto import files
 from stretto.config import TrainingConfig
 from stretto.errors import ConfigError, StateError
+from stretto.models.backend import Backend, backend_of
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
 from stretto.saying import Advance, unseen
@@ -73,7 +74,9 @@ def keep(model: nn.Module, loss: float, key: str, file: Path) -> None:
         StorageError: it cannot be written.
     """
     tensors = {f"{_WEIGHT}{name}": p.detach() for name, p in model.named_parameters()}
-    random = {f"{_RANDOM}{device}": state for device, state in _random_states(model).items()}
+    random = {
+        f"{_RANDOM}{device}": state for device, state in _backend(model).random_states().items()
+    }
     files.write_whole(file, save({**tensors, **random}, {"key": key, "loss": repr(loss)}))
 
 
@@ -98,23 +101,13 @@ def take(model: nn.Module, key: str, file: Path) -> float:
                 )
             for name, parameter in model.named_parameters():
                 parameter.copy_(kept.get_tensor(f"{_WEIGHT}{name}"))
-            there = set(kept.keys())
-            for device in _random_states(model):
-                if f"{_RANDOM}{device}" not in there:  # it was made on another
-                    continue
-                state = kept.get_tensor(f"{_RANDOM}{device}")
-                if device == "cpu":
-                    torch.set_rng_state(state)
-                else:
-                    torch.cuda.set_rng_state(state, device)
+            random = (name for name in kept.keys() if name.startswith(_RANDOM))  # noqa: SIM118
+            states = {name.removeprefix(_RANDOM): kept.get_tensor(name) for name in random}
+            _backend(model).set_random_states(states)
             return float(about["loss"])
     except (SafetensorError, OSError) as error:
         raise StateError(f"'{file}' is damaged: {error}; remove it") from error
 
 
-def _random_states(model: nn.Module) -> dict[str, Tensor]:
-    device = next(model.parameters()).device
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states[str(device)] = torch.cuda.get_rng_state(device)
-    return states
+def _backend(model: nn.Module) -> Backend:
+    return backend_of(next(model.parameters()).device)

@@ -25,8 +25,8 @@ from typing import NoReturn
 
 import psutil
 
-from stretto.allocator import keep_freed_memory
 from stretto.errors import RankError
+from stretto.models.backend import keep_freed_memory
 from stretto.workers.connection import Raw
 from stretto.workers.preflight import Facts
 from stretto.workers.rank import Rank, RankSpec

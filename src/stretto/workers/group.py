@@ -15,7 +15,7 @@ from stretto.workers.executor import Executor
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service
 from stretto.workers.threads import WorkerThread
-from stretto.workers.turns import Turns, shelf_of
+from stretto.workers.turns import Turns, offloaded_of
 
 SAMPLES = 5
 """Round trips by which the distance of two clocks is measured."""
@@ -42,8 +42,8 @@ class Host:
         self._services: dict[str, Service] = {}
         for name, (make, arguments) in makes.items():
             self._services[name] = service = make(*arguments)
-            if shelf := shelf_of(service):  # to make room for the next one
-                shelf.put_away()
+            if offloaded := offloaded_of(service):  # to make room for the next one
+                offloaded.offload()
         self._turns = Turns(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:

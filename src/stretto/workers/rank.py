@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import psutil
 
-from stretto.allocator import keep_freed_memory
 from stretto.errors import RankError
+from stretto.models.backend import keep_freed_memory
 from stretto.workers import preflight
 from stretto.workers.connection import Address, DriverConnection, Raw, listening_at
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from stretto.clock import Clock, RealClock
-from stretto.models.shelf import Shelf
+from stretto.models.offload import OffloadedTensors
 from stretto.protocols import RemoteMethod, remote_methods
 from stretto.types import Reply, Work
 
@@ -24,14 +24,14 @@ class Service:
     Attributes:
         role: the protocol whose methods are served; a subclass may define some of them itself.
         worker: does the work: plain methods of the same names.
-        shelf: tensors that rest in the host's memory while other services of the process work;
+        offloaded: tensors that rest in the host's memory while other services of the process work;
             ``None`` where all stay.
-        reads: methods that leave the tensors of the shelf as they are; all others may change them.
+        reads: methods that leave these tensors as they are; all others may change them.
         waits: methods that wait for the tensors themselves, when they come to need them.
     """
 
     role: ClassVar[type] = object
-    shelf: Shelf | None = None
+    offloaded: OffloadedTensors | None = None
     reads: frozenset[str] = frozenset()
     waits: frozenset[str] = frozenset()
 
@@ -46,7 +46,7 @@ class Service:
 
     @property
     def light(self) -> frozenset[str]:
-        """Return methods that need no tensors of the shelf, and next to no room on the device."""
+        """Return methods that need no offloaded tensors, and next to no room on the device."""
         return frozenset({"now", *(name for name, m in self._methods.items() if m.light)})
 
     def now(self) -> Reply[float]:

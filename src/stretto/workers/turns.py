@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from stretto.models.shelf import Shelf
+from stretto.models.offload import OffloadedTensors
 from stretto.types import Reply, Work
 from stretto.workers.services import Service
 
@@ -37,9 +37,9 @@ class Order:
         return service if self._times >= times else ""
 
 
-def shelf_of(service: object) -> Shelf | None:
-    """Return a service's shelf; any object may be a service, and have none."""
-    return getattr(service, "shelf", None)
+def offloaded_of(service: object) -> OffloadedTensors | None:
+    """Return a service's offloaded tensors; any object may be a service, and have none."""
+    return getattr(service, "offloaded", None)
 
 
 class Turns:
@@ -49,38 +49,38 @@ class Turns:
     it is under way, those of the service that comes next.
 
     Args:
-        services: by name. Where none has a shelf, nothing is done.
+        services: by name. Where none has tensors to offload, nothing is done.
     """
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services
         self._order, self._noted = Order(), list[Work]()
-        shelves = {name: shelf_of(service) for name, service in services.items()}
-        self._shelves = {name: shelf for name, shelf in shelves.items() if shelf}
-        self._lanes = {shelf.lane for shelf in self._shelves.values()}
+        found = {name: offloaded_of(service) for name, service in services.items()}
+        self._offloaded = {name: offloaded for name, offloaded in found.items() if offloaded}
+        self._copy_streams = {offloaded.copies for offloaded in self._offloaded.values()}
 
     def begin(self, name: str, method: str) -> None:
         """Prepare for a call: it finds its tensors, unless it waits for them itself."""
         service = self._services[name]
-        if not self._shelves or method in service.light:
+        if not self._offloaded or method in service.light:
             return
-        for other, shelf in self._shelves.items():
+        for other, offloaded in self._offloaded.items():
             if other != name:
-                shelf.put_away()
-        own = self._shelves.get(name)
+                offloaded.offload()
+        own = self._offloaded.get(name)
         if own:
-            own.bring()
+            own.load()
             if method not in service.waits:
-                own.ready()
+                own.wait()
             own.changed |= method not in service.reads
         coming = self._order.called((name, method))
-        if coming in self._shelves:
-            self._shelves[coming].bring(early=True)
+        if coming in self._offloaded:
+            self._offloaded[coming].load(early=True)
 
     def told(self, result: object) -> object:
         """Return a call's result, with the copies that have ended if it tells of work."""
-        for lane in self._lanes:
-            self._noted += lane.take()
+        for copies in self._copy_streams:
+            self._noted += copies.take()
         if not isinstance(result, Reply):  # copies are told of later, waiting was this call's
             self._noted = [work for work in self._noted if work.beside]
             return result

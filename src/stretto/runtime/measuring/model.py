@@ -14,8 +14,9 @@ import torch
 from stretto.config import Config
 from stretto.errors import ModelError
 from stretto.models.attention import use_short_attention
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.info import known
-from stretto.models.load import architecture, pick_device, pick_dtype
+from stretto.models.load import architecture
 from stretto.models.memory import described
 from stretto.models.resolve import is_known
 from stretto.planning.memory import activation_bytes, logits_bytes

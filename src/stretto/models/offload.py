@@ -1,9 +1,9 @@
-"""Shelves: tensors that rest in the host's memory while their owner is not at work.
+"""Offloading: tensors that are in the host's memory while their owner is not at work.
 
-A :class:`Lane` copies between device and host beside the work, in order. Each :class:`Shelf` has
-tensors that come and go together. What others hold stays as it is: the tensors themselves, ties,
-hooks, optimizer states; only their data are changed (``tensor.data``). While data are away, a
-tensor keeps its shape, and reads as NaN: who reads it too early cannot overlook that.
+A :class:`CopyStream` copies between device and host beside the work, in order. The tensors of an
+:class:`OffloadedTensors` come and go together. What others hold stays as it is: the tensors
+themselves, ties, hooks, optimizer states; only their data are changed (``tensor.data``). While data
+are away, a tensor keeps its shape, and reads as NaN, which shows when it is read too early.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from operator import is_
 from threading import Lock
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from stretto.clock import Clock, RealClock
+from stretto.models.backend import backend_of
 from stretto.types import Work
 
 BUCKET = 64 << 20
@@ -33,7 +34,7 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs of tensors, of which each second one is copied into the first."""
 
 
-class Lane:
+class CopyStream:
     """A side thread that copies between a device and the host, one job at a time, in order.
 
     On a GPU it copies on a stream of its own, from and to pinned memory. On a CPU the same code
@@ -45,21 +46,20 @@ class Lane:
     """
 
     def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
-        self.device = device
+        self.device, self._backend = device, backend_of(device)
         self._clock = clock or RealClock()
         self._pool = ThreadPoolExecutor(1, "swaps")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = self._backend.new_stream()
         self._works: list[Work] = []
         self._adding = Lock()
 
     def buffer(self, size: int) -> Tensor:
         """Return bytes of the host, pinned where the device is a GPU."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._backend.pinned)
 
     def copy(self, copies: Copies, owner: str, direction: Literal["in", "out"]) -> Future[None]:
         """Copy after all that was asked for before, and after what the device has begun."""
-        begun = torch.cuda.current_stream(self.device).record_event() if self._stream else None
-        return self._pool.submit(self._copy, copies, begun, owner, direction)
+        return self._pool.submit(self._copy, copies, self._backend.begun(), owner, direction)
 
     def drain(self) -> None:
         """Wait for all copies that were asked for."""
@@ -80,24 +80,9 @@ class Lane:
             works, self._works = self._works, []
         return works
 
-    def _copy(
-        self,
-        copies: Copies,
-        begun: torch.cuda.Event | None,
-        owner: str,
-        direction: str,
-    ) -> None:
+    def _copy(self, copies: Copies, begun: Any, owner: str, direction: str) -> None:
         start_s = self._clock.now()
-        if self._stream is None or begun is None:
-            for to, source in copies:
-                to.copy_(source)
-        else:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(begun)
-                for to, source in copies:
-                    to.copy_(source, non_blocking=True)
-            # The host waits, so that a buffer which is let go of afterwards is free at once.
-            self._stream.synchronize()
+        self._backend.copy(copies, self._stream, begun)
         about = {"owner": owner, "bytes": sum(t.nbytes for t, _ in copies), "direction": direction}
         self._note(Work("swap", start_s, self._clock.now(), about, beside=True))
 
@@ -138,24 +123,26 @@ class _Bucket:
         return list(zip(self.host, buffer.split(BUCKET), strict=True))
 
 
-class Shelf:
+class OffloadedTensors:
     """Tensors that are on the device, or on their way there, or away in the host's memory.
 
-    Called from one thread. Tensors are at work from :meth:`ready` to :meth:`put_away`.
+    Called from one thread. Tensors are at work from :meth:`wait` to :meth:`offload`.
 
     Args:
         owner: their role, for notes.
         find: returns the tensors, each once; asked each time they are put away, as an optimizer
             makes its states late, and others when a run is resumed.
-        lane: copies them; shelves of one process share it.
+        copies: copies them; those of one process share it.
 
     Attributes:
-        lane: as given.
+        copies: as given.
         changed: whether the host's copy is old: set it before tensors at work are changed.
     """
 
-    def __init__(self, owner: str, find: Callable[[], Iterable[Tensor]], lane: Lane) -> None:
-        self.lane, self._owner, self._find = lane, owner, find
+    def __init__(
+        self, owner: str, find: Callable[[], Iterable[Tensor]], copies: CopyStream
+    ) -> None:
+        self.copies, self._owner, self._find = copies, owner, find
         self._buckets: list[_Bucket] = []
         self._buffers: list[Tensor] = []
         self._copies: list[Future[None]] = []
@@ -167,7 +154,7 @@ class Shelf:
         """Bytes of the buffers on the device; 0 while the tensors are away."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def bring(self, *, early: bool = False) -> None:
+    def load(self, *, early: bool = False) -> None:
         """Begin to bring the tensors, if they are away.
 
         Args:
@@ -183,7 +170,7 @@ class Shelf:
         except torch.OutOfMemoryError:
             if early:
                 return
-            self.lane.drain()  # what is put away has room until it is copied
+            self.copies.drain()  # what is put away has room until it is copied
             self._buffers = self._room()
         copies = [
             (buffer, host)
@@ -191,22 +178,22 @@ class Shelf:
             for host, buffer in bucket.pairs(buffer)
         ]
         if copies:
-            self._copies.append(self.lane.copy(copies, self._owner, "in"))
+            self._copies.append(self.copies.copy(copies, self._owner, "in"))
         self._state = "coming"
 
-    def ready(self) -> None:
-        """Wait until the tensors are on the device; without :meth:`bring`, bring them."""
-        self.bring()
+    def wait(self) -> None:
+        """Wait until the tensors are on the device; without :meth:`load`, bring them."""
+        self.load()
         if self._state != "coming":
             return
-        self.lane.wait(self._copies, self._owner)
+        self.copies.wait(self._copies, self._owner)
         self._copies.clear()
         for bucket, buffer in zip(self._buckets, self._buffers, strict=True):
             for tensor, view in zip(bucket.tensors, bucket.views(buffer), strict=True):
                 tensor.data = view
         self._state = "here"
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Free the device's copies; what was changed is copied to the host before, on the side."""
         if self._state == "away":
             return
@@ -226,15 +213,15 @@ class Shelf:
             for pair in bucket.pairs(buffer)
         ]
         if copies:
-            self._copies.append(self.lane.copy(copies, self._owner, "out"))
+            self._copies.append(self.copies.copy(copies, self._owner, "out"))
         self.changed = False
 
     def _room(self) -> list[Tensor]:
-        device = self.lane.device
+        device = self.copies.device
         return [torch.empty(b.size, dtype=torch.uint8, device=device) for b in self._buckets]
 
     def _pack(self) -> None:
-        """Move tensors that are not in this shelf's buffers into some, bucket by bucket."""
+        """Move tensors that are not in these buffers into some, bucket by bucket."""
         tensors = [tensor for tensor in self._find() if tensor.numel()]
         held = [tensor for bucket in self._buckets for tensor in bucket.tensors]
         if len(held) == len(tensors) and all(map(is_, held, tensors)) and self._in_place():
@@ -242,7 +229,7 @@ class Shelf:
         self._buckets, self._buffers, self.changed = [], [], True
         for group in _grouped(tensors):
             bucket = self._bucket(group)
-            buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self.lane.device)
+            buffer = torch.empty(bucket.size, dtype=torch.uint8, device=self.copies.device)
             for tensor, view in zip(group, bucket.views(buffer), strict=True):
                 tensor.data = view.copy_(tensor.detach())
             self._buckets.append(bucket)
@@ -262,7 +249,7 @@ class Shelf:
             size += _room_of(tensor)
         parts = [min(BUCKET, size - start) for start in range(0, size, BUCKET)]
         strides = [torch.empty_like(t, device="meta").stride() for t in tensors]
-        host = [self.lane.buffer(part) for part in parts]
+        host = [self.copies.buffer(part) for part in parts]
         return _Bucket(tensors, starts, size, strides, host)
 
 

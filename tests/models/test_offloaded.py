@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from helpers import held_bytes
-from stretto.models import shelf as shelves
-from stretto.models.shelf import ALIGNED, Lane, Shelf
+from stretto.models import offload
+from stretto.models.offload import ALIGNED, CopyStream, OffloadedTensors
 
 
 class Small(nn.Module):
@@ -35,14 +35,14 @@ class Small(nn.Module):
 
 
 @pytest.fixture
-def lane() -> Lane:
-    return Lane(torch.device("cpu"))
+def copies() -> CopyStream:
+    return CopyStream(torch.device("cpu"))
 
 
-@pytest.fixture(params=[shelves.BUCKET, 300])
+@pytest.fixture(params=[offload.BUCKET, 300])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
     """All tensors in one bucket, or several buckets."""
-    monkeypatch.setattr(shelves, "BUCKET", request.param)
+    monkeypatch.setattr(offload, "BUCKET", request.param)
     return Small()
 
 
@@ -50,18 +50,18 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_tensors_come_back_as_they_were(model: Small, lane: Lane) -> None:
+def test_tensors_come_back_as_they_were(model: Small, copies: CopyStream) -> None:
     before, objects = values(model), dict(model.named_parameters())
     strides = {name: p.stride() for name, p in objects.items()}
     expected = model(torch.arange(10))
     seen: list[Tensor] = []
     model.scale.register_hook(seen.append)
-    shelf = Shelf("model", model.parameters, lane)
+    offloaded = OffloadedTensors("model", model.parameters, copies)
     for _ in range(3):
-        shelf.put_away()
+        offloaded.offload()
         assert model.embed.weight.isnan().all()
         assert {n: p.shape for n, p in objects.items()} == {n: t.shape for n, t in before.items()}
-        shelf.ready()
+        offloaded.wait()
         assert all(p is objects[name] for name, p in model.named_parameters())
         assert model.out.weight is model.embed.weight
         for name, p in model.named_parameters():
@@ -72,103 +72,110 @@ def test_tensors_come_back_as_they_were(model: Small, lane: Lane) -> None:
     assert len(seen) == 1
 
 
-def test_nothing_is_held_on_the_device_while_tensors_are_away(model: Small, lane: Lane) -> None:
+def test_nothing_is_held_on_the_device_while_tensors_are_away(
+    model: Small, copies: CopyStream
+) -> None:
     parameters = list(model.parameters())
     # Tied weights count once, and a tensor takes a multiple of ALIGNED bytes.
     sizes = [10 * 4 * 4, 4 * 4 * 2, 4 * 2, 4, 15 * 4]
     assert held_bytes(parameters) == sum(sizes)
-    shelf = Shelf("model", model.parameters, lane)
-    shelf.put_away()
-    lane.drain()
-    assert shelf.device_bytes == 0
+    offloaded = OffloadedTensors("model", model.parameters, copies)
+    offloaded.offload()
+    copies.drain()
+    assert offloaded.device_bytes == 0
     assert held_bytes(parameters) == 4 + 2 + 2 + 4 + 4  # an element each
-    shelf.ready()
-    assert shelf.device_bytes == held_bytes(parameters) == len(sizes) * ALIGNED
-    shelf.put_away()
-    shelf.bring()
-    assert shelf.device_bytes == len(sizes) * ALIGNED
+    offloaded.wait()
+    assert offloaded.device_bytes == held_bytes(parameters) == len(sizes) * ALIGNED
+    offloaded.offload()
+    offloaded.load()
+    assert offloaded.device_bytes == len(sizes) * ALIGNED
     assert held_bytes(parameters) == 4 + 2 + 2 + 4 + 4
 
 
-def test_only_what_has_changed_is_written_back(lane: Lane) -> None:
+def test_only_what_has_changed_is_written_back(copies: CopyStream) -> None:
     model = Small()
-    shelf = Shelf("model", model.parameters, lane)
-    shelf.put_away()
-    shelf.ready()
-    shelf.put_away()
-    shelf.ready()
-    shelf.changed = True
+    offloaded = OffloadedTensors("model", model.parameters, copies)
+    offloaded.offload()
+    offloaded.wait()
+    offloaded.offload()
+    offloaded.wait()
+    offloaded.changed = True
     with torch.no_grad():
         model.scale.fill_(5.0)
-    shelf.put_away()
-    shelf.ready()
+    offloaded.offload()
+    offloaded.wait()
     assert model.scale.item() == 5.0
-    swaps = [work for work in lane.take() if work.name == "swap"]
+    swaps = [work for work in copies.take() if work.name == "swap"]
     assert [work.attributes["direction"] for work in swaps] == ["out", "in", "in", "out", "in"]
     assert {work.attributes["bytes"] for work in swaps} == {5 * ALIGNED}
     assert {work.attributes["owner"] for work in swaps} == {"model"}
     assert all(work.beside and work.start_s <= work.end_s for work in swaps)
-    assert not lane.take()
+    assert not copies.take()
 
 
-def test_copies_go_on_beside_the_work_in_the_order_in_which_they_were_asked_for(lane: Lane) -> None:
+def test_copies_go_on_beside_the_work_in_the_order_in_which_they_were_asked_for(
+    copies: CopyStream,
+) -> None:
     one, two = Small(), Small()
     before = values(two)
-    first, second = Shelf("one", one.parameters, lane), Shelf("two", two.parameters, lane)
-    second.put_away()
-    lane.drain()
-    lane.take()
+    first, second = (
+        OffloadedTensors("one", one.parameters, copies),
+        OffloadedTensors("two", two.parameters, copies),
+    )
+    second.offload()
+    copies.drain()
+    copies.take()
     gate = threading.Event()
-    lane._pool.submit(gate.wait)
-    second.bring()
+    copies._pool.submit(gate.wait)
+    second.load()
     one(torch.arange(10))  # works while the copy waits
-    first.put_away()
+    first.offload()
     assert two.embed.weight.isnan().all()  # not there before somebody has waited
-    assert not lane.take()
+    assert not copies.take()
     gate.set()
-    second.ready()
-    first.ready()
+    second.wait()
+    first.wait()
     assert all(p.detach().equal(before[name]) for name, p in two.named_parameters())
-    swaps = [work.attributes for work in lane.take() if work.name == "swap"]
+    swaps = [work.attributes for work in copies.take() if work.name == "swap"]
     assert [(s["owner"], s["direction"]) for s in swaps] == [
         ("two", "in"), ("one", "out"), ("one", "in"),
     ]  # fmt: skip
 
 
-def test_waiting_for_tensors_is_noted(lane: Lane) -> None:
-    shelf = Shelf("model", Small().parameters, lane)
-    shelf.put_away()
+def test_waiting_for_tensors_is_noted(copies: CopyStream) -> None:
+    offloaded = OffloadedTensors("model", Small().parameters, copies)
+    offloaded.offload()
     gate = threading.Event()
-    lane._pool.submit(gate.wait)
-    shelf.bring()
+    copies._pool.submit(gate.wait)
+    offloaded.load()
     threading.Timer(0.05, gate.set).start()
-    shelf.ready()
-    (wait,) = (work for work in lane.take() if work.name == "wait")
+    offloaded.wait()
+    (wait,) = (work for work in copies.take() if work.name == "wait")
     assert wait.attributes == {"cause": "swap", "owner": "model"}
     assert not wait.beside
 
 
-def test_tensors_that_are_put_away_on_their_way_lose_nothing(lane: Lane) -> None:
+def test_tensors_that_are_put_away_on_their_way_lose_nothing(copies: CopyStream) -> None:
     model = Small()
-    before, shelf = values(model), Shelf("model", model.parameters, lane)
-    shelf.put_away()
+    before, offloaded = values(model), OffloadedTensors("model", model.parameters, copies)
+    offloaded.offload()
     gate = threading.Event()
-    lane._pool.submit(gate.wait)
-    shelf.bring()
-    shelf.put_away()
-    assert shelf.device_bytes == 0
+    copies._pool.submit(gate.wait)
+    offloaded.load()
+    offloaded.offload()
+    assert offloaded.device_bytes == 0
     gate.set()
-    shelf.ready()
+    offloaded.wait()
     assert all(p.detach().equal(before[name]) for name, p in model.named_parameters())
 
 
 def test_who_comes_early_leaves_it_where_there_is_no_room(
-    lane: Lane, monkeypatch: pytest.MonkeyPatch
+    copies: CopyStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Small()
-    before, shelf = values(model), Shelf("model", model.parameters, lane)
-    shelf.put_away()
-    room, asked = shelf._room, list[bool]()
+    before, offloaded = values(model), OffloadedTensors("model", model.parameters, copies)
+    offloaded.offload()
+    room, asked = offloaded._room, list[bool]()
 
     def no_room_at_first() -> list[Tensor]:
         asked.append(True)
@@ -176,15 +183,15 @@ def test_who_comes_early_leaves_it_where_there_is_no_room(
             raise torch.OutOfMemoryError
         return room()
 
-    monkeypatch.setattr(shelf, "_room", no_room_at_first)
-    shelf.bring(early=True)
-    assert shelf.device_bytes == 0
-    shelf.ready()  # waits for what is put away, and tries again
+    monkeypatch.setattr(offloaded, "_room", no_room_at_first)
+    offloaded.load(early=True)
+    assert offloaded.device_bytes == 0
+    offloaded.wait()  # waits for what is put away, and tries again
     assert len(asked) == 3
     assert all(p.detach().equal(before[name]) for name, p in model.named_parameters())
 
 
-def test_states_of_an_optimizer_are_found_when_they_are_there(lane: Lane) -> None:
+def test_states_of_an_optimizer_are_found_when_they_are_there(copies: CopyStream) -> None:
     model, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     plain.load_state_dict(model.state_dict())
     optimizer, other = (
@@ -199,18 +206,18 @@ def test_states_of_an_optimizer_are_found_when_they_are_there(lane: Lane) -> Non
         model(torch.full((1, 3), float(number))).sum().backward()
         optimizer.step()
 
-    shelf = Shelf("learner", moments, lane)
-    shelf.put_away()
+    offloaded = OffloadedTensors("learner", moments, copies)
+    offloaded.offload()
     for number in range(5):
-        shelf.ready()
-        shelf.changed = True
+        offloaded.wait()
+        offloaded.changed = True
         step(model, optimizer, number)
         step(plain, other, number)
         if number == 2:  # makes other tensors
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        shelf.put_away()
+        offloaded.offload()
         assert all(tensor.isnan().all() for tensor in moments())
-    shelf.ready()
+    offloaded.wait()
     assert len(moments()) == 6
     theirs = [value for p in plain.parameters() for value in other.state[p].values()]
     assert all(a.equal(b) for a, b in zip(moments(), theirs, strict=True))
