@@ -220,13 +220,13 @@ def stages(
     found = [Stage("generation", seconds("gen"), sampled, FORWARD * parameters * read)]
     for source, kind in _scorers(config):
         name = f"score/{short_name(source)}"
-        tokens, operations = (sampled, 0) if kind == "reward" else (read, FORWARD * parameters)
+        tokens, operations = (sampled, 0.0) if kind == "reward" else (read, FORWARD * parameters)
         said = name.replace("/", ": ", 1)
         found.append(Stage(said, seconds(name), tokens, operations * read))
     trained = 2 if config.algorithm.definition.critic else 1
     passes = config.training.epochs * read
-    operations = TRAINING * parameters * trained * passes
-    found.append(Stage("training", seconds("update"), passes, operations))
+    learned = TRAINING * parameters * trained * passes
+    found.append(Stage("training", seconds("update"), passes, learned))
     return [*found, Stage("the rest", seconds("step") - sum(s.seconds for s in found), 0, 0)]
 
 

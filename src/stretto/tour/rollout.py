@@ -196,7 +196,11 @@ def _decoded(call: int, chunks: Sequence[Chunk], prefilled: int) -> Stage:
 
 
 def _columns(batch: TrainBatch) -> Stage:
-    columns = {"lengths": batch.lengths, "ended": batch.ended, "tokens": batch.tokens}
+    columns: dict[str, Any] = {
+        "lengths": batch.lengths,
+        "ended": batch.ended,
+        "tokens": batch.tokens,
+    }
     columns |= {"log pi": batch.logprobs, "versions": batch.versions}
     columns |= {"log pi_ref": batch.per_token["logprobs"], "V": batch.per_token["values"]}
     shown = [_shown(name, column) for name, column in columns.items()]
