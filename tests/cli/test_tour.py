@@ -18,7 +18,7 @@ from stretto.models.memory import format_size, memory_plan
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.run_directory import RolloutRecord
-from stretto.tour import costs, flows, models, page, placements, rollout, training
+from stretto.tour import analysis, models, page, rollout, training
 from stretto.types import Chunk, Prompt, Response
 
 SMALL = """
@@ -47,7 +47,7 @@ def record(id_: int, prompt_tokens: int, tokens: int, step: int = 1) -> RolloutR
 
 
 def test_models_have_the_parameters_that_are_published() -> None:
-    found = {scale.name: scale.plan.parameters for scale in models.scales()}
+    found = {name: plan.parameters for name, plan in models.plans().items()}
     assert found == {
         "huggyllama/llama-7b": 6_738_415_616,
         "huggyllama/llama-13b": 13_015_864_320,
@@ -58,8 +58,8 @@ def test_models_have_the_parameters_that_are_published() -> None:
 
 def test_the_models_page_shows_the_figures_of_the_memory_plan() -> None:
     text = "\n".join(models.page())
-    for scale in models.scales():
-        plan = memory_plan(scale.plan.parameters)
+    for each in models.plans().values():
+        plan = memory_plan(each.parameters)
         for counting in (plan.sixteen_bit, plan.mixed):
             sizes = (counting.roles[0], counting.roles[2], counting)
             cells = [format_size(size.total_bytes) for size in sizes]
@@ -80,7 +80,7 @@ def test_the_models_page_shows_the_figures_of_the_memory_plan() -> None:
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory: pytest.TempPathFactory) -> list[rollout.Stage]:
     folder = tmp_path_factory.mktemp("tour") / "tiny"
-    return list(rollout.walk(rollout.make_cast(folder)))
+    return list(rollout.walk(folder))
 
 
 def numbers(stage: rollout.Stage, name: str) -> list[float]:
@@ -155,18 +155,18 @@ def test_the_verdict_compares_the_first_third_with_the_last() -> None:
 
 def test_a_payload_is_arrays_tensors_and_token_ids() -> None:
     three, two = np.zeros(3, np.int32), np.zeros(2, np.float32)
-    assert flows.payload(three) == 12
-    assert flows.payload(torch.zeros(5, dtype=torch.bfloat16)) == 10
+    assert analysis.payload(three) == 12
+    assert analysis.payload(torch.zeros(5, dtype=torch.bfloat16)) == 10
     prompt = Prompt(7, (1, 2, 3, 4), "text is not counted", data={"answer": 42})
-    assert flows.payload(Response(0, 0, prompt, three)) == 16 + 12
-    assert flows.payload([Chunk(0, 0, three, two, 0)] * 2) == 2 * (12 + 8)
-    assert flows.payload(()) == flows.payload(3) == flows.payload("abc") == 0
+    assert analysis.payload(Response(0, 0, prompt, three)) == 16 + 12
+    assert analysis.payload([Chunk(0, 0, three, two, 0)] * 2) == 2 * (12 + 8)
+    assert analysis.payload(()) == analysis.payload(3) == analysis.payload("abc") == 0
 
 
 def test_bytes_of_a_step_are_those_of_a_hand_count() -> None:
     actor, critic = nn.Linear(10, 5, bias=False), nn.Linear(4, 1)
     config = load_recipe("tiny")
-    found = flows.flows(
+    found = analysis.flows(
         [record(0, 5, 2), record(1, 7, 3)], config, {"actor": actor, "critic": critic}
     )
     counted = {(f.sender, f.receiver): f.size_bytes for f in found}
@@ -204,7 +204,7 @@ def test_stages_are_means_without_the_first_step() -> None:
     step = {f"timing_s/{name}": s for name, s in (seconds | {"update": 4.0, "step": 12.0}).items()}
     metrics = [dict.fromkeys(step, 100.0) | {"step": 1}, step | {"step": 2}, step | {"step": 3}]
     records = [record(0, 900, 900), record(1, 6, 2, step=2), record(2, 8, 4, step=3)]
-    found = costs.stages(metrics, records, config, parameters=1000)
+    found = analysis.stages(metrics, records, config, parameters=1000)
     assert [(s.name, s.seconds, s.tokens, s.operations) for s in found] == [
         ("generation", 1.0, 3.0, 2 * 1000 * 10),
         ("score: task", 0.5, 3.0, 0),
@@ -214,7 +214,7 @@ def test_stages_are_means_without_the_first_step() -> None:
         ("the rest", 1.5, 0, 0),
     ]
     # Three forward passes of 2, and two models of 6 in four epochs, over a supervised step's 6.
-    assert costs.against_supervised(found, epochs=4) == pytest.approx((9.0, 3.0))
+    assert analysis.against_supervised(found, epochs=4) == pytest.approx((9.0, 3.0))
 
 
 # -- all of it -----------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def trained(recipe: Path) -> RunDirectory:
 
 
 def test_a_placement_takes_what_compare_says_of_it(trained: RunDirectory, tmp_path: Path) -> None:
-    found = {o.placement.name: o for o in placements.outcomes(trained.path, tmp_path)}
+    found = {o.placement.name: o for o in analysis.outcomes(trained.path, tmp_path)}
     devices = {"colocated": 1, "apart": 4, "overlapping": 4, "two": 2}
     assert {name: o.devices for name, o in found.items()} == devices
     for name, outcome in found.items():

@@ -17,15 +17,10 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models import mapped
 from stretto.models.attention import use_short_attention
+from stretto.models.backend import keep_freed_memory, pick_device, pick_dtype
 from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import critic_from_actor
-from stretto.models.load import (
-    load_causal_lm,
-    load_sequence_classifier,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-)
+from stretto.models.load import load_causal_lm, load_sequence_classifier, load_tokenizer
 from stretto.models.lora import add_lora, merge_lora, trained_names
 from stretto.models.memory import format_size
 from stretto.models.resolve import resolve

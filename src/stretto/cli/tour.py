@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from stretto.errors import ConfigError, nearest
 from stretto.observe.progress import on_stderr
 from stretto.saying import LOADING, silent, working
-
-if TYPE_CHECKING:
-    from stretto.observe import RunDirectory
 
 PARTS = ("models", "rollout", "training", "placements")
 """The parts by name; their numbers count from 1."""
@@ -49,38 +45,21 @@ def command(
     chosen = [_part(word) for word in parts] or list(PARTS)
     with working(on_stderr, LOADING):
         importlib.import_module("stretto.runs")
-    with _folder(out) as (scratch, runs):
-        _show(chosen, scratch, runs, steps, kept=bool(out))
-
-
-def _show(chosen: Sequence[str], scratch: Path, runs: Path, steps: int, *, kept: bool) -> None:
-    trained: RunDirectory | None = None
-    for name in PARTS:
-        if name not in chosen:
-            continue
-        if name == "models":
-            from stretto.tour import models
-
+        from stretto.tour import analysis, models, rollout, training
+    run = None
+    with TemporaryDirectory(prefix="stretto-tour-") as scratch:
+        runs = Path(out or scratch)
+        if "models" in chosen:
             _print(models.page())
-        elif name == "rollout":
-            from stretto.tour import rollout
-
-            _print(rollout.page(scratch / "model"))
-        elif name == "training":
-            from stretto.tour import training
-
-            trained = training.page(runs, steps, _say)
-        else:
-            from stretto.tour import analysis
-
-            _print(analysis.page(trained or _recorded(runs, steps), kept))
-
-
-def _recorded(runs: Path, steps: int) -> RunDirectory:
-    from stretto.tour import training
-
-    _say(f"Part 4 looks at a run of part 3, which is made first: {steps} steps ...\n")
-    return training.train(runs, steps, training.Lines(silent))
+        if "rollout" in chosen:
+            _print(rollout.page(Path(scratch, "model")))
+        if "training" in chosen:
+            run = training.page(runs, steps, _say)
+        if "placements" in chosen:
+            if run is None:
+                _say(f"Part 4 looks at a run of part 3, which is made first: {steps} steps ...\n")
+                run = training.train(runs, steps, training.Lines(silent))
+            _print(analysis.page(run, kept=bool(out)))
 
 
 def _part(word: str) -> str:
@@ -97,12 +76,6 @@ def _part(word: str) -> str:
             f"{len(PARTS)}"
         )
     return name
-
-
-@contextmanager
-def _folder(out: str) -> Iterator[tuple[Path, Path]]:
-    with TemporaryDirectory(prefix="stretto-tour-") as scratch:
-        yield Path(scratch), Path(out or scratch)
 
 
 def _print(texts: Iterator[str]) -> None:

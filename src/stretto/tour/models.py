@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from stretto.config import ModelConfig
 from stretto.models.memory import TRAINED_ROLES, MemoryPlan, format_size, measure, memory_plan
@@ -26,28 +25,22 @@ DOES = {
 """What each role is for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A model's name, and the plan of four models of its size."""
-
-    name: str
-    plan: MemoryPlan
-
-
-def scales() -> list[Scale]:
-    """Count the parameters of :data:`SCALES` and plan their memory."""
-    found = []
-    for name in SCALES:
-        parameters, _ = measure(ModelConfig(name=name))
-        found.append(Scale(name, memory_plan(parameters)))
-    return found
+def plans() -> dict[str, MemoryPlan]:
+    """Plan the memory of four models of each of :data:`SCALES`, by the model's name."""
+    return {name: memory_plan(measure(ModelConfig(name=name))[0]) for name in SCALES}
 
 
 def page() -> Iterator[str]:
     """Yield the text of the part."""
     yield heading("1. The four models of PPO")
-    found = scales()
-    yield table(_roles(found[0].plan), left=3) + "\n"
+    found = plans()
+    smallest, largest = found[SCALES[0]], found[SCALES[-1]]
+    rows = [["role", "trained", "what it does", "16-bit", "mixed"]]
+    for low, mixed in zip(smallest.sixteen_bit.roles, smallest.mixed.roles, strict=True):
+        each = (str(role.total_bytes // smallest.parameters) for role in (low, mixed))
+        trained = "yes" if mixed.role in TRAINED_ROLES else "no"
+        rows.append([mixed.role, trained, DOES[mixed.role], *each])
+    yield table(rows, left=3) + "\n"
     yield paragraph(
         "Bytes a parameter are counted in two ways. 16-bit: weights and Adam states at 16 bits, no "
         "gradients kept, as systems papers count. Mixed: fp32 master weights, gradients and Adam "
@@ -58,35 +51,24 @@ def page() -> Iterator[str]:
         "Four models of one size. GPUs are those of 80 GB that weights, gradients and Adam states "
         "fill by themselves; activations and the cache of keys and values come on top."
     )
-    smallest, largest = found[0], found[-1]
-    low, high = smallest.plan.mixed, largest.plan.mixed
-    trained = sum(r.total_bytes for r in high.roles if r.role in TRAINED_ROLES)
+    high = largest.mixed
+    learned = sum(r.total_bytes for r in high.roles if r.role in TRAINED_ROLES)
     yield paragraph(
-        f"The two trained models take {trained / high.total_bytes:.0%} of it in mixed precision. "
-        f"{_short(smallest.name)} needs at least {low.gpus()} GPUs, "
-        f"{_short(largest.name)} {high.gpus()}."
+        f"The two trained models take {learned / high.total_bytes:.0%} of it in mixed precision. "
+        f"{_short(SCALES[0])} needs at least {smallest.mixed.gpus()} GPUs, "
+        f"{_short(SCALES[-1])} {high.gpus()}."
     )
-    yield "\n" + onward("models", f"stretto memory {largest.name}")
+    yield "\n" + onward("models", f"stretto memory {SCALES[-1]}")
 
 
-def _roles(plan: MemoryPlan) -> list[list[str]]:
-    rows = [["role", "trained", "what it does", "16-bit", "mixed"]]
-    for low, mixed in zip(plan.sixteen_bit.roles, plan.mixed.roles, strict=True):
-        each = (str(role.total_bytes // plan.parameters) for role in (low, mixed))
-        trained = "yes" if mixed.role in TRAINED_ROLES else "no"
-        rows.append([mixed.role, trained, DOES[mixed.role], *each])
-    return rows
-
-
-def _sizes(found: list[Scale]) -> list[list[str]]:
+def _sizes(found: Mapping[str, MemoryPlan]) -> list[list[str]]:
     rows = [["four of", "parameters", "counted", "a trained", "a frozen", "all four", "GPUs"]]
-    for scale in found:
-        plan = scale.plan
-        first = [_short(scale.name), f"{plan.parameters / 1e9:.2f} B each"]
-        for name, counting in (("16-bit", plan.sixteen_bit), ("mixed", plan.mixed)):
-            actor, reward = counting.roles[0], counting.roles[-1]
-            sizes = (actor.total_bytes, reward.total_bytes, counting.total_bytes)
-            rows.append([*first, name, *map(format_size, sizes), f">= {counting.gpus()}"])
+    for name, plan in found.items():
+        first = [_short(name), f"{plan.parameters / 1e9:.2f} B each"]
+        for counted, counting in (("16-bit", plan.sixteen_bit), ("mixed", plan.mixed)):
+            sizes = (counting.roles[0], counting.roles[-1], counting)
+            cells = [format_size(size.total_bytes) for size in sizes]
+            rows.append([*first, counted, *cells, f">= {counting.gpus()}"])
             first = ["", ""]
     return rows
 

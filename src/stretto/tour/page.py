@@ -14,24 +14,19 @@ def heading(text: str) -> str:
     return f"{text}\n{'=' * len(text)}\n"
 
 
-def paragraph(text: str, indent: int = 0) -> str:
+def paragraph(text: str) -> str:
     """Return text in lines of at most :data:`WIDTH` characters."""
-    space = " " * indent
-    return textwrap.fill(text, WIDTH, initial_indent=space, subsequent_indent=space)
+    return textwrap.fill(text, WIDTH)
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return rows with their columns aligned, two spaces before each line.
-
-    Args:
-        rows: the header first; as many cells in each.
-        left: how many columns, of the first, stand to the left; the others to the right.
-    """
+    """Return rows, of which the header is the first, with their columns aligned; the first ``left``
+    columns to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            cell.ljust(width) if i < left else cell.rjust(width)
+            f"{cell:{'<' if i < left else '>'}{width}}"
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  " + "  ".join(cells).rstrip())
@@ -39,9 +34,6 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def onward(page: str, command: str) -> str:
-    """Return the last line of a part: the page that says more, and the command that goes on.
-
-    Args:
-        page: of the documentation, without its ending.
-    """
+    """Return the last line of a part: the page of the docs that says more, and the command that
+    goes on."""
     return f"Go on: docs/{page}.md; {command}\n"

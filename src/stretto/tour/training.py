@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from stretto.api import begin, execute, load_recipe
-from stretto.config import Config, recipes
+from stretto.config import recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress, on_stderr
 from stretto.saying import Advance, working
@@ -34,30 +34,6 @@ JUDGED = ("reward", "KL", "value loss", "entropy")
 """Columns of which is said whether they rose."""
 
 
-def settings(out: Path, steps: int) -> Config:
-    """Return the settings of the run.
-
-    Args:
-        out: where it gets its folder.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    return load_recipe(
-        RECIPE,
-        steps=steps,
-        out=str(out),
-        model__device="cpu",
-        training__epochs=EPOCHS,
-        observe__checkpoint_minutes=0.0,
-    )
-
-
-def command() -> str:
-    """Return the command that trains as the tour does, for as long as the recipe says."""
-    return f"stretto train {RECIPE} --training.epochs {EPOCHS}"
-
-
 class Lines(NoProgress):
     """A display of one line a step."""
 
@@ -72,40 +48,45 @@ class Lines(NoProgress):
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
         """Write one line; before the first one the names of the columns."""
+        rows = [(f"{step}/{total}", [f"{stats[name]:{form}}" for _, name, form in COLUMNS])]
         if step == 1:
-            self._say(_line("step", [label for label, _, _ in COLUMNS]))
-        cells = [f"{stats[metric]:{form}}" for _, metric, form in COLUMNS]
-        self._say(_line(f"{step}/{total}", cells))
+            rows.insert(0, ("step", [label for label, _, _ in COLUMNS]))
+        for first, cells in rows:
+            padded = [
+                f"{cell:>{max(len(label), 7)}}"
+                for cell, (label, _, _) in zip(cells, COLUMNS, strict=True)
+            ]
+            self._say(f"  {first:>6}  " + "  ".join(padded))
 
 
 def train(out: Path, steps: int, progress: NoProgress) -> RunDirectory:
-    """Train, and return the run's folder.
-
-    Args:
-        out: where it is made.
+    """Train, and return the run's folder in ``out``.
 
     Raises:
         ConfigError: there are no steps, or the folder cannot be made.
     """
-    begun = begin(settings(out, steps), recipes.name_of(RECIPE))
+    config = load_recipe(
+        RECIPE,
+        steps=steps,
+        out=str(out),
+        model__device="cpu",
+        training__epochs=EPOCHS,
+        observe__checkpoint_minutes=0.0,
+    )
+    begun = begin(config, recipes.name_of(RECIPE))
     execute(begun, progress=progress)
     return begun.run_dir
 
 
 def page(out: Path, steps: int, say: Callable[[str], None]) -> RunDirectory:
-    """Say the part's text while the run goes on, and return the run's folder.
-
-    Args:
-        out: where it is made.
-        say: gets the text, line by line.
-    """
-    config = settings(out, steps)
+    """Say the part's text line by line while the run goes on; return its folder in ``out``."""
+    config = load_recipe(RECIPE)
     say(heading("3. A few iterations of PPO"))
     say(
         paragraph(
             f"The recipe '{RECIPE}': a model from scratch learns to spell {config.task.size} short "
             f"words backward, first from {config.warmup_examples:,} examples, then by PPO on "
-            f"{config.rollout.batch} responses a step, each batch {config.training.epochs} times. "
+            f"{config.rollout.batch} responses a step, each batch {EPOCHS} times. "
             "The reward is the task's own verifier, partial credit counted. KL: nats a response, "
             "to the model before PPO. Clipped: share of tokens at which the ratio was clipped. "
             "Entropy: nats a token."
@@ -114,32 +95,20 @@ def page(out: Path, steps: int, say: Callable[[str], None]) -> RunDirectory:
     say("")
     run = train(out, steps, Lines(say))
     say("\n" + paragraph(verdict(run.read_metrics())))
-    say("\n" + onward("ppo", command()))
+    say("\n" + onward("ppo", f"stretto train {RECIPE} --training.epochs {EPOCHS}"))
     return run
 
 
 def verdict(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Say what rose and what fell from the first third of the steps to the last.
-
-    Args:
-        metrics: of each step.
-    """
+    """Say what rose and what fell from the first third of the steps to the last."""
     third = max(1, len(metrics) // 3)
     said = []
     for label, metric, form in COLUMNS:
         if label in JUDGED:
-            first = _mean(metrics[:third], metric)
-            last = _mean(metrics[-third:], metric)
+            first, last = (
+                fmean(step[metric] for step in part) for part in (metrics[:third], metrics[-third:])
+            )
             moved = "rose" if last > first else "fell" if last < first else "stayed"
             said.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
     steps = f"{third} steps" if third > 1 else "step"
     return f"Means of the first and the last {steps}: {', '.join(said)}."
-
-
-def _mean(metrics: Iterable[Mapping[str, Any]], name: str) -> float:
-    return fmean(step[name] for step in metrics)
-
-
-def _line(step: str, cells: Sequence[str]) -> str:
-    widths = [max(len(label), 7) for label, _, _ in COLUMNS]
-    return f"  {step:>6}  " + "  ".join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))
