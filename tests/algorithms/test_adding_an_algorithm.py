@@ -127,7 +127,7 @@ def test_the_example_trains_with_its_own_tensor(
         None,
         algorithm_settings(a, training={"microbatch_tokens": budget}),  # type: ignore[arg-type]
     )
-    advantages = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None).advantages
+    advantages = learner.experience_of(train_batch(batch)).advantages
 
     logprobs, loss = now(actor, batch), torch.zeros((), dtype=torch.float64)
     for b, rollout in enumerate(batch):
