@@ -14,7 +14,7 @@ import pytest
 from run_helpers import Notes, lines, run, settings
 from stretto import runs
 from stretto.errors import StateError
-from stretto.models import identity as identities
+from stretto.models import info as identities
 from stretto.models.info import identity
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
