@@ -21,7 +21,6 @@ from stretto.algorithms.registry import FUNCTIONS, Functions
 from stretto.config import AlgorithmConfig, recipes
 from stretto.config.algorithm import ALGORITHMS, AlgorithmSpec
 from stretto.schedules.rollout import train_batch
-from stretto.training.collate import collate
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
