@@ -75,8 +75,8 @@ class Case:
     async def settle(self) -> None:
         """Wait until nothing is being written."""
         self.fake.go_on.set()
-        if self.checkpointer._writing:
-            await asyncio.wait([self.checkpointer._writing])
+        while self.checkpointer._writing and not self.checkpointer._writing.done():
+            await asyncio.sleep(0.001)
         self.fake.go_on.clear()
 
     @property
