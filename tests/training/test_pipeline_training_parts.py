@@ -271,12 +271,16 @@ def test_from_a_gpu_copies_are_sent() -> None:
 
 
 def test_a_lane_that_has_failed_tells_all() -> None:
-    worker, stop = WorkerThread("here", 1), Event()
+    worker, begun, stop = WorkerThread("here", 1), Event(), Event()
     error = RankError("gone")
 
+    def hold() -> bool:
+        begun.set()
+        return stop.wait(10)
+
     async def work() -> None:
-        waiting = [asyncio.create_task(worker.run(lambda: stop.wait(10))) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        waiting = [asyncio.create_task(worker.run(hold)) for _ in range(2)]
+        assert await asyncio.to_thread(begun.wait, 10)
         await asyncio.get_running_loop().run_in_executor(None, worker.fail, error)
         for task in waiting:
             with pytest.raises(RankError) as caught:
