@@ -17,7 +17,7 @@ from stretto.config import Config, Section, recipes
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src" / "stretto"
 FILES = sorted(SOURCE.rglob("*.py"))
-FILE_LINES, FILE_LIMIT = 400, 500
+FILE_LINES, FILE_LIMIT = 500, 600
 FUNCTION_LINES, FUNCTION_LIMIT = 60, 80
 SETTINGS = 120
 
