@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stretto.types import Chunk, FinishReason, Reply, Response, Score, ScorerInfo, WeightsRef
+from stretto.types import (
+    Chunk,
+    Decoded,
+    FinishReason,
+    Reply,
+    Response,
+    Score,
+    ScorerInfo,
+    WeightsRef,
+)
 
 
 class IdleGenerator:
@@ -24,7 +33,7 @@ class IdleGenerator:
         self._at.update((r.id, len(r)) for r in responses)
         return Reply(None)
 
-    def decode(self, max_tokens: int, stop_after: int = 0) -> Reply[list[Chunk]]:
+    def decode(self, max_tokens: int, stop_after: int = 0) -> Reply[Decoded]:
         """Give each response so many tokens more."""
         chunks = []
         for id_, start in list(self._at.items()):
@@ -35,7 +44,7 @@ class IdleGenerator:
             self._at[id_] = end
             if finish:
                 del self._at[id_]
-        return Reply(chunks)
+        return Reply(Decoded(chunks, max((len(c.tokens) for c in chunks), default=0)))
 
     def load(self, weights: WeightsRef) -> Reply[None]:
         """Take new weights."""

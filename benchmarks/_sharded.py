@@ -20,11 +20,10 @@ from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.pieces import Layout
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
-from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
+from stretto.training.losses import Losses
 from stretto.training.passes import LocalPasses
-from stretto.training.sharded import Sharded, ShardedModel
-from stretto.training.sharded_passes import ShardedPasses
+from stretto.training.sharded import Grid, Sharded, ShardedModel, ShardedPasses
 from stretto.training.trained import TrainedModel
 from stretto.types import FinishReason, Prompt, Score, TrainBatch
 
@@ -152,13 +151,14 @@ class Side:
         if critic:  # a head of zeros lets no gradient through
             torch.nn.init.normal_(critic.score.weight, std=0.2)
         t: Any = config.training
+        losses = Losses(config.algorithm, config.rollout.temperature)
         schedule: dict[str, Any] = {"updates": UPDATES, "warmup": 0}
         parts: tuple[Any, Any, Any]
         if self._grid is None:
             parts = (
                 TrainedModel(actor, t.lr, t, **schedule),
                 TrainedModel(critic, t.critic_lr, t, **schedule) if critic else None,
-                LocalPasses(actor, critic, config),
+                LocalPasses(actor, critic, losses, t.microbatch_tokens),
             )
         else:
             shards = Sharded(actor, self._grid)
@@ -166,6 +166,6 @@ class Side:
             parts = (
                 ShardedModel(shards, t.lr, t, **schedule),
                 ShardedModel(others, t.critic_lr, t, **schedule) if others else None,
-                ShardedPasses(shards, others, config),
+                ShardedPasses(shards, others, losses, t.microbatch_tokens),
             )
         return PolicyLearner(*parts, config, {"task": 1.0})

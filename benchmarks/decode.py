@@ -52,7 +52,7 @@ def main() -> None:
     def tokens_per_s(run: int) -> float:
         engine.admit([Rollout(run * args.prompts + p.id, p, p.id).response() for p in prompts])
         start = time.perf_counter()
-        chunks = engine.decode(args.new_tokens)
+        chunks = engine.decode(args.new_tokens).chunks
         elapsed = time.perf_counter() - start
         return sum(len(c.tokens) for c in chunks) / elapsed
 

@@ -22,13 +22,13 @@ from _driver import IdleGenerator, IdleScorer
 from _shared import parse
 from stretto.clock import RealClock
 from stretto.config.cluster import generator_names
+from stretto.config.schedule import Settings
 from stretto.observe.spans import Spans
 from stretto.runtime.clients import generator_client, scorer_client
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.schedule import Schedule
+from stretto.schedules.schedule import Controls, Schedule
 from stretto.schedules.scoring import ScorerReplica
-from stretto.schedules.settings import Controls, Settings
 from stretto.types import Prompt, TrainBatch, TrainOutput, WeightsRef
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
 from stretto.workers.ranks import Ranks

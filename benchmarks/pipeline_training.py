@@ -36,7 +36,7 @@ from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.profile import makespan_us, profile
 from stretto.training import pipelined
 from stretto.training.partition import PaddedBatch
-from stretto.training.planner import PipelinePlan, Planner
+from stretto.training.pipelined import PipelinePlan, Planner
 from stretto.training.trained import Course
 
 PROFILED = 4
@@ -105,8 +105,7 @@ def make_batch(args: argparse.Namespace, seed: int, micro_batches: int) -> Padde
     )
     return PaddedBatch(
         tokens=ids[:, :-1].clone(),
-        rows=torch.arange(b).repeat_interleave(t),
-        positions=torch.arange(PROMPT - 1, args.tokens - 1).repeat(b),
+        places=[range(PROMPT - 1, args.tokens - 1)] * b,
         targets=ids[:, PROMPT:].reshape(-1),
         part=part,
     )

@@ -31,7 +31,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from _shared import parse
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.config import Config
 from stretto.runtime.run import start
 from stretto.workers.drive import drive
@@ -80,7 +80,7 @@ def timed(config: Config) -> tuple[list[float], list[dict[str, float]]]:
                 assert all(len(r) == config.rollout.max_new_tokens for r in step.batch)
 
     with ExitStack() as stack:
-        never_ends = Given(end_tokens=frozenset())  # as the peer: exactly that many tokens
+        never_ends = Overrides(end_tokens=frozenset())  # as the peer: exactly that many tokens
         run = start(config, stack, lambda text: print(text, file=sys.stderr), never_ends)
         drive(steps())
     return step_s, phases

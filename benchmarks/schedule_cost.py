@@ -86,7 +86,7 @@ def bare(description: Cluster) -> float:
                 await scorer.admit(responses)
             left = len(rollouts)
             while left:
-                chunks = await generator.decode(size, left)
+                chunks, _ = await generator.decode(size, left)
                 left -= sum(c.finish is not None for c in chunks)
                 for scorer in scorers:
                     await scorer.extend(chunks)

@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from _sharded import Side, batch_of
 from _shared import parse
-from stretto.algorithms.registry import ALGORITHMS
+from stretto.config.algorithm import ALGORITHMS
 from stretto.models.tiny import make_tiny
 from stretto.workers.ranks import Ranks
 

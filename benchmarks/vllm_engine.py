@@ -31,15 +31,13 @@ keep_freed_memory()  # before torch is imported, as the command line does
 import torch
 
 from _shared import parse, random_prompts
-from stretto.config import RolloutConfig
+from stretto.assembly.engines import make_engine
+from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig
 from stretto.machine import Machine
 from stretto.models.load import load_causal_lm
-from stretto.models.weights import fingerprint_of
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.llm import installed
-from stretto.runtime.groups.vllm import kv_bytes_per_token
-from stretto.types import IntArray, Prompt, Response, WeightsRef
-from stretto.weights.channel import SharedChannel
+from stretto.types import IntArray, Prompt, Response
 
 SMOKE = {"prompts": 2, "prompt_tokens": 4, "new_tokens": 8, "runs": 1, "steps": 2, "threads": 1}
 CHUNKS = (8, 64, 256, 0)
@@ -48,31 +46,14 @@ CHUNKS = (8, 64, 256, 0)
 
 def vllm_engine(model: Any, config: RolloutConfig, args: argparse.Namespace) -> Any:
     """Open vLLM with a model's weights."""
-    from stretto.rollout.vllm.engine import VllmEngine
-    from stretto.rollout.vllm.llm import LlmSettings, open_requests
-    from stretto.rollout.vllm.source import source_of
-
-    requests = open_requests(
-        LlmSettings(
-            folder=args.model,
-            rollout=config,
-            dtype=getattr(torch, args.dtype),
-            device=torch.device("cpu"),
-            rows=args.prompts,
-            longest=args.prompt_tokens + args.new_tokens,
-            kv_bytes_per_token=kv_bytes_per_token(model, getattr(torch, args.dtype)),
-            end_tokens=frozenset(),
-            threads=args.threads,
-        )
+    settings = Config.model_construct(
+        model=ModelConfig(name=args.model, dtype=args.dtype, device="cpu"),
+        rollout=config,
+        task=TaskConfig(max_prompt_tokens=args.prompt_tokens),
     )
-    channel = SharedChannel()
-    engine = VllmEngine(
-        requests, source_of(model), config, end_tokens=frozenset(), seed=0, channel=channel
-    )
-    ref = WeightsRef("actor", 1, fingerprint_of(model), channel.name)
-    channel.put(ref, dict(model.named_parameters()))
-    engine.load(ref)
-    return engine
+    ends = frozenset[int]()
+    tokenizer: Any = None  # no response ends
+    return make_engine(settings, model, tokenizer, args.prompts, ends, threads=args.threads)
 
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
@@ -104,7 +85,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
             )
             start_s, done, made = time.perf_counter(), 0, 0
             while done < len(ids):
-                new = engine.decode(chunk or args.new_tokens)
+                new = engine.decode(chunk or args.new_tokens).chunks
                 done += sum(c.finish is not None for c in new)
                 made += sum(len(c.tokens) for c in new)
             seconds = time.perf_counter() - start_s

@@ -76,11 +76,11 @@ def decoding(model: Any) -> Callable[[], int]:
     numbers = count()
 
     def work() -> int:
-        chunks = engine.decode(CHUNK)
+        chunks = engine.decode(CHUNK).chunks
         if not chunks:  # all have ended
             prompts = (Prompt(i, tuple(tokens), "") for i, tokens in enumerate(ids))
             engine.admit([Rollout(next(numbers), p, p.id).response() for p in prompts])
-            chunks = engine.decode(CHUNK)
+            chunks = engine.decode(CHUNK).chunks
         return sum(len(chunk.tokens) for chunk in chunks)
 
     return work

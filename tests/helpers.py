@@ -18,6 +18,7 @@ from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.lengths import Lengths
 from stretto.schedules.rollout import Rollout, RolloutState, train_batch
 from stretto.training.learner import PolicyLearner
+from stretto.training.losses import Losses
 from stretto.training.passes import LocalPasses
 from stretto.training.trained import TrainedModel
 from stretto.types import FinishReason, Prompt, Response, Score, WeightsRef
@@ -142,7 +143,9 @@ def make_learner(
     return PolicyLearner(
         TrainedModel(actor, t.lr, t, updates=updates, warmup=warmup),
         TrainedModel(critic, t.critic_lr, t, updates=updates, warmup=warmup) if critic else None,
-        LocalPasses(actor, critic, config),
+        LocalPasses(
+            actor, critic, Losses(config.algorithm, config.rollout.temperature), t.microbatch_tokens
+        ),
         config,
         {"task": 1.0},
     )

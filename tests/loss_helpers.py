@@ -11,6 +11,7 @@ from stretto.algorithms.correction import settled
 from stretto.algorithms.experience import LossTerm, Part
 from stretto.algorithms.policy import kl_penalty
 from stretto.algorithms.reductions import response_weights, token_weights
+from stretto.algorithms.registry import FUNCTIONS
 from stretto.config import AlgorithmConfig
 
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30)
@@ -88,7 +89,7 @@ def naive_gae(
 def loss_of(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> LossTerm:
     """As the learner adds it up, but for the entropy."""
     part, metrics = settled(part, logprobs.detach(), a)
-    term = a.definition.policy_loss(logprobs, part, a)
+    term = FUNCTIONS[a.name].policy_loss(logprobs, part, a)
     if a.kl_place == "loss" and a.kl_coef:
         term += kl_penalty(logprobs, part, BETA, a.estimator)
     return LossTerm(term.loss, term.metrics + metrics)

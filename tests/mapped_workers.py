@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.assembly.models import NOTHING
+from stretto.assembly.models import NO_OVERRIDES
 from stretto.config import Config, ModelConfig
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
@@ -24,8 +24,7 @@ from stretto.models.weights import fingerprint_of
 from stretto.runtime import learner, services
 from stretto.runtime.messages import Setting, probe_of
 from stretto.training import sharded
-from stretto.training.grid import Grid
-from stretto.training.sharded import Sharded
+from stretto.training.sharded import Grid, Sharded
 from stretto.types import Prompt
 
 
@@ -66,7 +65,7 @@ class MappedRank:
     def served(self, config: Config, role: str) -> int:
         """Return bytes held when a role's service, as a run makes it, begins to divide a model."""
         before, seen = held_bytes(), list[int]()
-        setting = Setting(config, NOTHING, 1, ["cpu"] * dist.get_world_size())
+        setting = Setting(config, NO_OVERRIDES, 1, ["cpu"] * dist.get_world_size())
         probe = probe_of([Prompt(0, (1, 2, 3), "")])
         make: Callable[[], object] = {
             "learner": lambda: learner.learner(setting, probe),

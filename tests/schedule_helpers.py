@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stretto.config.schedule import Settings
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.migration import FixedMigration, MigrationLimits
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.schedule import Schedule
+from stretto.schedules.schedule import Controls, Schedule
 from stretto.schedules.scoring import ScorerReplica
-from stretto.schedules.settings import Controls, Settings
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 
 

@@ -18,10 +18,9 @@ from stretto.models.lora import add_lora
 from stretto.models.pieces import Layout
 from stretto.models.tiny import byte_tokenizer
 from stretto.training import shard_files
-from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
-from stretto.training.sharded import Sharded, ShardedModel
-from stretto.training.sharded_passes import ShardedPasses
+from stretto.training.losses import Losses
+from stretto.training.sharded import Grid, Sharded, ShardedModel, ShardedPasses
 from stretto.types import Response, TrainBatch
 
 UPDATES = 10
@@ -100,7 +99,12 @@ class ShardedRank:
         self.learner = PolicyLearner(
             ShardedModel(actor, t.lr, t, updates=UPDATES, warmup=0),
             ShardedModel(critic, t.critic_lr, t, updates=UPDATES, warmup=0) if critic else None,
-            ShardedPasses(actor, critic, config),
+            ShardedPasses(
+                actor,
+                critic,
+                Losses(config.algorithm, config.rollout.temperature),
+                t.microbatch_tokens,
+            ),
             config,
             {"task": 1.0},
         )

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.cli.main import main
 from stretto.config import recipes
+from stretto.config.algorithm import ALGORITHMS
 from stretto.config.knobs import KNOBS, PRESETS
 
 ROOT = Path(__file__).parents[1]

@@ -24,8 +24,8 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from stretto import api
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import PRESETS
+from stretto.config.algorithm import ALGORITHMS
 from stretto.observe.progress import NoProgress
 
 Digest = Mapping[str, str]

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from stretto.types import (
     Chunk,
+    Decoded,
     KVTransfer,
     Response,
     Score,
@@ -101,11 +102,11 @@ class Generator(Replaceable, Protocol):
         ...
 
     @remote("gen")
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every admitted rollout up to ``max_tokens`` more tokens.
 
-        Returns one chunk for each rollout that advanced, the finished ones first and in the order
-        in which they ended. A finished rollout leaves by itself.
+        Returns the number of steps, and one chunk for each rollout that advanced, the finished ones
+        first and in the order in which they ended. A finished rollout leaves by itself.
 
         Args:
             max_tokens: tokens that a rollout gets, at most.

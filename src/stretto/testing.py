@@ -18,6 +18,7 @@ import numpy as np
 from stretto.runtime.sim.loop import VirtualClock
 from stretto.types import (
     Chunk,
+    Decoded,
     FinishReason,
     KVTransfer,
     Prompt,
@@ -123,11 +124,11 @@ class FakeGenerator:
             self.world.write(f"{self.name} admit {[r.id for r in responses]}")
             self.done |= {r.id: len(r) for r in responses}
 
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._turn:
             return await self._decode(max_tokens, stop_after)
 
-    async def _decode(self, max_tokens: int, stop_after: int) -> list[Chunk]:
+    async def _decode(self, max_tokens: int, stop_after: int) -> Decoded:
         length = self.world.length
         ends = sorted(length(i) - n for i, n in self.done.items())
         steps = min(max_tokens, ends[-1]) if ends else 0
@@ -146,7 +147,7 @@ class FakeGenerator:
             self.done[c.rollout_id] += len(c.tokens)
             if c.finish:
                 del self.done[c.rollout_id]
-        return chunks
+        return Decoded(chunks, steps)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         async with self._turn:

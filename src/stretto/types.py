@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
+BoolArray = npt.NDArray[np.bool_]
 T = TypeVar("T", bound=np.generic)
 V = TypeVar("V", covariant=True)
 
@@ -74,6 +75,7 @@ class Chunk:
         logprobs: [t], of each token under the distribution it was sampled from.
         version: the policy version that sampled them.
         finish: why the rollout ended with this chunk; ``None`` while it goes on.
+        sampled: [t], true where the policy drew the token; ``None``: it drew all of them.
     """
 
     rollout_id: int
@@ -82,6 +84,19 @@ class Chunk:
     logprobs: FloatArray
     version: int
     finish: FinishReason | None = None
+    sampled: BoolArray | None = None
+
+
+class Decoded(NamedTuple):
+    """What a decode call has done.
+
+    Attributes:
+        chunks: one for each rollout that advanced.
+        steps: of decoding; a rollout may have been part of fewer of them.
+    """
+
+    chunks: Sequence[Chunk]
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,7 @@ class Response:
         tokens: ids of the response so far, [T].
         version: of the policy that sampled the last of them; 0 where there is none.
         finish: why the response ended; ``None`` while it goes on.
+        sampled: [T], as in :class:`Chunk`.
     """
 
     id: int
@@ -103,6 +119,7 @@ class Response:
     tokens: IntArray
     version: int = 0
     finish: FinishReason | None = None
+    sampled: BoolArray | None = None
 
     def __len__(self) -> int:
         """Response tokens so far."""
@@ -129,9 +146,9 @@ class Score:
     Attributes:
         rollout_id: whose score it is.
         source: the scorer's name, unique in a run.
-        kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number a response token).
-        values: shape [1] for a reward, [T] for the others, T the response's tokens. Empty for a
-            reward that does not apply to the rollout.
+        kind: ``reward`` (a scalar), ``logprobs`` or ``values`` (one number a sampled token).
+        values: shape [1] for a reward, [T] for the others, T the response's sampled tokens. Empty
+            for a reward that does not apply to the rollout.
         failure: why there is no score; ``values`` is then empty. Never a silent zero.
     """
 
@@ -198,7 +215,8 @@ class KVTransfer:
 class TrainBatch:
     """Scored responses on their way to the learner, in columns.
 
-    B responses; N tokens of them all, those of one response after those of another.
+    B responses; N tokens of them all, those of one response after those of another; M of them are
+    sampled.
 
     Attributes:
         ids: of the rollouts, [B].
@@ -211,20 +229,22 @@ class TrainBatch:
         versions: [N], of the policy that sampled each token.
         rewards: [B], by reward source; 0 where a source does not apply.
         applies: [B] bool, by reward source.
-        per_token: [N], by the kind of the score: ``logprobs`` of the reference, ``values``.
+        per_token: [M], by the kind of the score: ``logprobs`` of the reference, ``values``.
+        sampled: [N], true where the policy drew the token; ``None``: it drew all of them.
     """
 
     ids: npt.NDArray[np.int64]
     prompts: Sequence[tuple[int, ...]]
     prompt_ids: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
-    ended: npt.NDArray[np.bool_]
+    ended: BoolArray
     tokens: IntArray
     logprobs: FloatArray
     versions: IntArray
     rewards: Mapping[str, FloatArray] = field(default_factory=dict)
-    applies: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    applies: Mapping[str, BoolArray] = field(default_factory=dict)
     per_token: Mapping[ScoreKind, FloatArray] = field(default_factory=dict)
+    sampled: BoolArray | None = None
 
     def __len__(self) -> int:
         """Responses."""
@@ -239,12 +259,20 @@ class TrainBatch:
         """A column of tokens [N] as one array a response."""
         return np.split(column, np.cumsum(self.lengths)[:-1])
 
+    def split_sampled(self, column: npt.NDArray[T]) -> list[npt.NDArray[T]]:
+        """The sampled tokens of a column, [N] or [M], as one array a response."""
+        drawn = sampled_of(self)
+        lengths = [int(d.sum()) for d in self.split(drawn)]
+        of_drawn = column if len(column) < len(drawn) else column[drawn]
+        return np.split(of_drawn, np.cumsum(lengths)[:-1])
+
     def responses(self) -> list[Response]:
         """Return each response with its prompt, tokens alone."""
+        masks = [None] * len(self) if self.sampled is None else self.split(self.sampled)
         return [
-            Response(int(id_), int(prompt_id), Prompt(int(prompt_id), prompt, ""), tokens)
-            for id_, prompt_id, prompt, tokens in zip(
-                self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), strict=True
+            Response(int(id_), int(group), Prompt(int(group), prompt, ""), tokens, sampled=sampled)
+            for id_, group, prompt, tokens, sampled in zip(
+                self.ids, self.prompt_ids, self.prompts, self.split(self.tokens), masks, strict=True
             )
         ]
 
@@ -258,6 +286,12 @@ class TrainBatch:
         for source, values in self.rewards.items():
             total += values.astype(np.float64) * (1.0 if weights is None else weights[source])
         return total
+
+
+def sampled_of(tokens: Chunk | Response | TrainBatch) -> BoolArray:
+    """Tell which of the tokens the policy drew, one bool each."""
+    everything = np.ones(len(tokens.tokens), np.bool_)
+    return everything if tokens.sampled is None else tokens.sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""An algorithm is one file and an entry in the list: the example of docs/algorithms.md, trained."""
+"""An algorithm is a file and two entries: the example of docs/algorithms.md, trained."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from helpers import critic_of, llama, make_learner
 from learner_helpers import algorithm_settings, assert_close, learned_gradients, make_batch, now
 from stretto.algorithms import ppo
-from stretto.algorithms.algorithm import Algorithm
 from stretto.algorithms.experience import LossTerm, Part
-from stretto.algorithms.registry import ALGORITHMS, own_settings
+from stretto.algorithms.registry import FUNCTIONS, Functions
 from stretto.config import AlgorithmConfig, recipes
+from stretto.config.algorithm import ALGORITHMS, AlgorithmSpec
 from stretto.schedules.rollout import train_batch
 from stretto.training.collate import collate
 
@@ -35,15 +35,18 @@ def example(tmp_path: Path) -> Path:
     return file
 
 
-def listed(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> AlgorithmConfig:
-    """Settings that name an algorithm which is in the list from now on.
+def listed(
+    called: str, spec: AlgorithmSpec, functions: Functions, monkeypatch: pytest.MonkeyPatch
+) -> AlgorithmConfig:
+    """Settings that name an algorithm which is in the lists from now on.
 
     The names that settings take are those of the list as it was when they were imported.
     """
-    monkeypatch.setitem(ALGORITHMS, algorithm.name, algorithm)  # type: ignore[misc]
+    monkeypatch.setitem(ALGORITHMS, called, spec)  # type: ignore[misc]
+    monkeypatch.setitem(FUNCTIONS, called, functions)  # type: ignore[misc]
 
     class Named(AlgorithmConfig):
-        name: str = algorithm.name
+        name: str = called
 
     return Named()
 
@@ -58,9 +61,22 @@ def imported(file: Path) -> Any:
 
 
 DERIVED = """
-import runpy, sys
-from stretto.algorithms.registry import ALGORITHMS
-ALGORITHMS["surprise"] = runpy.run_path(sys.argv[1])["SURPRISE"]
+import sys
+from importlib.machinery import SourceFileLoader
+
+read, after = SourceFileLoader.get_data, b'    "best-of-n": AlgorithmSpec'
+sys.pycache_prefix = sys.argv[1]
+
+def with_an_entry(self, path):
+    data = read(self, path)
+    if path.endswith("config/algorithm.py"):
+        assert data.count(after) == 1
+        start, _, end = data.partition(after)
+        line, _, rest = end.partition(b"\\n")
+        data = start + after + line + b'\\n    "surprise": AlgorithmSpec(),\\n' + rest
+    return data
+
+SourceFileLoader.get_data = with_an_entry
 from stretto.config import recipes
 from stretto.errors import ConfigError
 
@@ -82,9 +98,9 @@ main(["train", "tiny", "--help-all"])
 """
 
 
-def test_settings_derive_from_the_file_and_load_no_torch(example: Path) -> None:
+def test_settings_derive_from_the_entry_and_load_no_torch(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DERIVED, str(example)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", DERIVED, str(tmp_path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     remarks, traits, group, unknown, *shown = done.stdout.splitlines()
@@ -103,7 +119,9 @@ def test_the_example_trains_with_its_own_tensor(
 ) -> None:
     actor = llama(dtype=torch.float64)
     batch = make_batch(actor, {"name": "rloo"})
-    a = listed(imported(example).SURPRISE, monkeypatch)
+    module = imported(example)
+    functions = Functions(module.targets, module.policy_loss)
+    a = listed("surprise", AlgorithmSpec(), functions, monkeypatch)
     learner = make_learner(
         actor,
         None,
@@ -135,10 +153,11 @@ def test_the_critic_is_trained_with_the_algorithms_own_value_loss(
         return once + once
 
     gradients = []
-    for algorithm in (ppo.PPO, replace(ppo.PPO, name="doubled", value_loss=doubled)):
+    functions = FUNCTIONS["ppo"]
+    for changed in (functions, replace(functions, value_loss=doubled)):
         actor = llama(dtype=torch.float64)
         batch = make_batch(actor, {"name": "ppo"})
-        a = listed(algorithm, monkeypatch)
+        a = listed("as-ppo", ALGORITHMS["ppo"], changed, monkeypatch)
         learner = make_learner(actor, critic_of(actor).double(), algorithm_settings(a))  # type: ignore[arg-type]
         gradients.append(learned_gradients(learner, batch)[0])
     once, twice = gradients
@@ -148,7 +167,9 @@ def test_the_critic_is_trained_with_the_algorithms_own_value_loss(
 
 
 def test_own_settings_are_settings() -> None:
-    assert set(own_settings()) <= set(recipes.setting_names())
-    for algorithm in ALGORITHMS.values():
-        looked_at = {"critic.init", "training.critic_lr"} & set(algorithm.settings)
-        assert len(looked_at) == (2 if algorithm.critic else 0)
+    assert set(ALGORITHMS) == set(FUNCTIONS)
+    for name, spec in ALGORITHMS.items():
+        assert set(spec.settings) <= set(recipes.setting_names())
+        looked_at = {"critic.init", "training.critic_lr"} & set(spec.settings)
+        assert len(looked_at) == (2 if spec.critic else 0)
+        assert spec.critic == (FUNCTIONS[name].value_loss is not None)

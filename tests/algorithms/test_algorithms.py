@@ -20,7 +20,6 @@ from stretto.algorithms.experience import Experience, LossTerm, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL, kl_estimate
 from stretto.algorithms.policy import drift, entropy_bonus
 from stretto.algorithms.ppo import explained_variance, policy_loss, value_loss
-from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import (
     Metrics,
     masked_mean,
@@ -28,6 +27,7 @@ from stretto.algorithms.reductions import (
     response_weights,
     token_weights,
 )
+from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import apply_missing_eos, make_rewards, token_rewards
 from stretto.config import AlgorithmConfig, RewardConfig
 from stretto.errors import LearnerError, StateError

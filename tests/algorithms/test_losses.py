@@ -27,19 +27,19 @@ from loss_helpers import (
     soiled,
 )
 from rounding import rounding
-from stretto.algorithms.correction import importance_weights, settled
-from stretto.algorithms.experience import Experience, Part, Scored
-from stretto.algorithms.groups import (
+from stretto.algorithms.advantages import (
     best_and_worst,
     group_normalised,
     group_stats,
     leave_one_out,
 )
+from stretto.algorithms.correction import importance_weights, settled
+from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.policy import SQUARES, SUM, TOKENS, disagreement, drift, kl_penalty
-from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Metrics
-from stretto.algorithms.registry import ALGORITHMS
+from stretto.algorithms.registry import FUNCTIONS, prepare
 from stretto.config import AlgorithmConfig, RewardConfig
+from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import LearnerError
 
 LENGTHS = (5, 3, 1, 6, 2, 4, 3)
@@ -478,7 +478,7 @@ def fixed_part(seed: int = 50) -> Part:
 def gradient(a: AlgorithmConfig, logprobs: Tensor, part: Part) -> Tensor:
     x = logprobs.detach().clone().requires_grad_()
     part, _ = settled(part, logprobs, a)
-    return torch.autograd.grad(ALGORITHMS[a.name].policy_loss(x, part, a).loss, x)[0]
+    return torch.autograd.grad(FUNCTIONS[a.name].policy_loss(x, part, a).loss, x)[0]
 
 
 @pytest.mark.parametrize("name", ONE_GRADIENT)

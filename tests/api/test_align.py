@@ -236,13 +236,13 @@ def test_three_stages_end_in_a_table(
     from stretto.evaluation import measures
 
     sampled: list[str] = []
-    answer = measures.answer
+    opened = measures.open_engine
 
-    def counted(config: Any, *rest: Any, **more: Any) -> Any:
+    def counted(config: Any, *rest: Any) -> Any:
         sampled.append(config.model.name)
-        return answer(config, *rest, **more)
+        return opened(config, *rest)
 
-    monkeypatch.setattr(measures, "answer", counted)
+    monkeypatch.setattr(measures, "open_engine", counted)
     # Names of columns are of files that are not read here: the pairs are those that are labelled.
     (folder / "reward.toml").write_text(
         REWARD + '[data]\nname = "mine.jsonl"\nchosen_column = "better"\nsize = 9\n'

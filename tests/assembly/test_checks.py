@@ -22,11 +22,11 @@ import stretto
 from helpers import llama
 from scorer_helpers import byte_rollout, reward_model, scores_of, stream
 from stretto.assembly.checks import check_engine
-from stretto.assembly.models import NOTHING, Given
+from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
+from stretto.models.forward import positions
 from stretto.models.load import load_causal_lm, load_sequence_classifier
-from stretto.models.positions import positions
 from stretto.models.tiny import byte_tokenizer
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.run import Run, start
@@ -47,7 +47,7 @@ def one(completions: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
 
-def assemble(folder: Path, given: Given = NOTHING, say: Any = id, **sections: Any) -> Run:
+def assemble(folder: Path, given: Overrides = NO_OVERRIDES, say: Any = id, **sections: Any) -> Run:
     """The parts of a run of the tiny model whose prompts have up to 60 tokens and responses 4."""
     data = recipes.load("tiny").model_dump() | {"warmup_examples": 0, "steps": 1, "threads": 1}
     for name, values in {**ROOM, "model": {"name": str(folder)}, **sections}.items():
@@ -63,11 +63,11 @@ def saved(folder: Path, model: Any, tokenizer: Any) -> str:
     return str(folder)
 
 
-def brought(folder: Path, **parts: Any) -> Given:
+def brought(folder: Path, **parts: Any) -> Overrides:
     """The tiny model and its tokenizer as objects."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return replace(Given(actor=model, tokenizer=tokenizer), **parts)
+    return replace(Overrides(actor=model, tokenizer=tokenizer), **parts)
 
 
 # -- positions -----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from stretto.checks import check_run, functions, hub, memory
 from stretto.config import Config, changes, recipes
+from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.machine import free_memory
 from stretto.models.memory import plan_for
@@ -68,10 +69,10 @@ def test_reward_functions_are_read_without_running_them(
     file.write_text(f"{text}raise SystemExit('it ran')\n")
     (tmp_path / "beside.py").write_text("")
     if not message:
-        functions.check(f"{file}:{name}", ["prompt", "answer"])
+        functions.check(reward_source(f"{file}:{name}"), ["prompt", "answer"])
         return
     with pytest.raises(ConfigError) as caught:
-        functions.check(f"{file}:{name}", ["prompt", "answer"])
+        functions.check(reward_source(f"{file}:{name}"), ["prompt", "answer"])
     assert message in str(caught.value)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from stretto.api import load_recipe, simulated
-from stretto.api.variants import Job
+from stretto.api.runs import Job
 from stretto.cli.main import main
 from stretto.models.memory import format_size, memory_plan
 from stretto.observe import RunDirectory

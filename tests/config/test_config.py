@@ -10,7 +10,6 @@ import torch
 from pydantic import ValidationError
 
 from stretto.algorithms.kl import AdaptiveKL
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import (
     AlgorithmConfig,
     Config,
@@ -19,6 +18,7 @@ from stretto.config import (
     SftConfig,
     recipes,
 )
+from stretto.config.algorithm import ALGORITHMS
 from stretto.config.base import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError
 from stretto.models.memory import format_plan, measure, memory_plan, parse_parameters, plan_for

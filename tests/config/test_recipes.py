@@ -17,7 +17,7 @@ from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.tasks.procedural import DEFAULT_SIZE
 from stretto.tasks.prompts import render
-from stretto.training.epochs import updates
+from stretto.training.supervised import updates
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k_train.jsonl"
 

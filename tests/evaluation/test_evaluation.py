@@ -17,11 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
+from engine_helpers import StandIn
 from helpers import critic_of, left_padded_logprobs
 from stretto import evaluation, tasks
 from stretto.cli.main import main
-from stretto.config import Config, recipes
+from stretto.config import Config, ModelConfig, RolloutConfig, recipes
 from stretto.errors import (
     ConfigError,
     JudgeError,
@@ -30,17 +32,16 @@ from stretto.errors import (
     RewardError,
     TaskError,
 )
-from stretto.evaluation.answers import answer, of_model
-from stretto.evaluation.gold import end_tokens_of, reference_text
+from stretto.evaluation.answers import answer, generate, of_model, open_engine
+from stretto.evaluation.gold import compare, end_tokens_of, reference_text
 from stretto.evaluation.harness import FEWSHOT
 from stretto.evaluation.llm import Verdict, counted, open_judge, parse
-from stretto.evaluation.rates import compare
 from stretto.evaluation.rows import measured_on, rows_of
 from stretto.models.load import end_token_ids, load_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.report import evaluations
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import PromptSource
 
 SAMPLES = 9
@@ -117,7 +118,7 @@ def sampled(config: Config, policy: Path) -> list[Rollout]:
     config = of_model(config, str(policy))
     task, tokenizer = tasks.load(config.task, config.seed), load_tokenizer(policy)
     prompts = PromptSource(task, config.task, tokenizer, config.seed).first(SAMPLES)
-    return list(answer(config, _load(policy), tokenizer, prompts).rollouts)
+    return list(answer(open_engine(config, tokenizer)[0], prompts).rollouts)
 
 
 def test_a_win_rate_by_hand() -> None:
@@ -134,9 +135,9 @@ def test_win_rate_by_a_function_sees_both_sides_as_text(
 ) -> None:
     (tmp_path / "judge.py").write_text(JUDGE)
     by = f"{tmp_path / 'judge.py'}:digits"
-    result = evaluation.win_rate(
+    result = evaluation.measure(
         config, policy=str(policy), samples=SAMPLES, by=by, reference_column="human"
-    )
+    ).win_rate
     tokenizer = load_tokenizer(policy)
     own, references = [], []
     for r in sampled(config, policy):
@@ -285,7 +286,8 @@ def test_what_is_read_is_said(config: Config) -> None:
 
 
 def test_the_task_judges_its_own_answers_right(config: Config, policy: Path) -> None:
-    result = evaluation.win_rate(config, policy=str(policy), samples=3, by="task")
+    result = evaluation.measure(config, policy=str(policy), samples=3, by="task").win_rate
+    assert result
     assert (result.reference_score, result.by) == (1.0, "task")
     assert result.rate == (result.wins + result.ties / 2) / 3
 
@@ -296,7 +298,9 @@ def test_kl_and_perplexity_are_those_of_a_naive_forward_pass(
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
-    result = evaluation.kl_to_sft(config, policy=str(policy), samples=SAMPLES, sft=str(tiny_folder))
+    options: dict[str, Any] = {"policy": str(policy), "samples": SAMPLES, "sft": str(tiny_folder)}
+    result = evaluation.measure(config, **options).kl
+    assert result
     rollouts = sampled(config, policy)
     pi, sft = (auto.from_pretrained(folder) for folder in (policy, tiny_folder))
     with torch.no_grad():
@@ -318,7 +322,8 @@ def test_kl_and_perplexity_are_those_of_a_naive_forward_pass(
 
 
 def test_a_policy_has_no_kl_to_itself(config: Config, policy: Path) -> None:
-    result = evaluation.kl_to_sft(config, policy=str(policy), samples=4, sft=str(policy))
+    result = evaluation.measure(config, policy=str(policy), samples=4, sft=str(policy)).kl
+    assert result
     assert result.kl == pytest.approx(0, abs=1e-5)
     rollouts = sampled(config, policy)[:4]
     at_one = left_padded_logprobs(_load(policy), rollouts, 1.0)
@@ -373,7 +378,7 @@ def test_a_score_that_is_no_number_stops_the_comparison(
 ) -> None:
     monkeypatch.setattr("stretto.evaluation.gold.score_all", lambda *_: [math.nan] * 3)
     with pytest.raises(RewardError, match="gives nan for the response to prompt"):
-        evaluation.win_rate(config, policy=str(policy), samples=3, by="task")
+        evaluation.measure(config, policy=str(policy), samples=3, by="task")
 
 
 def test_a_conversation_stands_for_its_last_turn(config: Config) -> None:
@@ -500,9 +505,11 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeJudge]]
 
 def judged(config: Config, policy: Path, fake: FakeJudge, **options: Any) -> evaluation.Judgement:
     by = evaluation.LlmJudge("m", fake.url, **options)
-    return evaluation.judge(
-        config, policy=str(policy), samples=SAMPLES, by=by, reference_column="human"
+    result = evaluation.measure(
+        config, policy=str(policy), samples=SAMPLES, judge=by, reference_column="human"
     )
+    assert result.judge
+    return result.judge
 
 
 def test_a_judge_that_always_takes_the_first_gives_one_half(
@@ -797,3 +804,52 @@ def test_options_that_cannot_be_meant_are_refused(
 ) -> None:
     assert main(["eval", "tiny", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+# -- engines --------------------------------------------------------------------------------------
+
+
+def by_vllm(config: Config) -> Config:
+    rollout = config.rollout.model_copy(update={"engine": "vllm"})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def test_the_engine_of_the_settings_answers(
+    config: Config, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the weights of the policy; vLLM is a stand-in, whose tokens are below 11."""
+    opened: list[tuple[Any, StandIn]] = []
+
+    def open_requests(settings: Any, kv_bytes_per_token: int) -> StandIn:
+        opened.append((settings, StandIn()))
+        return opened[-1][1]
+
+    monkeypatch.setattr("stretto.rollout.vllm.engine.open_requests", open_requests)
+    monkeypatch.setattr("stretto.rollout.vllm.llm.installed", lambda: Version("0.32"))
+    monkeypatch.setattr(StandIn, "longest", 10_000)
+    monkeypatch.setattr(StandIn, "end", 258)
+    config = by_vllm(config)
+    measured = evaluation.measure(config, policy=str(policy), samples=4, sft=str(policy))
+    assert measured.kl is not None
+    assert measured.kl.kl == pytest.approx(0, abs=1e-5)
+    ((settings, stand_in),) = opened
+    assert settings.folder == str(policy)
+    assert settings.longest == config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    for name, weight in _load(policy).named_parameters():
+        assert torch.equal(stand_in.loaded[name], weight)
+    options = RolloutConfig(engine="vllm", batch=2, max_new_tokens=3)
+    model = ModelConfig(name=str(policy), dtype="float32", device="cpu")
+    texts = dict(generate(model, ["one", "another"], options))
+    assert sorted(texts) == [0, 1]
+    assert len(opened) == 2
+
+
+def test_without_that_engines_library_stretto_s_own_answers(
+    config: Config, policy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("stretto.rollout.vllm.llm.installed", lambda: None)
+    plain = evaluation.measure(config, policy=str(policy), samples=4, sft=str(policy))
+    assert evaluation.measure(by_vllm(config), policy=str(policy), samples=4, sft=str(policy)) == (
+        plain
+    )
+    assert "here Stretto's own engine answers" in capsys.readouterr().err

@@ -17,8 +17,7 @@ from stretto.evaluation.rows import measured_on, questions
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.tasks.base import TaskRow
-from stretto.tasks.content import content, is_held_out
+from stretto.tasks.base import TaskRow, content, is_held_out
 from stretto.tasks.prompts import PromptSource
 from stretto.types import Message
 
@@ -145,7 +144,7 @@ def test_neither_the_warm_up_nor_a_step_sees_what_is_held_out(
 ) -> None:
     warmed_up: list[str] = []
 
-    def warm_up(model: Any, examples: Any, config: Config, advance: Any) -> float:
+    def warm_up(model: Any, examples: Any, *_: Any) -> float:
         warmed_up.extend(e.prompt.text for e in examples)
         return 0.0
 
@@ -277,7 +276,7 @@ def test_pass_at_1_and_mean_score_with_their_standard_errors(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = [1.0, 0.5, 0.999, 1.0, 0.0, 1.0, 0.25, 0.0]
-    monkeypatch.setattr("stretto.evaluation.verified.score_all", lambda *_: scores)
+    monkeypatch.setattr("stretto.evaluation.measures.score_all", lambda *_: scores)
     result = stretto.evaluate("tiny", model=tiny_folder, samples=8, rollout={"max_new_tokens": 1})
     assert result.pass_at_1 == 3 / 8
     assert result.pass_at_1_standard_error == pytest.approx((3 / 8 * 5 / 8 / 8) ** 0.5)

@@ -12,14 +12,13 @@ import torch
 
 from helpers import critic_of
 from stretto import evaluation, tasks
-from stretto.assembly.models import load_actor
 from stretto.cli.main import main
 from stretto.config import Config, PairsConfig, RewardModelConfig
 from stretto.errors import ConfigError, RewardError, TaskError
-from stretto.evaluation.answers import answer, of_model
+from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.labels import best_and_worst
 from stretto.models.load import load_tokenizer
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource
 from stretto.types import FinishReason
@@ -355,7 +354,7 @@ def test_responses_that_did_not_end_are_left_out(
     own = of_model(config, str(tiny_folder))
     task, tokenizer = tasks.load(own.task, own.seed), load_tokenizer(tiny_folder)
     asked = PromptSource(task, own.task, tokenizer, own.seed).first(6)
-    rollouts = answer(own, load_actor(own, print), tokenizer, asked, 3).rollouts
+    rollouts = answer(open_engine(own, tokenizer)[0], asked, 3).rollouts
     expected, unended = {}, 0
     for start in range(0, 18, 3):
         group = [r for r in rollouts[start : start + 3] if r.finish is FinishReason.STOP]

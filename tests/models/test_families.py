@@ -21,13 +21,18 @@ from stretto.assembly.engines import scorer_slots
 from stretto.config import Config, ModelConfig, RolloutConfig
 from stretto.errors import EngineError, ModelError, StrettoError
 from stretto.evaluation.answers import completed
-from stretto.models.cached import CHECKED, CachedPass, check_cache, slots_within
+from stretto.models.cached import (
+    CHECKED,
+    CachedPass,
+    LayerMasks,
+    SlotCache,
+    check_cache,
+    slots_within,
+)
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, set_checkpointing
 from stretto.models.logits import token_logprobs
-from stretto.models.masks import LayerMasks
-from stretto.models.slots import SlotCache
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.step import ModelPass
 from stretto.schedules.rollout import Rollout

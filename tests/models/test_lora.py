@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import stretto
 from helpers import VOCABULARY, critic_of, llama
 from stretto import Config
+from stretto.assembly.models import with_adapters
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, RewardError
+from stretto.models.heads import critic_from_actor
 from stretto.models.lora import add_lora, merge_lora, trained_names
 
 ROWS = [{"prompt": f"say {word}", "answer": word} for word in ("cat", "dog", "cow")]
@@ -233,3 +236,26 @@ def test_a_model_with_adapters_of_its_own_keeps_them(
     wrapped.save_pretrained(tmp_path / "adapter")
     again = PeftModel.from_pretrained(base, tmp_path / "adapter")
     torch.testing.assert_close(logits(again), trained, rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_start_the_same_in_whatever_order_models_are_loaded(tiny: Any) -> None:
+    """Each draws from a generator of its own, and leaves torch's as it was."""
+    config = Config.model_validate({"seed": 5, "model": {"lora_rank": 2, "device": "cpu"}})
+
+    def adapters(seed: int, kinds: Sequence[Any]) -> dict[str, dict[str, torch.Tensor]]:
+        torch.manual_seed(seed)
+        before, found = torch.get_rng_state(), {}
+        with ExitStack() as stack:
+            for kind in kinds:
+                base = critic_from_actor(tiny) if kind == "SEQ_CLS" else copy.deepcopy(tiny)
+                model = with_adapters(base, config.model, config.seed, kind, stack, brought=False)
+                found[kind] = {n: p.clone() for n, p in model.named_parameters() if "lora_A" in n}
+        assert torch.equal(torch.get_rng_state(), before)
+        return found
+
+    one, two = adapters(1, ["CAUSAL_LM", "SEQ_CLS"]), adapters(2, ["SEQ_CLS", "CAUSAL_LM"])
+    for kind in one:
+        assert one[kind]
+        assert all(torch.equal(one[kind][name], two[kind][name]) for name in one[kind])
+    actor, critic = (next(iter(one[kind].values())) for kind in ("CAUSAL_LM", "SEQ_CLS"))
+    assert not torch.equal(actor, critic)

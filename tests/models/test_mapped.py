@@ -135,7 +135,7 @@ def test_what_cannot_stay_in_files_is_loaded_as_before_and_it_is_said(
     said = list[str]()
     name = str(dtype).removeprefix("torch.")
     config = settings(tmp_path, model={"name": str(tmp_path), "dtype": name})
-    load_actor(config, said.append, in_files=True)
+    load_actor(config.model, said.append, in_files=True)
     assert [f"loads {format_size(held)} of" in line for line in said] == [True] * bool(held)
 
 
@@ -144,6 +144,6 @@ def test_adapters_take_weights_of_another_type_out_of_their_files(tmp_path: Path
     llama().save_pretrained(tmp_path)
     config = settings(tmp_path, model={"name": str(tmp_path), "dtype": "bfloat16", "lora_rank": 2})
     said = list[str]()
-    model = load_actor(config, said.append, in_files=True)
+    model = load_actor(config.model, said.append, in_files=True)
     assert {p.dtype for p in model.parameters()} == {BF16}
     assert "every rank loads" in said[-1]

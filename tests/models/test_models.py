@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
-from stretto.models.architectures import known
-from stretto.models.info import ModelInfo, built
+from stretto.models.info import ModelInfo, built, known
 from stretto.models.load import (
     architecture,
     end_token_ids,

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from stretto import signals
-from stretto.api import processes
-from stretto.api.variants import VARIANTS, Job, config_of
+from stretto.api import runs
+from stretto.api.runs import VARIANTS, Job, config_of_job
 from stretto.cli.main import main
 from stretto.cli.variants import DEFAULT_VARIANTS, plan
 from stretto.config import PRESETS, Config, Knobs, recipes
@@ -340,7 +340,7 @@ def test_variants_set_the_knobs_and_leave_the_rest() -> None:
     base = recipes.build({**asked, "seed": 5, "steps": 9}, "here")
 
     def knobs(variant: str) -> Knobs:
-        config = config_of(base, Job(variant, 1), "there")
+        config = config_of_job(base, Job(variant, 1), "there")
         assert (config.seed, config.steps, config.out) == (1, 9, "there")
         assert config.schedule.max_carries == 2
         assert config.rollout == base.rollout
@@ -420,7 +420,7 @@ class FakeTraining:
 def compare_with(
     training: FakeTraining, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str
 ) -> int:
-    monkeypatch.setattr(processes, "run_command", training)
+    monkeypatch.setattr(runs, "run_command", training)
     monkeypatch.chdir(folder)
     return status(["compare", "tiny", "--steps", "4", "--variants", "sync,oppo,async", *arguments])
 
@@ -552,11 +552,11 @@ def test_a_signal_lets_the_process_end_in_order_but_not_for_ever(
     said: str,
     number: int,
 ) -> None:
-    monkeypatch.setattr(processes, "STOP_S", stop_s)
+    monkeypatch.setattr(runs, "STOP_S", stop_s)
     log = tmp_path / "log"
     thread = send_when_ready(number, log)
     with pytest.raises(KeyboardInterrupt), signals.ending_in_order():
-        processes.run_command([sys.executable, "-c", PATIENT.format(last_words=last_words)], log)
+        runs.run_command([sys.executable, "-c", PATIENT.format(last_words=last_words)], log)
     thread.join()
     assert log.read_text().partition("\n")[2] == said
 
@@ -564,8 +564,8 @@ def test_a_signal_lets_the_process_end_in_order_but_not_for_ever(
 PARENT = """
 import sys
 from pathlib import Path
-from stretto.api import processes
-processes.run_command([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]))
+from stretto.api.runs import run_command
+run_command([sys.executable, "-c", sys.argv[1]], Path(sys.argv[2]))
 """
 
 

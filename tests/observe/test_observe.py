@@ -116,7 +116,7 @@ def test_rewind_refuses_a_damaged_file(tmp_path: Path) -> None:
 def test_plain_lines_carry_the_figures() -> None:
     stream = io.StringIO()
     progress = make_progress("plain", stream)
-    progress.start(Config(), "the plan")
+    progress.start("the plan")
     progress.step(1, 100, STATS, [SAMPLE])
     progress.note("done")
     progress.close()
@@ -135,7 +135,7 @@ def test_without_a_terminal_auto_is_plain_and_off_is_silent() -> None:
 def test_the_live_display_shows_reward_trend_and_sample() -> None:
     stream = io.StringIO()
     progress = make_progress("rich", stream)
-    progress.start(Config(), "the plan")
+    progress.start("the plan")
     for step in range(1, 21):
         reward = 0.1 if step <= 10 else 0.4
         progress.step(step, 100, {**STATS, "objective/scores": reward}, [SAMPLE])
@@ -205,7 +205,7 @@ def test_prometheus_reads_the_newest_metrics(tmp_path: Path) -> None:
         config = recipes.build({"observe": {"prometheus_port": port}}, "here")
         run = RunDirectory.create(tmp_path, "tiny", config)
         with pytest.raises(StorageError, match=f"prometheus_port = {port} cannot be listened on"):
-            open_trackers(config, run)
+            open_trackers(config.observe, run, {})
     with Recorder(config, run, NoProgress()) as recorder:
         recorder.step(1, {"objective/kl": 0.5, "lr": 1e-3})
         recorder.step(2, {"objective/kl": 0.25})
@@ -225,7 +225,7 @@ def test_a_missing_tracker_names_the_extra(
     monkeypatch.setitem(sys.modules, tracker, None)
     config = tracking(tracker)
     with pytest.raises(MissingExtraError, match=rf"pip install -e '\.\[{tracker}\]'"):
-        open_trackers(config, RunDirectory.create(tmp_path, "tiny", config))
+        open_trackers(config.observe, RunDirectory.create(tmp_path, "tiny", config), {})
 
 
 def test_wandb_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,10 @@ def settings(rule: str = "replace", **reward: Any) -> Config:
     return recipes.build({"reward": {"missing_eos": rule, **reward}}, "here")
 
 
+def remarks_of(config: Config) -> Remarks:
+    return Remarks(config.reward, config.rollout.max_new_tokens)
+
+
 def responses(*scores: float | None, cut: int = 0, source: str = "task") -> list[Rollout]:
     """One for each score, the first ``cut`` of them without an end."""
     made = []
@@ -53,46 +57,46 @@ LIMIT = "responses were cut at rollout.max_new_tokens = 64"
     ],
 )
 def test_the_first_step_says_what_was_cut_and_what_that_does(config: Config, says: str) -> None:
-    (text,) = said(Remarks(config), 1, responses(0, 1, 1, 0, cut=1), -1, 1, 1, 0)
+    (text,) = said(remarks_of(config), 1, responses(0, 1, 1, 0, cut=1), -1, 1, 1, 0)
     assert text.startswith(f"step 1: 1 of 4 {LIMIT}")
     assert says in text
-    assert said(Remarks(config), 1, responses(0, 1), 0, 1) == []
+    assert said(remarks_of(config), 1, responses(0, 1), 0, 1) == []
 
 
 def test_it_is_said_again_where_it_persists_and_not_at_every_step() -> None:
     half, few = responses(0, 0, 1, 1, cut=2), responses(0, 0, 1, 1, cut=1)
-    remarks = Remarks(settings())
+    remarks = remarks_of(settings())
     told = [s for s in range(5, 205) if said(remarks, s, half, -1, -1, 1, 0)]
     assert told == [5, 15, 35, 75, 155]  # also where a resumed run does not begin with step 1
-    remarks = Remarks(settings())
+    remarks = remarks_of(settings())
     assert [s for s in range(1, 100) if said(remarks, s, few, -1, 1, 1, 0)] == [1]
-    remarks = Remarks(settings())
+    remarks = remarks_of(settings())
     assert said(remarks, 1, responses(0, 1), 0, 1) == []
     assert [s for s in range(2, 30) if said(remarks, s, half, -1, -1, 1, 0)] == [2, 12]
 
 
 def test_a_batch_with_one_reward_is_remarked_on_with_its_cause() -> None:
     teaches = "a batch with one reward teaches nothing"
-    (text,) = said(Remarks(settings()), 1, responses(0.5, 1, cut=2), -1, -1)
+    (text,) = said(remarks_of(settings()), 1, responses(0.5, 1, cut=2), -1, -1)
     assert text.startswith(f"step 1: all 2 rewards are -1: {teaches}. 2 of 2 {LIMIT}, and reward.")
-    (text,) = said(Remarks(settings()), 7, responses(0, 0), 0, 0)
+    (text,) = said(remarks_of(settings()), 7, responses(0, 0), 0, 0)
     assert text == (
         f"step 7: all 2 rewards are 0: {teaches}. They have one score (task 0): the task may be "
         "too hard or too easy for this model, or no answer is found where task.extract looks. "
         "See samples.jsonl"
     )
     own = responses(0.5, 0.5, source="dir/rewards.py:brief")
-    (text,) = said(Remarks(settings()), 7, own, 0.5, 0.5)
+    (text,) = said(remarks_of(settings()), 7, own, 0.5, 0.5)
     assert "(rewards.py:brief 0.5)" in text
     assert "task.extract" not in text
-    remarks = Remarks(settings(missing_eos_penalty=0))
+    remarks = remarks_of(settings(missing_eos_penalty=0))
     both = responses(1, 0, 0, cut=1)
     (text,) = said(remarks, 1, both, 0, 0, 0)
     assert f"1 of 3 {LIMIT}" in text
     assert "; the others have one score (task 0)" in text
     assert [s for s in range(2, 60) if said(remarks, s, both, 0, 0, 0)] == [11, 31]
     assert said(remarks, 60, responses(0, 1), 0, 1) == []
-    assert said(Remarks(settings()), 1, responses(0), 0) == []  # one response is no batch
+    assert said(remarks_of(settings()), 1, responses(0), 0) == []  # one response is no batch
 
 
 def test_scores_are_kept_by_source_and_none_where_one_does_not_apply() -> None:

@@ -118,7 +118,7 @@ def test_on_a_terminal_there_is_a_bar_while_work_goes_on() -> None:
     with display.working("loading libraries"):
         pass
     assert display._live is None  # nothing is left open
-    display.start(Config(), "the headline")
+    display.start("the headline")
     with display.working("warming up", 100) as advance, display.working("reading"):
         advance(30)
         display.note("a note")
@@ -157,7 +157,7 @@ def test_runs_in_a_row_say_only_what_is_new(mode: Any) -> None:
     def said(text: str) -> list[str]:
         before = len(stream.getvalue())
         display = make_progress(mode, stream)
-        display.start(Config(), text)
+        display.start(text)
         display.close()
         found = stream.getvalue()[before:]
         return [line for line in text.splitlines() if line in found]

@@ -22,16 +22,15 @@ import stretto
 from helpers import full_beyond, llama
 from run_helpers import Notes, length, settings, weights
 from stretto import runs, signals
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.cli.main import main
 from stretto.config import Config, RewardModelConfig, SftConfig, recipes
 from stretto.errors import LearnerError, OutOfMemoryError, StorageError
 from stretto.models.load import load_tokenizer, save_model
 from stretto.observe import Progress, RunDirectory, Sample
 from stretto.runs import finetuning
-from stretto.training.gate import Gate, end_updates
 from stretto.training.learner import PolicyLearner
-from stretto.training.trained import TrainedModel
+from stretto.training.trained import Gate, TrainedModel, end_updates
 
 ENDS: list[BaseException] = [
     OSError(errno.ENOSPC, "No space left on device"),
@@ -65,13 +64,13 @@ def reinforce(
     **changes: Any,
 ) -> RunDirectory:
     """A run in ``out``, which may end otherwise."""
-    given = Given(functions={"length": length})
+    given = Overrides(functions={"length": length})
     config = settings(tiny_folder, **{"reward": {"sources": ("length",)}, **changes})
     run_dir = RunDirectory(out) if resume else RunDirectory.create(out.parent, "run", config)
     if not resume:
         run_dir.path.rename(out)
         run_dir = RunDirectory(out)
-    runs.train(config, run_dir=run_dir, resume=resume, progress=display, given=given)
+    runs.train(config, run_dir=run_dir, resume=resume, progress=display, overrides=given)
     return run_dir
 
 
@@ -214,7 +213,7 @@ def test_records_that_cannot_be_written_end_the_run_in_one_line(
         with full_beyond(1 << 40):
             save_model(*args)
 
-    monkeypatch.setattr("stretto.training.whole.save_model", where_there_is_room)
+    monkeypatch.setattr("stretto.training.trained.save_model", where_there_is_room)
     with full_beyond(8000):
         assert main(["train", str(tmp_path / "full.toml")]) == 2
     printed = capsys.readouterr()

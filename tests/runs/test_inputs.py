@@ -14,8 +14,8 @@ import pytest
 from run_helpers import Notes, lines, run, settings
 from stretto import runs
 from stretto.errors import StateError
-from stretto.models import identity as identities
-from stretto.models.identity import identity
+from stretto.models import info
+from stretto.models.info import identity
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
 from stretto.runs.inputs import Inputs
@@ -150,7 +150,7 @@ def test_long_files_are_known_by_size_beginning_end_and_blocks_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, size in (("WHOLE", 1000), ("HEAD", 100), ("BLOCKS", 4), ("BLOCK", 10)):
-        monkeypatch.setattr(identities, name, size)
+        monkeypatch.setattr(info, name, size)
     (tmp_path / "config.json").write_text('{"a": 1, "transformers_version": "5.1"}')
     file, content = tmp_path / "model.safetensors", bytes(range(256)) * 16
 
@@ -182,7 +182,7 @@ def test_a_config_is_the_same_whoever_wrote_it(tmp_path: Path) -> None:
 
 def test_a_model_of_the_hub_is_known_by_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = {"owner/name": SimpleNamespace(_commit_hash="93efa2f")}
-    monkeypatch.setattr(identities, "load_config", lambda name, trust: loaded[name])
+    monkeypatch.setattr(info, "load_config", lambda name, trust: loaded[name])
     assert identity("owner/name", False, print) == {"commit": "93efa2f"}
 
 

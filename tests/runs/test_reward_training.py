@@ -32,8 +32,7 @@ from stretto.tasks.pairs import Pair, PairTokens, read_pairs, tokens_of
 from stretto.tasks.prompts import render
 from stretto.tasks.responses import PromptLayout
 from stretto.testing import make_chunk
-from stretto.training.epochs import hold_out
-from stretto.training.preference import BradleyTerry, Preferences, train
+from stretto.training.supervised import BradleyTerry, Preferences, hold_out, train
 from stretto.types import FinishReason, Message
 
 EOS = 258  # of the byte tokenizer
@@ -480,7 +479,7 @@ def test_rewards_are_centred_by_the_coefficient() -> None:
         settings = {"training": {"lr": 3e-3}, "steps": 60, "batch": 5, "center_coef": coefficient}
         config = RewardModelConfig.model_validate(settings)
         objective = BradleyTerry(model, 1000, 0.0)
-        train(model, PAIRS, config, lambda step, stats: None)
+        train(model, PAIRS, BradleyTerry.of(model, config), config, lambda step, stats: None)
         after = objective.measure(PAIRS)
         assert after.accuracy == 1.0
         means[coefficient] = after.reward_mean

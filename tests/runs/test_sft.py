@@ -24,9 +24,7 @@ from stretto.observe.progress import NoProgress, PlainProgress
 from stretto.runs.finetuning import sft
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.responses import Example, PromptLayout
-from stretto.training.epochs import batches, hold_out, updates
-from stretto.training.sft import CrossEntropy, objective_of, pack
-from stretto.training.sft import train as train_sft
+from stretto.training.supervised import CrossEntropy, batches, hold_out, pack, train, updates
 from stretto.training.trained import TrainedModel
 
 EOS = 258  # of the byte tokenizer
@@ -330,7 +328,8 @@ def test_training_on_one_batch_is_adamw_on_its_gradient() -> None:
     settings = {"training": {"lr": 1e-2, "lr_schedule": "constant"}, "batch": 6, "steps": 2}
     config = SftConfig.model_validate(settings)
     seen: list[float] = []
-    train_sft(model, EXAMPLES, config, lambda step, stats: seen.append(stats["train/loss"]))
+    objective = CrossEntropy.of(model, config)
+    train(model, EXAMPLES, objective, config, lambda step, stats: seen.append(stats["train/loss"]))
     optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0)
     for expected in seen:
         loss = naive_loss(twin, EXAMPLES)
@@ -339,7 +338,7 @@ def test_training_on_one_batch_is_adamw_on_its_gradient() -> None:
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert objective_of(model, config).measure(EXAMPLES) == pytest.approx(
+    assert CrossEntropy.of(model, config).measure(EXAMPLES) == pytest.approx(
         naive_loss(twin, EXAMPLES).item(), rel=1e-3
     )
 
@@ -545,7 +544,7 @@ def test_plain_progress_shows_what_supervised_runs_have(
     import sys
 
     progress = PlainProgress(sys.stdout)
-    progress.start(SftConfig(), "the headline")
+    progress.start("the headline")
     progress.step(0, 9, {"held_out/loss": 2.0}, [])
     progress.step(3, 9, {"train/loss": 1.25, "perf/throughput": 50.0, "timing_s/step": 2.0}, [])
     assert capsys.readouterr().out.splitlines() == [

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from run_helpers import Killer, processes
 from stretto import runs
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.config import ClusterConfig, Config, recipes
 from stretto.config.cluster import ProcessConfig
 from stretto.errors import ConfigError, EngineError, MissingExtraError, RankError, RewardError
@@ -37,7 +37,7 @@ from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBat
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.forkserver import NAME
 
-TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/")
+TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
 COPIES = {"processes": [{"roles": [f"reference {i}", f"critic {i}"]} for i in range(2)]}
 """Two copies of the scorers, which share their work."""
@@ -89,6 +89,7 @@ def assert_same(one: RunDirectory, two: RunDirectory) -> None:
         ("local", {}),
         ("ray", {}),
         ("local", {"schedule": {"preset": "async"}, "cluster": COPIES}),
+        ("local", {"pipeline": {"ranks": 2}}),
         ("local", {"model": {"lora_rank": 2}, "warmup_examples": 8}),
         pytest.param("local", {"model": {"lora_rank": 2}}, marks=pytest.mark.slow),
         pytest.param("local", RLOO, marks=pytest.mark.slow),
@@ -562,12 +563,13 @@ def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path
     model.unsendable = lambda: None
     config = settings(tiny_folder, runtime="local")
     with pytest.raises(ConfigError, match="cannot be sent to other processes"):
-        trained(config, tmp_path, given=Given(actor=model))
+        trained(config, tmp_path, given=Overrides(actor=model))
 
 
 def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2})
-    with pytest.raises(ConfigError, match="trains through stages, which are for"):
+    learner = {"processes": [{"roles": ["learner"], "fsdp": 2}]}
+    config = settings(tiny_folder, runtime="local", pipeline={"ranks": 2}, cluster=learner)
+    with pytest.raises(ConfigError, match="trains through stages, and cluster"):
         trained(config, tmp_path)
 
 

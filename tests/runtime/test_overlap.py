@@ -32,8 +32,8 @@ from run_helpers import (
     worker_of,
 )
 from stretto import runs
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.config import Config, recipes
+from stretto.config.algorithm import ALGORITHMS
 from stretto.evaluation.answers import completed
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
@@ -140,6 +140,9 @@ OVERLAPS: dict[str, dict[str, Any]] = {
     "dial": {"weight_sync_interval": 2, "lag": 1, "overcommit": 3},
     "all": {"score_on": "chunk", "chunk_tokens": 4, "overcommit": 2, "lag": 1},
 }
+BESIDE = ("lag", "dial")
+"""Decoding goes on while the checkpoint is taken: the machine's pace decides which tokens have
+their keys and values from decoding, and which from prefilling after the resumption."""
 UNEVEN: dict[str, Any] = {"max_new_tokens": 30, "stop": tuple(ascii_lowercase)}
 """Any letter ends a response, one byte in ten: some end at once, others are long."""
 
@@ -183,7 +186,7 @@ def test_a_killed_overlapped_run_resumes_as_if_nothing_had_happened(
         assert [m["step"] for m in again.read_metrics()] == [1, 2, 3, 4, 5, 6]
         assert untimed(again.read_metrics())[:3] == untimed(whole.read_metrics())[:3]
     else:
-        assert_same_run(again, whole)
+        assert_same_run(again, whole, exact=name not in BESIDE)
 
 
 def both(a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -237,7 +240,7 @@ def test_a_killed_run_without_a_critic_resumes_as_if_nothing_had_happened(
         schedule=OVERLAPS[knob],
         observe={"checkpoint_every": 3},
     )
-    assert_same_run(*resumed_and_whole(config, tmp_path))
+    assert_same_run(*resumed_and_whole(config, tmp_path), exact=knob not in BESIDE)
 
 
 @pytest.mark.parametrize("name", ["grpo", "online-dpo"])

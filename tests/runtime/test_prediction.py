@@ -32,7 +32,7 @@ from stretto.runtime.sim.prediction import HANDING_OVER, Phase, Prediction, phas
 from stretto.runtime.sim.replay import CPU_TOKEN_BUDGET
 from stretto.runtime.sim.roles import LearningCurve
 from stretto.runtime.sim.simulate import simulate
-from stretto.scoring.worthwhile import worthwhile_tokens
+from stretto.scoring.responses import worthwhile_tokens
 
 STEPS = 20
 

@@ -29,7 +29,7 @@ from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording
 from stretto.runtime.sim.simulate import simulate
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.worthwhile import worthwhile_tokens
+from stretto.scoring.responses import worthwhile_tokens
 from stretto.types import Prompt
 
 TWO_CORES = Machine("a CPU", 2, 2, (), "2.0")

@@ -13,7 +13,7 @@ import pytest
 
 from run_helpers import lines, settings
 from stretto import runs
-from stretto.assembly.models import NOTHING, Given
+from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
@@ -27,7 +27,7 @@ def flaky(completions: Sequence[str], **_: Any) -> list[float | None]:
     return [None if len(c) % 7 == 3 else float(len(c)) for c in completions]
 
 
-FLAKY = Given(functions={"flaky": flaky})
+FLAKY = Overrides(functions={"flaky": flaky})
 
 
 def slowed(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def books(run_dir: RunDirectory) -> dict[str, Any]:
 
 
 def resumed_from_everywhere(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Given = NOTHING
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Overrides = NO_OVERRIDES
 ) -> tuple[int, int]:
     """Resume a run from all its checkpoints; the same books and rewards come out.
 
@@ -66,7 +66,7 @@ def resumed_from_everywhere(
     """
     monkeypatch.setattr(checkpoint, "_superfluous", lambda *_: [])  # all stay
     whole = RunDirectory.create(tmp_path, "whole", config)
-    runs.train(config, run_dir=whole, progress=NoProgress(), given=given)
+    runs.train(config, run_dir=whole, progress=NoProgress(), overrides=given)
     same, waiting = _is_timeless(config), 0
     for step in range(1, config.steps):
         again = RunDirectory.open(shutil.copytree(whole.path, tmp_path / f"from-{step}"))
@@ -75,7 +75,7 @@ def resumed_from_everywhere(
         found, state = checkpoint.load_latest(again.checkpoints, print)
         assert found == step
         waiting += bool(state["driver.pt"]["schedule"]["generated"])
-        runs.train(config, run_dir=again, resume=True, progress=NoProgress(), given=given)
+        runs.train(config, run_dir=again, resume=True, progress=NoProgress(), overrides=given)
         ids = [row[1] for row in ended(again)]
         assert len(set(ids)) == len(ids) == config.steps * config.rollout.batch
         if same:
@@ -109,7 +109,7 @@ def test_a_round_that_waits_for_scores_gets_them_after_a_restart(
     assert resumed_from_everywhere(config, tmp_path, monkeypatch) == (1, 1)
 
 
-def random_settings(seed: int, folder: Path) -> tuple[Config, Given, float]:
+def random_settings(seed: int, folder: Path) -> tuple[Config, Overrides, float]:
     """A short run whose settings, reward function and slowness are drawn from the seed."""
     r = random.Random(seed)
     name = r.choice(["ppo", "ppo", "rloo", "grpo", "online-dpo"])
@@ -137,7 +137,7 @@ def random_settings(seed: int, folder: Path) -> tuple[Config, Given, float]:
         },
         observe={"checkpoint_every": 1},
     )
-    return config, FLAKY if drops else NOTHING, r.choice([0.0, 0.0, 0.4])
+    return config, FLAKY if drops else NO_OVERRIDES, r.choice([0.0, 0.0, 0.4])
 
 
 @pytest.mark.slow

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.assembly.controls import Filtering, Migrating, RunSizes, controls, controls_of
+from stretto.assembly.controls import Migrating, controls, controls_of
 from stretto.config import Config, ScheduleConfig
+from stretto.config.schedule import Settings
 from stretto.errors import ConfigError, StateError
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize, FixedChunk, TunedChunk
@@ -21,7 +22,6 @@ from stretto.schedules.migration import FixedMigration, MigrationLimits, Migrati
 from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
 from stretto.schedules.replayed import ReplayedChunk, ReplayedOvercommit
 from stretto.schedules.rollout import Rollout
-from stretto.schedules.settings import Settings
 from stretto.schedules.stragglers import AutoMigration
 from stretto.schedules.throughput import ThroughputOvercommit
 from stretto.types import FinishReason, Prompt
@@ -357,12 +357,12 @@ def test_a_schedule_is_told_what_the_run_has_settled() -> None:
 
 
 def test_stragglers_move_as_the_knob_says() -> None:
-    sizes = RunSizes(batch=8, samples_per_prompt=1, max_new_tokens=30, steps=1, engines=2)
+    sizes = Settings(batch=8, samples_per_prompt=1, max_new_tokens=30, steps=1)
     where = Migrating(MigrationLimits(2, 8, 1000, 40, 1e3, 1e5), 0.0, 5)
 
     def policy(migrating: Migrating | None, **schedule: Any) -> MigrationPolicy | None:
         given = ScheduleConfig.model_validate(schedule)
-        return controls(given, sizes, Filtering(), seed=0, migrating=migrating).migration
+        return controls(given, sizes, 2, 0, migrating).migration
 
     assert policy(None, migrate=0.5) is None
     assert policy(where) is None

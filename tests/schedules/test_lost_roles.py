@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.clock import ManualClock
+from stretto.config.schedule import Settings
 from stretto.errors import LifecycleError, RoleLostError, StalledError, StrettoError
 from stretto.observe.spans import Spans
 from stretto.runtime.sim.faults import Faults, faulty
@@ -16,12 +17,11 @@ from stretto.runtime.sim.loop import run
 from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.migration import FixedMigration, MigrationLimits
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.schedule import Schedule
+from stretto.schedules.schedule import Controls, Schedule, Step
 from stretto.schedules.scoring import ScorerReplica
-from stretto.schedules.settings import Controls, Settings, Step
 from stretto.schedules.waits import Phases
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
-from stretto.types import Chunk, WeightsRef
+from stretto.types import Chunk, Decoded, WeightsRef
 
 LENGTHS = [3, 17, 2, 9, 5, 1, 30]
 RESTART_S = 3.0
@@ -479,7 +479,7 @@ def test_a_generator_decodes_on_before_scorers_get_its_chunks(engines: int, rest
     calls: list[tuple[str, int]] = []
 
     class Generator(FakeGenerator):
-        async def decode(self, max_tokens: int, stop_after: int = 0) -> list[Chunk]:
+        async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
             for start in set(self.done.values()):
                 calls.append((self.name, start))
             return await super().decode(max_tokens, stop_after)

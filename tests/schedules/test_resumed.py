@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from schedule_helpers import Setting, schedule_of
+from stretto.config.schedule import Settings
 from stretto.errors import RewardError
 from stretto.runtime.sim.loop import run
-from stretto.schedules.settings import Settings, Step
+from stretto.schedules.schedule import Step
 from stretto.testing import World
 
 

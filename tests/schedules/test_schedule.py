@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto.config.schedule import Settings
 from stretto.errors import LifecycleError, RewardError, StalledError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.buffer import Buffer
@@ -22,9 +23,8 @@ from stretto.schedules.chunking import FixedChunk
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.rollout import Rollout, RolloutState
-from stretto.schedules.schedule import Schedule
+from stretto.schedules.schedule import Controls, Schedule, Step
 from stretto.schedules.scoring import ScorerReplica
-from stretto.schedules.settings import Controls, Settings, Step
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World
 from stretto.types import FinishReason, Prompt, Score, WeightsRef
 

@@ -38,7 +38,7 @@ def test_a_generator_decodes_a_token_a_second() -> None:
 
     async def decode() -> float:
         await generator.admit([empty(0), empty(1)])
-        first, second = await generator.decode(3)
+        (first, second), _ = await generator.decode(3)
         assert (first.tokens.tolist(), first.finish) == ([0, 1], FinishReason.STOP)
         assert (second.tokens.tolist(), second.finish) == ([100, 101, 102], None)
         return world.clock.now()

@@ -12,11 +12,11 @@ import pytest
 
 import stretto.schedules
 from schedule_helpers import Setting, schedule_of
+from stretto.config.schedule import Settings
 from stretto.errors import StalledError
 from stretto.runtime.sim import loop
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import Feed
-from stretto.schedules.settings import Settings
 from stretto.testing import World
 
 PLAIN = Settings(4, 1, 100, 1)

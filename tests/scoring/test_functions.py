@@ -23,10 +23,11 @@ from helpers import told
 from scorer_helpers import byte_tokenizer
 from stretto import tasks
 from stretto.config import TaskConfig
+from stretto.config.sections import NamedSource, TaskSource, reward_source
 from stretto.errors import ConfigError, LifecycleError, StrettoError, TaskError
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.functions import FunctionScorer
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.prompts import render
 from stretto.testing import make_chunk
 from stretto.types import FinishReason, Message, Prompt, Score
@@ -75,7 +76,9 @@ def function(tmp_path: Path) -> Iterator[Scorers]:
     def make(code: str, name: str = "f", **settings: Any) -> FunctionScorer:
         path = tmp_path / "reward.py"
         path.write_text(textwrap.dedent(code))
-        scorer = FunctionScorer(f"{path}:{name}", TaskConfig(), 0, TOKENIZER, **settings)
+        scorer = FunctionScorer(
+            reward_source(f"{path}:{name}"), TaskConfig(), 0, TOKENIZER, **settings
+        )
         open_.append(scorer)
         return scorer
 
@@ -199,7 +202,7 @@ def test_the_tasks_verifier_judges_in_its_process(tmp_path: Path) -> None:
     config = TaskConfig(kind="gsm8k", name=str(path))
     task = tasks.load(config, 0)
     prompts = [render(task.row(i), config, TOKENIZER) for i in (0, 1, 1)]
-    scorer = FunctionScorer("task", config, 0, TOKENIZER)
+    scorer = FunctionScorer(TaskSource("task"), config, 0, TOKENIZER)
     try:
         assert numbers(judge(scorer, ["5", "so \\boxed{1,200}", "5"], prompts)) == [1.0, 1.0, 0.0]
         rows[1]["answer"] = "#### 6"
@@ -219,7 +222,7 @@ def test_made_rows_are_the_same_in_the_judges_process(kind: Any) -> None:
     config = TaskConfig(kind=kind, size=10, extract="last_number")
     task = tasks.load(config, 5)
     prompts = [render(task.row(i), config, TOKENIZER) for i in range(3)]
-    scorer = FunctionScorer("task", config, 5, TOKENIZER)
+    scorer = FunctionScorer(TaskSource("task"), config, 5, TOKENIZER)
     try:
         right = [f"It is {task.row(i).reference}." for i in range(2)]
         assert numbers(judge(scorer, [*right, "unknown"], prompts)) == [1.0, 1.0, 0.0]
@@ -259,7 +262,7 @@ def test_a_function_that_cannot_judge_is_refused(function: Scorers, code: str, s
 )
 def test_a_source_that_is_none_is_refused(source: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        FunctionScorer(source, TaskConfig(), 0, TOKENIZER)
+        FunctionScorer(reward_source(source), TaskConfig(), 0, TOKENIZER)
 
 
 def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
@@ -267,9 +270,11 @@ def test_a_task_without_a_judge_is_refused(tmp_path: Path) -> None:
     path.write_text('{"prompt": "x"}')
     config = TaskConfig(kind="dataset", name=str(path))
     with pytest.raises(TaskError, match="answer_column is empty"):
-        FunctionScorer("task", config, 0, TOKENIZER)
+        FunctionScorer(TaskSource("task"), config, 0, TOKENIZER)
     with pytest.raises(TaskError, match="no file"):
-        FunctionScorer("task", TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER)
+        FunctionScorer(
+            TaskSource("task"), TaskConfig(kind="dataset", name="none.jsonl"), 0, TOKENIZER
+        )
 
 
 # --- failures ---------------------------------------------------------------------------------
@@ -541,7 +546,7 @@ def test_the_process_ends_with_its_parent_without_a_word(tmp_path: Path, how: in
         import sys
         sys.path[:0] = sys.argv[1:]
         from test_functions import *
-        scorer = FunctionScorer("reward.py:f", TaskConfig(), 0, TOKENIZER)
+        scorer = FunctionScorer(reward_source("reward.py:f"), TaskConfig(), 0, TOKENIZER)
         try:
             judge(scorer, ["a"])
         except KeyboardInterrupt:
@@ -576,7 +581,9 @@ def test_a_process_that_cannot_start_again_says_so(function: Scorers, tmp_path: 
 
 
 def local(function: Callable[..., Any], **settings: Any) -> FunctionScorer:
-    return FunctionScorer("mine", TaskConfig(), 0, TOKENIZER, function=function, **settings)
+    return FunctionScorer(
+        NamedSource("mine"), TaskConfig(), 0, TOKENIZER, function=function, **settings
+    )
 
 
 def test_an_object_is_judged_with_in_each_convention() -> None:

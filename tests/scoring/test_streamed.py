@@ -31,9 +31,8 @@ from rounding import GRADIENT_TERMS, rounding
 from scorer_helpers import begun, chunk, stream
 from stretto.config import ModelConfig
 from stretto.errors import EngineError, ModelError
-from stretto.models.cached import CachedPass, slots_within
+from stretto.models.cached import CachedPass, SlotCache, slots_within
 from stretto.models.lora import add_lora
-from stretto.models.slots import SlotCache
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout

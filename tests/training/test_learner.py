@@ -29,13 +29,12 @@ from helpers import (
 )
 from learner_helpers import Grads, assert_close, engine_rollouts, learned_gradients
 from rounding import rounding
-from stretto.config import Config, ModelConfig, TrainingConfig
+from stretto.config import ModelConfig, TrainingConfig
 from stretto.errors import EngineError, LearnerError, LifecycleError
 from stretto.models import forward
-from stretto.models.clone import with_own_weights
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
-from stretto.models.weights import fingerprint, load_weights
+from stretto.models.weights import fingerprint, load_weights, with_own_weights
 from stretto.schedules.rollout import Rollout, total_reward, train_batch
 from stretto.training import agreement
 from stretto.training import collate as collating
@@ -968,6 +967,9 @@ def test_the_memory_of_a_snapshot_is_used_again_once_nobody_holds_it() -> None:
     assert third["weight"].data_ptr() == where
     assert torch.equal(third["weight"], torch.zeros(2, 3))
     assert torch.equal(second["weight"], torch.ones(2, 3))
+    where = third["weight"].data_ptr()
+    del third  # the newer one, while an older one is held
+    assert trained.snapshot()["weight"].data_ptr() == where
 
 
 def test_snapshots_are_of_trained_models() -> None:
@@ -1044,10 +1046,10 @@ def test_warm_up_is_cross_entropy_on_the_answers() -> None:
     examples = make_rollouts(model, critic, SHAPES)
     with torch.no_grad():
         before = -torch.cat(left_padded_logprobs(model, examples)).mean()
-    assert warm_up(model, told(examples), Config(warmup_lr=1e-2)) == pytest.approx(
+    assert warm_up(model, told(examples), 1e-2, TrainingConfig()) == pytest.approx(
         before.item(), rel=1e-5
     )
-    assert warm_up(model, told(examples * 200), Config(warmup_lr=1e-2)) < 0.5 * before.item()
+    assert warm_up(model, told(examples * 200), 1e-2, TrainingConfig()) < 0.5 * before.item()
 
 
 def test_lora_trains_adapters_alone(tiny_folder: Path) -> None:

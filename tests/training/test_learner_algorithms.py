@@ -31,7 +31,8 @@ from learner_helpers import (
 from loss_helpers import VARIANTS, loss_of, part_of
 from rounding import GRADIENT_TERMS, rounding
 from stretto.algorithms.correction import settled
-from stretto.algorithms.registry import ALGORITHMS
+from stretto.algorithms.registry import FUNCTIONS
+from stretto.config.algorithm import ALGORITHMS
 from stretto.errors import LearnerError
 from stretto.models.weights import fingerprint
 from stretto.schedules.rollout import Rollout, train_batch
@@ -65,7 +66,7 @@ def naive_gradients(learner: PolicyLearner, actor: Any, batch: Sequence[Rollout]
     )
     # The beta of the losses' tests is their own.
     seen, _ = settled(part, logprobs[rows].detach(), a)
-    term = a.definition.policy_loss(logprobs[rows], seen, a)
+    term = FUNCTIONS[a.name].policy_loss(logprobs[rows], seen, a)
     if a.kl_place == "loss" and a.kl_coef:
         extra = loss_of(a, logprobs[rows], part).loss - term.loss
         loss = term.loss + extra * a.kl_coef / 0.3

@@ -20,6 +20,7 @@ import torch
 
 from helpers import critic_of, llama, make_learner, make_rollouts, train_on
 from rounding import GRADIENT_TERMS, rounding
+from run_helpers import worker_of
 from stretto.config import Config, ModelConfig, PipelineConfig, recipes
 from stretto.errors import ConfigError, LearnerError, ModelError, RankError
 from stretto.models.lora import add_lora
@@ -30,7 +31,7 @@ from stretto.pipelines.problem import Problem, Side
 from stretto.training import pipelined
 from stretto.training.learner import PolicyLearner
 from stretto.training.partition import into_micro_batches
-from stretto.training.planner import Planner
+from stretto.training.pipelined import Planner
 from stretto.training.trained import Course
 from stretto.workers.forkserver import NAME
 from stretto.workers.ranks import Ranks
@@ -470,9 +471,12 @@ def test_a_rank_that_dies_while_responses_are_generated_ends_the_run(
         training, trained_s = False, 0.0
 
         def step(self, step: int, *_: Any) -> None:
-            made[0].placement.engines[0].decode = lambda *_: [time.sleep(0.01) for _ in range(9000)]
+            worker_of(made[0], "generator").decode = lambda *_: [
+                time.sleep(0.01) for _ in range(9000)
+            ]
             if step == 1:
-                self.train, made[0].learner.train = made[0].learner.train, self.watched
+                learner = worker_of(made[0], "learner")
+                self.train, learner.train = learner.train, self.watched
                 threading.Thread(target=self.kill, args=[ranks_of_this_process()[-1]]).start()
 
         def watched(self, batch: Any) -> Any:
@@ -511,7 +515,11 @@ def test_an_interrupted_run_ends_its_ranks_and_saves_the_last_step(
         """Ctrl-C while the second step's pipelines are at work: a rank has stopped."""
 
         def step(self, step: int, *_: Any) -> None:
-            weights.update(copy.deepcopy(dict(made[0].actor.named_parameters())))
+            weights.update(
+                copy.deepcopy(
+                    dict(worker_of(made[0], "learner").trained["actor"].model.named_parameters())
+                )
+            )
             ranks_of_this_process()[-1].suspend()
             main = threading.main_thread().ident
             assert main

@@ -17,11 +17,12 @@ from torch import nn
 from helpers import critic_of, llama, make_rollouts, told
 from stretto.algorithms.experience import Part
 from stretto.assembly import warmup as building
-from stretto.assembly.cores import share_cores
+from stretto.assembly.controls import share_cores
 from stretto.cli import main as command_line
 from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
 from stretto.errors import LearnerError, ModelError, RankError
+from stretto.models.forward import states_at
 from stretto.pipelines.executor.instructions import PipelineTask
 from stretto.pipelines.executor.stages import cut, for_sending
 from stretto.pipelines.executor.timing import Timings
@@ -30,7 +31,7 @@ from stretto.runtime.run import start as start_run
 from stretto.training import pipelined
 from stretto.training.losses import MicroBatch
 from stretto.training.partition import PaddedBatch, deal, on_cpu
-from stretto.training.planner import Planner
+from stretto.training.pipelined import Planner
 from stretto.training.trained import Course, TrainedModel
 from stretto.workers.threads import WorkerThread
 
@@ -118,7 +119,7 @@ def test_a_blank_micro_batch_has_a_token_and_no_response() -> None:
     part = a_micro_batch().part
     blank = PaddedBatch.blank(part)
     assert blank.tokens.shape == (1, 1)
-    assert blank.at_responses(torch.ones(1, 1, 4)).shape == (0, 4)
+    assert states_at(torch.ones(1, 1, 4), blank.places).shape == (0, 4)
     assert (blank.targets.numel(), int(blank.part.mask.sum())) == (0, 0)
     assert (blank.part.weights.shape, float(blank.part.weights.sum())) == ((1, 2), 0.0)
     assert blank.part.ref_logprobs is None
@@ -236,7 +237,7 @@ def test_what_trains_beside_generation_gets_its_share(
     schedule: dict[str, Any], threads: int
 ) -> None:
     config = Config.model_validate({"threads": 16, "schedule": schedule})
-    assert share_cores(config, 16).training == threads
+    assert share_cores(config.schedule, config.rollout.engines, 16).training == threads
 
 
 def test_a_stage_is_sent_with_its_own_weights() -> None:

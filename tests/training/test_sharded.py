@@ -16,7 +16,7 @@ from helpers import make_learner, make_rollouts
 from learner_helpers import SHAPES, algorithm_settings, make_batch
 from rounding import GRADIENT_TERMS, rounding
 from sharded_workers import UPDATES, ShardedRank, first_gradients, models
-from stretto.algorithms.registry import ALGORITHMS
+from stretto.config.algorithm import ALGORITHMS
 from stretto.schedules.rollout import train_batch
 from stretto.training import shard_files
 from stretto.training.learner import PolicyLearner

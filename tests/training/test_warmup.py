@@ -11,7 +11,7 @@ import torch
 from run_helpers import Notes, assert_same_run, length, settings
 from stretto import runs
 from stretto.assembly import warmup as assembled
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.errors import ConfigError, StateError
 from stretto.observe import RunDirectory
 from stretto.training import warmup
@@ -24,8 +24,8 @@ def reinforce(
     small = {"warmup_examples": 40, "reward": {"sources": ("length",)}}
     config = settings(tiny_folder, **{**small, **changes})
     run_dir, notes = RunDirectory.create(out, "run", config), Notes()
-    given = Given(functions={"length": length}, warmup=warm)
-    runs.train(config, run_dir=run_dir, progress=notes, given=given)
+    given = Overrides(functions={"length": length}, warmup=warm)
+    runs.train(config, run_dir=run_dir, progress=notes, overrides=given)
     return run_dir, notes
 
 

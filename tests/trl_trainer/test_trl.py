@@ -39,7 +39,8 @@ from stretto.errors import (
     TaskError,
 )
 from stretto.machine import usable_cores
-from stretto.trl import arguments, tables
+from stretto.trl import arguments
+from stretto.trl.config import FOR_SCRIPTS
 from stretto.trl.prompts import TokenTask
 
 WORDS = ("cat", "dog", "horse", "cow", "sheep", "pig", "hen", "duck", "goose", "lamb")
@@ -389,7 +390,8 @@ def test_models_are_brought_to_bfloat16(folders: dict[str, Path], tmp_path: Path
 
 
 def test_every_argument_is_heeded_remarked_on_refused_or_the_scripts_own() -> None:
-    groups = [HEEDED, set(tables.REMARKS), set(tables.REFUSALS), set(tables.FOR_SCRIPTS)]
+    scripts = {name for name, entry in arguments.TABLE.items() if entry is FOR_SCRIPTS}
+    groups = [HEEDED, set(arguments.REMARKS), set(arguments.REFUSALS), scripts]
     names = {field.name for field in fields(PPOConfig)}
     assert set().union(*groups) == names
     assert sum(map(len, groups)) == len(names)
@@ -476,7 +478,7 @@ def test_refusals_say_why(given: dict[str, Any], message: str) -> None:
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name", sorted(tables.REFUSALS))
+@pytest.mark.parametrize("name", sorted(arguments.REFUSALS))
 def test_a_refused_argument_is_refused_whatever_it_says(name: str) -> None:
     args = PPOConfig()
     arguments.check(args)
@@ -814,7 +816,7 @@ def test_models_that_are_brought_have_no_dropout() -> None:
     )  # fmt: skip
     model = LlamaForCausalLM(config).train()
     model.extra = torch.nn.Dropout(0.4)
-    ready: Any = made_ready(model, Config.model_validate({"model": {"device": "cpu"}}))
+    ready: Any = made_ready(model, "cpu")
     assert ready is model
     assert (ready.model.layers[0].self_attn.attention_dropout, ready.extra.p) == (0.0, 0.0)
     assert not ready.training

@@ -15,16 +15,14 @@ the advantages is weighted so.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from stretto.algorithms.deferred import torch
+import torch
+from torch import Tensor
+
 from stretto.algorithms.experience import Part
 from stretto.algorithms.reductions import Metrics, weighted_sums
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stretto.config import AlgorithmConfig
+from stretto.config import AlgorithmConfig
 
 
 def settled(part: Part, logprobs: Tensor, settings: AlgorithmConfig) -> tuple[Part, Metrics]:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stretto.algorithms.deferred import torch
+import torch
+from torch import Tensor
+
 from stretto.algorithms.reductions import Metrics
 from stretto.errors import LearnerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)

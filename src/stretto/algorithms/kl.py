@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from stretto.algorithms.deferred import torch
+import torch
+from torch import Tensor
+
+from stretto.config.algorithm import Estimator
 from stretto.errors import LearnerError, StateError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Estimator = Literal["k1", "k2", "k3"]
-"""Estimators of a KL from samples; see :func:`kl_estimate`."""
 
 _ERROR_CLIP = 0.2
 """Ziegler et al. 2019, section 2.2: the proportional error is held within +-0.2."""

@@ -6,16 +6,14 @@ All take a :class:`~stretto.algorithms.experience.Part` of b rows and T columns,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-from stretto.algorithms.deferred import torch
 from stretto.algorithms.experience import LossTerm, Part
-from stretto.algorithms.kl import Estimator, kl_estimate
+from stretto.algorithms.kl import kl_estimate
 from stretto.algorithms.reductions import Metrics, weighted_sums
+from stretto.config.algorithm import Estimator
 from stretto.errors import LearnerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SUM, SQUARES, TOKENS = "sampling/sum", "sampling/squares", "sampling/tokens"
 """Names of the sums of :func:`disagreement`."""

@@ -1,26 +1,25 @@
-"""PPO (Schulman et al. 2017) with a critic and, by default, the KL in the reward.
-
-B responses, T tokens; alignment as in the package's docstring.
-"""
+"""PPO (Schulman et al. 2017) with a critic, and GRPO, which compares a group in its place."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from stretto.algorithms.advantages import WHITEN_EPS, gae, whiten
-from stretto.algorithms.algorithm import Algorithm
-from stretto.algorithms.deferred import torch
+import torch
+from torch import Tensor
+
+from stretto.algorithms.advantages import (
+    WHITEN_EPS,
+    gae,
+    group_normalised,
+    group_stats,
+    whiten,
+)
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
 from stretto.algorithms.policy import clipped_surrogate
 from stretto.algorithms.reductions import Metrics, masked_mean, masked_var, weighted_sums
 from stretto.algorithms.rewards import Rewards
+from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
@@ -96,23 +95,15 @@ def _stats(advantages: Tensor, returns: Tensor, values: Tensor, mask: Tensor) ->
     return stats
 
 
-PPO = Algorithm(
-    name="ppo",
-    targets=targets,
-    policy_loss=policy_loss,
-    value_loss=value_loss,
-    settings=(
-        "algorithm.gamma",
-        "algorithm.lam",
-        "algorithm.value_clip",
-        "algorithm.whiten_advantages",
-        "algorithm.whiten_rewards",
-        "critic.init",
-        "training.critic_lr",
-        "algorithm.clip",
-        "algorithm.clip_high",
-    ),
-    group=1,
-    aggregation="token_mean",
-    ratio=True,
-)
+def grpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
+    """``A_i = (R_i - mean R) / std R`` over the group, along the whole response (no critic).
+
+    GRPO (Shao et al. 2024) averages PPO's clipped surrogate over each response, with the KL (k3) in
+    the loss. Dr. GRPO (Liu et al. 2025): ``group_std = false``, ``aggregation = 'fixed_length'``.
+    DAPO (Yu et al. 2025): ``clip_high = 0.28``, ``aggregation = 'token_mean'``, ``kl_coef = 0``.
+    """
+    advantages = group_normalised(rewards.totals, data.groups, settings.group_std)
+    return Targets(
+        advantages=torch.where(data.mask, advantages[:, None], 0.0),
+        stats=group_stats(rewards.scores, data.groups),
+    )

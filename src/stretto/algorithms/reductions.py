@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from stretto.algorithms.algorithm import Aggregation
-from stretto.algorithms.deferred import torch
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from stretto.config.algorithm import Aggregation
 
 
 def token_weights(mask: Tensor, mode: Aggregation, longest: int = 1) -> Tensor:

@@ -1,33 +1,94 @@
-"""The list of all algorithms. All other lists of their names are derived from it."""
+"""The functions of each algorithm, and the way of a scored batch to them.
+
+What an algorithm needs of a run stands in ``config/algorithm.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from stretto.algorithms.algorithm import Algorithm
-from stretto.algorithms.best_of_n import BEST_OF_N
-from stretto.algorithms.copg import COPG
-from stretto.algorithms.grpo import GRPO
-from stretto.algorithms.online_dpo import ONLINE_DPO
-from stretto.algorithms.ppo import PPO
-from stretto.algorithms.proximal_rloo import PROXIMAL_RLOO
-from stretto.algorithms.rloo import RLOO
+import torch
+from torch import Tensor
 
-ALGORITHMS: Mapping[str, Algorithm] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        PPO,
-        RLOO,
-        PROXIMAL_RLOO,
-        COPG,
-        GRPO,
-        ONLINE_DPO,
-        BEST_OF_N,
-    )
+from stretto.algorithms import ppo, preference, rloo
+from stretto.algorithms.advantages import require_several
+from stretto.algorithms.experience import Experience, LossTerm, Part, Scored, Targets, check
+from stretto.algorithms.rewards import Rewards, make_rewards
+from stretto.config import AlgorithmConfig, RewardConfig
+
+Loss = Callable[[Tensor, Part, AlgorithmConfig], LossTerm]
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """The functions of an algorithm. docs/algorithms.md says how to add one.
+
+    Attributes:
+        targets: a scored batch and its rewards to advantages, or to the rows to train on, and to
+            further tensors that the losses take.
+        policy_loss: log-probs [b, T] of the policy under training, and a part of the experience,
+            to a loss. Entropy and a KL in the loss are terms of their own.
+        value_loss: values [b, T] of the critic under training, and a part of the experience, to a
+            loss; ``None`` for algorithms without a critic.
+    """
+
+    targets: Callable[[Scored, Rewards, AlgorithmConfig], Targets]
+    policy_loss: Loss
+    value_loss: Loss | None = None
+
+
+FUNCTIONS: Mapping[str, Functions] = {
+    "ppo": Functions(ppo.targets, ppo.policy_loss, ppo.value_loss),
+    "rloo": Functions(rloo.targets, rloo.policy_loss),
+    "proximal-rloo": Functions(rloo.targets, rloo.proximal_loss),
+    "copg": Functions(rloo.targets, rloo.copg_loss),
+    "grpo": Functions(ppo.grpo_targets, ppo.policy_loss),
+    "online-dpo": Functions(preference.dpo_targets, preference.dpo_loss),
+    "best-of-n": Functions(preference.best_targets, preference.best_loss),
 }
-"""All algorithms by name, in the order in which the help lists them."""
 
 
-def own_settings() -> Sequence[str]:
-    """Dotted names of the settings that some algorithms look at, and not all."""
-    return list(dict.fromkeys(name for a in ALGORITHMS.values() for name in a.settings))
+def prepare(
+    data: Scored,
+    settings: AlgorithmConfig,
+    reward: RewardConfig,
+    kl_coef: float,
+    proximal: Tensor | None = None,
+) -> Experience:
+    """Make a scored batch into the inputs of its losses.
+
+    The batch is that of a whole step, as groups and whitening need all of it.
+
+    Args:
+        reward: the rule for missing ends.
+        kl_coef: the present beta, which may differ from the setting's starting value.
+        proximal: [B, T], log-probs of the policy before the step, where ratios are taken to that
+            policy and training moves away from it; ``None`` takes those of the behaviour policy.
+
+    Raises:
+        LearnerError: nothing can be learned from the batch: no tokens, numbers that are not finite,
+            a missing reference or critic, or a prompt with too few responses.
+    """
+    check(data, kl_coef)
+    if settings.definition.group > 1:
+        require_several(data.groups, settings.name)
+
+    def clean(x: Tensor) -> Tensor:
+        return torch.where(data.mask, x, 0.0)
+
+    with torch.no_grad():
+        rewards = make_rewards(data, reward, settings, kl_coef)
+        targets = FUNCTIONS[settings.name].targets(data, rewards, settings)
+        singles = [(row,) for row in range(len(data.mask))]
+        return Experience(
+            mask=data.mask,
+            advantages=targets.advantages,
+            old_logprobs=clean(data.logprobs if proximal is None else proximal),
+            behaviour_logprobs=clean(data.logprobs),
+            ref_logprobs=None if data.ref_logprobs is None else clean(data.ref_logprobs),
+            tensors={name: clean(tensor) for name, tensor in targets.tensors.items()},
+            units=singles if targets.units is None else targets.units,
+            rewards=rewards.scores,
+            stats={**rewards.stats, **targets.stats},
+        )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from stretto.algorithms.deferred import torch
+import torch
+from torch import Tensor
+
 from stretto.algorithms.experience import Scored, require_finite
 from stretto.algorithms.kl import kl_estimate
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stretto.config import AlgorithmConfig, RewardConfig
+from stretto.config import AlgorithmConfig, RewardConfig
 
 MissingEos = Literal["off", "replace", "subtract"]
 

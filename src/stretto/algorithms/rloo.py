@@ -1,24 +1,20 @@
-"""RLOO: REINFORCE with a leave-one-out baseline (Ahmadian et al. 2024)."""
+"""RLOO, Proximal RLOO and CoPG: leave-one-out advantages, and three losses of them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-from stretto.algorithms.algorithm import Algorithm
-from stretto.algorithms.deferred import torch
+from stretto.algorithms.advantages import group_stats, leave_one_out
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
-from stretto.algorithms.groups import group_stats, leave_one_out
-from stretto.algorithms.policy import policy_term
+from stretto.algorithms.policy import bounded_ratio, policy_term
+from stretto.algorithms.reductions import weighted_sums
 from stretto.algorithms.rewards import Rewards
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stretto.config import AlgorithmConfig
+from stretto.config import AlgorithmConfig
 
 
 def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
-    """``A_i = R_i - mean of the others' R``, along the whole response. No critic."""
+    """``A_i = R_i - mean of the others' R``, along the whole response (Ahmadian et al. 2024)."""
     advantages = leave_one_out(rewards.totals, data.groups)
     return Targets(
         advantages=torch.where(data.mask, advantages[:, None], 0.0),
@@ -33,4 +29,35 @@ def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> Loss
     return policy_term(-(part.weights[mask] * per_token).sum(), {})
 
 
-RLOO = Algorithm(name="rloo", targets=targets, policy_loss=policy_loss)
+def copg_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+    """``-sum_t w_t A (log pi(y_t) - log pi_old(y_t))``: RLOO's gradient, another value.
+
+    Contrastive policy gradient (Flet-Berliac et al. 2024), as asynchronous RLHF writes it.
+    """
+    mask = part.mask
+    per_token = part.advantages[mask] * (logprobs[mask] - part.old_logprobs[mask])
+    return policy_term(-(part.weights[mask] * per_token).sum(), {})
+
+
+def proximal_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+    """The clipped surrogate of whole responses (Noukhovitch et al. 2025, appendix).
+
+    It copes with data that is many versions old::
+
+        rho = exp(log pi(y) - log pi_old(y))
+        L   = -sum_b w_b min(rho A, clip(rho, 1 - eps, 1 + eps) A)
+
+    Returns:
+        the loss, with ``policy/clipfrac_avg`` over responses and ``policy/sequence_ratio``.
+    """
+    w = part.response_weights
+    advantages = torch.where(part.mask, part.advantages, 0.0)[:, 0]  # the same along a response
+    low, high = settings.clip, settings.clip_high or settings.clip
+
+    ratio = bounded_ratio(part.of_response(logprobs - part.old_logprobs))
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - low, 1 + high) * advantages
+    loss = -(w * torch.minimum(unclipped, clipped)).sum()
+
+    figures = {"policy/clipfrac_avg": clipped < unclipped, "policy/sequence_ratio": ratio}
+    return policy_term(loss, weighted_sums(w, figures))

@@ -64,7 +64,7 @@ def calibrate(
 
     config, began_s = config_of(settings), time.perf_counter()
     threads = torch.get_num_threads()
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     try:
         sizes = sizes or Sizes.of(pick_device(config.model.device))
         subject = subject_of(config, max(sizes.training), say)

@@ -21,7 +21,7 @@ from stretto.saying import CHECKING, LOADING
 from stretto.signals import ending_in_order
 
 if TYPE_CHECKING:
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
     from stretto.runs import RewardModelResult, SftResult, TrainResult
     from stretto.tasks import Task
 
@@ -49,7 +49,7 @@ class Begun(Generic[R]):
 
 
 def begin(
-    config: R, name: str = "run", *, resume: str | Path = "", given: Given | None = None
+    config: R, name: str = "run", *, resume: str | Path = "", given: Overrides | None = None
 ) -> Begun[R]:
     """Begin a run: look for what would fail, and make its folder, or open that of the run which it
     goes on with.
@@ -78,7 +78,7 @@ def begin(
 
 def _checked(
     config: Config | SftConfig | RewardModelConfig,
-    given: Given | None,
+    given: Overrides | None,
     folder: Path,
     *,
     resuming: bool,
@@ -95,7 +95,7 @@ def _checked(
     return task
 
 
-def _brought(given: Given | None) -> dict[str, Any]:
+def _brought(given: Overrides | None) -> dict[str, Any]:
     """Return what of a run the settings do not name, for its check."""
     if given is None:
         return {}
@@ -109,7 +109,7 @@ def _brought(given: Given | None) -> dict[str, Any]:
 
 @overload
 def execute(
-    run: Begun[Config], *, given: Given | None = None, progress: Progress | None = None
+    run: Begun[Config], *, given: Overrides | None = None, progress: Progress | None = None
 ) -> TrainResult: ...
 
 
@@ -124,7 +124,7 @@ def execute(
 
 
 def execute(
-    run: Begun[Any], *, given: Given | None = None, progress: Progress | None = None
+    run: Begun[Any], *, given: Overrides | None = None, progress: Progress | None = None
 ) -> Any:
     """Execute a run that was begun: display, training, and where the results are.
 
@@ -156,7 +156,7 @@ def execute(
         with display.working(LOADING):
             from stretto import runs
             from stretto.api.opening import opening
-            from stretto.assembly.models import NOTHING
+            from stretto.assembly.models import NO_OVERRIDES
 
             # A model that the caller brings has a type of its own.
             actor = given.actor if given else None
@@ -165,13 +165,13 @@ def execute(
                 check_gpu(final)
             run_dir.save_machine(Machine.here())
             text = opening(final, run_dir, actor, resuming=run.resuming)
-        display.start(final, text)
+        display.start(text)
         for line in decided:
             display.note(line)
         if isinstance(final, Config):
-            brought = replace(given or NOTHING, opened=run.task)
+            brought = replace(given or NO_OVERRIDES, opened=run.task)
             return runs.train(
-                final, run_dir=run_dir, resume=run.resuming, progress=display, given=brought
+                final, run_dir=run_dir, resume=run.resuming, progress=display, overrides=brought
             )
         supervised = runs.sft if isinstance(final, SftConfig) else runs.train_reward_model
         return supervised(final, run_dir=run_dir, progress=display)

@@ -228,9 +228,13 @@ def generate(
     config = ModelConfig(name=str(model) if by_name else type(model).__name__, dtype=dtype)
     if by_name:
         check_model(str(model), config)
-    from stretto.assembly.models import NOTHING, Given
+    from stretto.assembly.models import NO_OVERRIDES, Overrides
     from stretto.evaluation.answers import generate as answers_of
 
-    given = NOTHING if isinstance(model, str | Path) else Given(actor=model, tokenizer=tokenizer)
+    given = (
+        NO_OVERRIDES
+        if isinstance(model, str | Path)
+        else Overrides(actor=model, tokenizer=tokenizer)
+    )
     answers = answers_of(config, prompts, options, seed=seed, chat=chat, given=given)
     return [text for _, text in sorted(answers)]

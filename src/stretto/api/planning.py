@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
+from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
-from stretto.api.variants import REPLACED, VARIANTS, schedule_of
 from stretto.config import Config, ModelConfig, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError, StrettoError
 from stretto.planning.hardware import Hardware, Links, gpu_of

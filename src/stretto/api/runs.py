@@ -1,19 +1,110 @@
-"""Runs compared, shown and simulated, from Python."""
+"""Runs compared, shown and simulated, from Python; and the variants of a schedule by name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from stretto import signals
 from stretto.api.execution import begin, execute
 from stretto.api.settings import Settings, changed, config_of
+from stretto.config import KNOBS, PRESETS, Config, PresetName, ScheduleConfig, recipes
+from stretto.observe import records
+from stretto.observe.compare import Comparison, Outcome
+from stretto.observe.report import MAX_RUNS, html_page, load
+from stretto.observe.run_directory import METRICS
+from stretto.observe.working import repeated
+from stretto.saying import Advance, unseen
 
 if TYPE_CHECKING:
-    from stretto.observe.compare import Comparison
     from stretto.runtime.sim.cluster import Cluster
     from stretto.runtime.sim.simulate import SimResult
+
+STOP_S = 30.0
+"""Seconds that an interrupted run gets to end in order and save its model."""
+
+WARMUP = "warmup.safetensors"
+"""File with the result of a seed's warm-up, kept while runs with that seed are to come."""
+
+LOOK_S = 0.5
+"""Seconds between two looks how far a run is."""
+
+_LAST_LINES = 12
+
+
+def _variants(names: Iterable[PresetName]) -> dict[str, dict[str, object]]:
+    """Presets, each after what is left of it without one of its parts."""
+    found: dict[str, dict[str, object]] = {}
+    for name in names:
+        for part, knob in PRESETS[name].parts.items():
+            found[f"{name}-no-{part}"] = {"preset": name, knob: KNOBS[knob].off[0]}
+        found[name] = {"preset": name}
+    return found
+
+
+ONE_ENGINE = _variants(name for name in PRESETS if not PRESETS[name].several_engines)
+"""The variants that need no more than one engine."""
+
+OVERCOMMIT_RULES: dict[str, dict[str, object]] = {
+    "oppo-algorithm1": {"preset": "oppo", "overcommit_rule": "algorithm1"},
+    "oppo-throughput": {"preset": "oppo", "overcommit_rule": "throughput"},
+    "oppo-delta4": {"preset": "oppo", "overcommit": 4},
+    "oppo-delta8": {"preset": "oppo", "overcommit": 8},
+}
+"""Other rules for the delta of 'oppo', which by default follows 'equation4'."""
+
+VARIANTS: Mapping[str, Mapping[str, object]] = (
+    ONE_ENGINE
+    | _variants(name for name in PRESETS if PRESETS[name].several_engines)
+    | OVERCOMMIT_RULES
+)
+"""Names for settings of the schedule."""
+
+REPLACED = ("preset", *KNOBS)
+"""Settings that every variant replaces in the recipe, by the default if it names no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run of a comparison."""
+
+    variant: str
+    seed: int
+
+
+def config_of_job(config: Config, job: Job, out: str) -> Config:
+    """The settings of one run. It writes no checkpoints beyond those that a recipe counts in steps.
+
+    Raises:
+        ConfigError: the variant's settings and the others contradict each other.
+    """
+    data = config.model_dump()
+    data |= {"seed": job.seed, "out": out, "schedule": schedule_of(config.schedule, job.variant)}
+    data["observe"] |= {"progress": "plain", "checkpoint_minutes": 0.0}
+    return recipes.build(data, f"variant '{job.variant}'")
+
+
+def schedule_of(
+    schedule: ScheduleConfig, variant: str, variants: Mapping[str, Mapping[str, object]] = VARIANTS
+) -> dict[str, Any]:
+    """The settings of a schedule with the variant's preset and knobs."""
+    defaults = ScheduleConfig().model_dump()
+    knobs = {name: defaults[name] for name in REPLACED}
+    return {**schedule.model_dump(), **knobs, **variants[variant]}
+
+
+def outcome_of(job: Job, folder: Path) -> Outcome:
+    """Read the outcome of a run from its folder."""
+    return Outcome.of(job.variant, job.seed, load([folder])[0])
 
 
 def report(
@@ -32,7 +123,6 @@ def report(
         the page's file.
     """
     from stretto.api.predicted import predicted
-    from stretto.observe.report import MAX_RUNS, html_page, load
 
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
     file, loaded = Path(out), load(folders)
@@ -63,9 +153,7 @@ def compare(
     Returns:
         its ``table()`` is for people, its ``data()`` for programs.
     """
-    from stretto.api.variants import Job, outcome_of
-    from stretto.assembly.models import Given
-    from stretto.observe.compare import Comparison
+    from stretto.assembly.models import Overrides
 
     base = changed(config_of(settings), changes)
     if not isinstance(variants, Mapping):
@@ -80,7 +168,7 @@ def compare(
     with TemporaryDirectory(prefix="warmup-", dir=base.out) as warm:
         for job, config in runs.items():
             run = begin(config, f"{job.variant}-seed{job.seed}")
-            execute(run, given=Given(warmup=Path(warm, f"seed{job.seed}.safetensors")))
+            execute(run, given=Overrides(warmup=Path(warm, f"seed{job.seed}.safetensors")))
             outcomes.append(outcome_of(job, run.run_dir.path))
     return Comparison(outcomes, target)
 
@@ -94,3 +182,104 @@ def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
     from stretto.runtime.sim.simulate import simulate as run
 
     return run(cluster, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Message about a run that failed."""
+
+    text: str
+
+
+class Trainings:
+    """The runs of a comparison, each a ``stretto train`` in a process of its own.
+
+    Those with one seed have a folder in ``folder``, and share a warm-up.
+
+    Args:
+        config: the settings that all runs share.
+        jobs: all of them, in the order in which they will be run.
+
+    Attributes:
+        folders: of the runs that took all their steps.
+    """
+
+    def __init__(self, config: Config, jobs: Iterable[Job], folder: Path) -> None:
+        self.folders: dict[Job, Path] = {}
+        self._config, self._folder = config, folder
+        self._last = {job.seed: job for job in jobs}
+
+    def run(self, job: Job, advance: Advance = unseen) -> Outcome | Failure:
+        """Train to the end.
+
+        What the run prints goes into a log beside its folder, as one that fails early leaves no
+        folder.
+
+        Raises:
+            KeyboardInterrupt: of this process; the run has been ended in order, or killed.
+        """
+        out = self._folder / f"seed{job.seed}"
+        out.mkdir(exist_ok=True)
+        config = config_of_job(self._config, job, str(out))
+        recipe, log = out / f"{job.variant}.toml", out / f"{job.variant}.log"
+        recipe.write_text(recipes.dump(config), encoding="utf-8")
+        command = [sys.executable, "-m", "stretto", "train", str(recipe)]
+        if config.warmup_examples:
+            command += ["--warmup-file", str(out / WARMUP)]
+        folders, seen = f"{job.variant}-[0-9]*", 0
+
+        def look() -> float:
+            """Tell of new steps, by the records in the run's folder."""
+            nonlocal seen
+            for file in out.glob(f"{folders}/{METRICS}"):
+                last = records.last(file)
+                steps = last["step"] if last else 0
+                advance(steps - seen)
+                seen = steps
+            return LOOK_S
+
+        with repeated(look, LOOK_S):
+            status = run_command(command, log)
+        if job == self._last[job.seed]:
+            (out / WARMUP).unlink(missing_ok=True)
+        if status:
+            with log.open(encoding="utf-8", errors="replace") as lines:
+                end = "".join(f"    {line}" for line in deque(lines, _LAST_LINES))
+            return Failure(f"exit status {status}; the end of {log}:\n{end.rstrip()}")
+        (self.folders[job],) = out.glob(f"{folders}/")
+        return outcome_of(job, self.folders[job])
+
+
+def run_command(command: Sequence[str], log: Path) -> int:
+    """Run to the end, and return the exit status; Ctrl-C and what stands for it stop the command
+    and are passed on. It ends with this process too, however that ends.
+    """
+    ours, theirs = os.pipe()  # nothing is said there: it closes when this process ends
+    with os.fdopen(ours, "rb") as read, os.fdopen(theirs, "wb"), log.open("wb") as stream:
+        # In a process group of its own: the terminal would send Ctrl-C to both, and the second
+        # one, from here, would cut off what the run does to end in order.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            pass_fds=[read.fileno()],
+            env={**os.environ, signals.PARENT: str(read.fileno())},
+        )
+        read.close()
+        try:
+            return process.wait()
+        except BaseException:
+            _stop(process)
+            raise
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -8,7 +8,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from stretto.api.variants import Job, config_of, schedule_of
+from stretto.api.runs import Job, config_of_job, schedule_of
 from stretto.config import recipes
 from stretto.observe.compare import Outcome
 from stretto.observe.idle import ALL_DEVICES
@@ -113,6 +113,6 @@ def recorded(folder: str, placement: str = "") -> Simulation:
         config = recipes.build({**dict(config), **placed}, f"--placement {placement}")
 
     def of(job: Job) -> Cluster:
-        return run.cluster(config_of(config, job, ""))
+        return run.cluster(config_of_job(config, job, ""))
 
     return Simulation(of, config.seed)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
     from stretto.runs import RewardModelResult, SftResult, TrainResult
     from stretto.tasks import Task
 
@@ -168,11 +168,11 @@ def _begun(
 
 def _brought(
     reward: Any, task: Any, model: Any, tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[Given, dict[str, Any]]:
+) -> tuple[Overrides, dict[str, Any]]:
     """Objects, and what settings say of them; mappings are settings as they are."""
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
 
-    given = Given(tokenizer=tokenizer)
+    given = Overrides(tokenizer=tokenizer)
     meant: dict[str, Any] = {}
     for name, part in (("reward", reward), ("task", task), ("model", model)):
         if isinstance(part, Mapping):

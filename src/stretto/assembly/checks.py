@@ -8,7 +8,7 @@ from torch import nn
 
 from stretto.config import Config
 from stretto.errors import ConfigError
-from stretto.models.positions import positions
+from stretto.models.forward import positions
 from stretto.scoring.models import RewardModelScorer
 from stretto.tasks.prompts import PromptSource
 from stretto.training.partition import check_stages
@@ -26,7 +26,7 @@ def check_positions(
     Args:
         what: a name of the model, as the subject of a message.
         model: that reads the actor's tokens, if there is one.
-        generating: see :func:`~stretto.models.positions.positions`.
+        generating: see :func:`~stretto.models.forward.positions`.
 
     Raises:
         ConfigError: it has too few positions.

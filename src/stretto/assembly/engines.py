@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import tempfile
 from collections.abc import Callable
 
 import psutil
@@ -11,16 +11,19 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.checks import check_engine
-from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.errors import EngineError, ModelError
 from stretto.models.cached import slots_within
-from stretto.models.forward import backbone, unwrapped
-from stretto.models.load import end_token_ids
+from stretto.models.forward import unwrapped
+from stretto.models.load import end_token_ids, pick_device, pick_dtype
+from stretto.models.lora import trained_names
+from stretto.models.resolve import resolve
 from stretto.models.tensor_parallel import slices_of
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.stop import StopStrings
-from stretto.weights.channel import WeightChannel
+from stretto.models.weights import fingerprint_of
+from stretto.rollout.base import Engine, EngineSettings, StopStrings
+from stretto.rollout.registry import ENGINES
+from stretto.types import WeightsRef
+from stretto.weights.channel import SharedChannel, WeightChannel
 
 MEMORY_SHARE = 0.15
 """Share of the free memory that the keys and values of one scorer may take."""
@@ -33,27 +36,65 @@ def make_engine(
     rows: int,
     end_tokens: frozenset[int] | None = None,
     channel: WeightChannel | None = None,
-) -> TorchEngine:
-    """Make Stretto's own generation engine, over the actor's own weights.
+    *,
+    brought: bool = False,
+    threads: int = 0,
+) -> Engine:
+    """Make the engine that the settings name, with the actor's weights.
 
     Args:
+        actor: on the CPU, for an engine with weights of its own.
         rows: rollouts decoded at a time, at most.
         end_tokens: that end a response; without them the model's and the tokenizer's do.
-        channel: where new weights come from, if any do.
+        channel: where new weights come from, if any do. An engine with weights of its own has no
+            others before the first :meth:`~stretto.rollout.base.Engine.load`; without a channel,
+            it has the actor's.
+        brought: the actor is an object of the caller's, and not what the settings name.
+        threads: of the CPU, for an engine that decides about them; 0 leaves its choice.
     """
-    check_engine(config, TorchEngine.capabilities)
-    ends = end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
-    stop = StopStrings(config.rollout.stop, tokenizer) if config.rollout.stop else None
-    return TorchEngine(
-        actor,
-        config.rollout,
-        end_tokens=ends,
-        seed=config.seed,
-        stop=stop,
-        slots=config.rollout.slots or rows,
-        carry=config.schedule.carry,
-        channel=channel,
-    )
+    r, kind = config.rollout, ENGINES[config.rollout.engine]
+    check_engine(config, kind.capabilities)
+    device = pick_device(config.model.device)
+    given = SharedChannel() if kind.own_weights and channel is None else None
+    with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
+        settings = EngineSettings(
+            rollout=r,
+            seed=config.seed,
+            end_tokens=(
+                end_token_ids(unwrapped(actor), tokenizer) if end_tokens is None else end_tokens
+            ),
+            stop=StopStrings(r.stop, tokenizer) if r.stop else None,
+            rows=r.slots or rows,
+            carry=config.schedule.carry,
+            channel=given or channel,
+            longest=config.task.max_prompt_tokens + r.max_new_tokens,
+            folder=_config_folder(config, actor, scratch, brought) if kind.own_weights else "",
+            dtype=(
+                pick_dtype(config.model.dtype, device)
+                if kind.own_weights
+                else next(actor.parameters()).dtype
+            ),
+            device=device,
+            threads=threads,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        engine = kind.open(actor, settings)
+    if given:
+        trained = trained_names(actor)
+        ref = WeightsRef("actor", 0, fingerprint_of(actor), given.name)
+        given.put(ref, {n: p.detach() for n, p in actor.named_parameters() if n in trained})
+        engine.load(ref)
+    return engine
+
+
+def _config_folder(config: Config, model: nn.Module, scratch: str, brought: bool) -> str:
+    """Return a folder with the model's config: its own, or that of a model which is an object."""
+    if not brought:
+        return str(resolve(config.model.name, lambda _: None))
+    plain = unwrapped(model)
+    plain.config.architectures = [type(plain).__name__]
+    plain.config.save_pretrained(scratch)
+    return scratch
 
 
 def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -> int:
@@ -74,7 +115,7 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
     try:
         fit = slots_within(model, positions, budget)
     except (EngineError, ModelError):  # the scorer will say so
-        return most_in_flight(config)
+        return config.most_in_flight
     slices, _ = slices_of(model)
     if slices:  # what is free differs from rank to rank, and all must read the same rollouts
         fit = slices.least(fit, parameter.device)
@@ -83,17 +124,4 @@ def scorer_slots(config: Config, model: nn.Module, say: Callable[[str], None]) -
             f"no response of up to {positions} tokens fits into a scorer's share of free memory "
             f"({budget >> 20} MiB): whole responses are scored, once they have ended"
         )
-    return min(most_in_flight(config), fit)
-
-
-@torch.inference_mode()
-def prefill_tokens_per_s(model: nn.Module, tokens: int = 256) -> float:
-    """Measure how fast the model reads, on one sequence; the first pass is a rehearsal."""
-    device = next(model.parameters()).device
-    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
-    seconds = 0.0
-    for _ in range(2):
-        start_s = time.perf_counter()
-        backbone(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -1, 0].item()
-        seconds = time.perf_counter() - start_s
-    return tokens / seconds
+    return min(config.most_in_flight, fit)

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.allocator import keep_freed_memory
-from stretto.config import Config, SupervisedConfig
+from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models import mapped
 from stretto.models.attention import use_short_attention
@@ -38,7 +38,7 @@ from stretto.tasks.prompts import PromptSource
 
 
 @dataclass(frozen=True)
-class Given:
+class Overrides:
     """Objects that the caller of a run brings instead of names in the settings; all are optional.
 
     Attributes:
@@ -74,16 +74,15 @@ class Given:
     in_files: bool = False
 
 
-NOTHING = Given()
-"""Nothing brought: all is as the settings say."""
+NO_OVERRIDES = Overrides()
 
 
-def prepare_torch(config: Config | SupervisedConfig) -> None:
-    """Set memory, threads and torch's seed, from which initialisation alone draws."""
+def prepare_torch(seed: int, threads: int) -> None:
+    """Set memory, threads (0 leaves torch's choice) and the seed, from which models are drawn."""
     keep_freed_memory()
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    torch.manual_seed(config.seed)
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
 
 
 @contextmanager
@@ -98,22 +97,27 @@ def drawing_apart(name: str, device: torch.device) -> Iterator[None]:
         yield
 
 
-def make_actor(config: Config, given: Given, say: Say) -> nn.Module:
+def make_actor(config: ModelConfig, overrides: Overrides, say: Say) -> nn.Module:
     """Return the actor: brought by the caller, or as the settings name it."""
-    if given.actor is None:
-        return load_actor(config, say, in_files=given.in_files)
-    return made_ready(given.actor, config, trained=True)
+    if overrides.actor is None:
+        return load_actor(config, say, in_files=overrides.in_files)
+    return made_ready(overrides.actor, config.device, trained=True)
 
 
 def made_ready(
-    model: nn.Module, config: Config, what: str = "the model", *, trained: bool = False
+    model: nn.Module,
+    device: Literal["auto", "cpu", "cuda"],
+    what: str = "the model",
+    *,
+    trained: bool = False,
 ) -> nn.Module:
     """Make a model that the caller brought like one that is loaded here.
 
-    It is then on the settings' device, in evaluation mode, with no dropout, and with the attention
-    for short sequences.
+    It is then on the device, in evaluation mode, with no dropout, and with the attention for short
+    sequences.
 
     Args:
+        device: as in ``model.device``.
         what: a name of the model, as the subject of a message.
 
     Raises:
@@ -122,7 +126,7 @@ def made_ready(
     require_finite(model, what)
     if trained:
         require_trainable(model, what)
-    model.to(pick_device(config.model.device)).eval()
+    model.to(pick_device(device)).eval()
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and "drop" in name:
@@ -134,27 +138,24 @@ def made_ready(
     return model
 
 
-def load_actor(config: Config, say: Say, *, in_files: bool = False) -> nn.Module:
+def load_actor(config: ModelConfig, say: Say, *, in_files: bool = False) -> nn.Module:
     """Load the actor, as the settings name it."""
-    path = resolve(config.model.name, say)
-    return _loaded(load_causal_lm, path, config, say, in_files)
+    return _loaded(load_causal_lm, resolve(config.name, say), config, say, in_files)
 
 
 def _loaded(
-    load: Callable[..., nn.Module], path: Path | str, config: Config, say: Say, in_files: bool
+    load: Callable[..., nn.Module], path: Path | str, config: ModelConfig, say: Say, in_files: bool
 ) -> nn.Module:
     """Load a model by one of the loaders, in the settings' type and on their device.
 
     Say so if it should be left in its files, and some of it could not.
     """
-    m = config.model
-    device = pick_device(m.device)
+    device = pick_device(config.device)
+    dtype, trust = pick_dtype(config.dtype, device), config.trust_remote_code
     with working(say, f"loading {path}"):
-        model = load(
-            path, pick_dtype(m.dtype, device), device, m.trust_remote_code, in_files=in_files
-        )
+        model = load(path, dtype, device, trust, in_files=in_files)
     if in_files:
-        if m.lora_rank:  # adapters are made in the types of the weights beside them
+        if config.lora_rank:  # adapters are made in the types of the weights beside them
             mapped.convert(model)
         held = mapped.held_bytes(model)
         if held:
@@ -171,45 +172,45 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 
 
 def load_reward_model(
-    config: Config, name: str, say: Say, *, in_files: bool = False
+    config: ModelConfig, name: str, say: Say, *, in_files: bool = False
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """Load a reward model and its tokenizer by name, frozen."""
     path = resolve(name, say)
     model = _loaded(load_sequence_classifier, path, config, say, in_files)
-    return model.requires_grad_(False), load_tokenizer(path, config.model.trust_remote_code, say)
+    return model.requires_grad_(False), load_tokenizer(path, config.trust_remote_code, say)
 
 
 def make_critic(
-    config: Config,
+    config: ModelConfig,
+    init: str,
     actor: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     rewards: Sequence[RewardModelScorer],
-    given: Given,
+    overrides: Overrides,
     say: Say,
-) -> nn.Module | None:
-    """Make the value model, for an algorithm that has one; see ``critic.init``."""
-    if not config.algorithm.definition.critic:
-        return None
-    init = config.critic.init
-    if given.critic is not None:
-        critic = made_ready(given.critic, config, "the critic", trained=True)
-    elif init == "actor":
-        critic = critic_from_actor(actor)
-    elif init == "reward":
-        first = rewards[0]
-        _require_same_tokenizer(init, first.same_tokenizer)
-        critic = mapped.copied(first.model).requires_grad_(True)
-    else:
-        path = resolve(init, say)
-        own = load_tokenizer(path, config.model.trust_remote_code, say)
-        _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
-        critic = _loaded(load_sequence_classifier, path, config, say, given.in_files)
-    return critic
+) -> nn.Module:
+    """Make the value model.
+
+    Args:
+        init: see ``critic.init``.
+    """
+    if overrides.critic is not None:
+        return made_ready(overrides.critic, config.device, "the critic", trained=True)
+    if init == "actor":
+        return critic_from_actor(actor)
+    if init == "reward":
+        _require_same_tokenizer(init, rewards[0].same_tokenizer)
+        return mapped.copied(rewards[0].model).requires_grad_(True)
+    path = resolve(init, say)
+    own = load_tokenizer(path, config.trust_remote_code, say)
+    _require_same_tokenizer(init, same_tokenizer(own, tokenizer))
+    return _loaded(load_sequence_classifier, path, config, say, overrides.in_files)
 
 
 def with_adapters(
     model: nn.Module,
-    config: Config,
+    config: ModelConfig,
+    seed: int,
     kind: Literal["CAUSAL_LM", "SEQ_CLS"],
     stack: ExitStack,
     *,
@@ -221,30 +222,14 @@ def with_adapters(
         stack: at its end, however that comes, a model that the caller brought is a plain model
             again, with the adapters merged in.
     """
-    if not config.model.lora_rank:
+    if not config.lora_rank:
         return model
     trained = trained_names(model)
-    with drawing_apart(f"{config.seed} adapters {kind}", pick_device(config.model.device)):
-        wrapped = add_lora(model, config.model, kind)
+    with drawing_apart(f"{seed} adapters {kind}", pick_device(config.device)):
+        wrapped = add_lora(model, config, kind)
     if brought:
         stack.callback(merge_lora, wrapped, trained)
     return wrapped
-
-
-def make_reference(
-    config: Config, base: nn.Module, actor: nn.Module, given: Given
-) -> nn.Module | None:
-    """Make the reference, to which the KL is measured; ``None`` where there is none.
-
-    Args:
-        base: the actor as it starts.
-        actor: the same model, with adapters under LoRA: it is then its own reference, without them.
-    """
-    if not config.algorithm.has_reference:
-        return None
-    if given.reference is not None:
-        return made_ready(given.reference, config, "the reference").requires_grad_(False)
-    return actor if config.model.lora_rank else frozen_copy(base)
 
 
 def _require_same_tokenizer(init: str, same: bool) -> None:

@@ -21,17 +21,17 @@ from stretto.assembly.checks import (
     check_rewards,
 )
 from stretto.assembly.models import (
-    Given,
+    Overrides,
+    frozen_copy,
     load_reward_model,
+    made_ready,
     make_actor,
     make_critic,
-    make_reference,
     with_adapters,
 )
 from stretto.assembly.scorers import reward_scorer
 from stretto.assembly.warmup import warmed_up
 from stretto.config import Config
-from stretto.config.sections import MODEL
 from stretto.models.forward import unwrapped
 from stretto.models.load import end_token_ids, load_tokenizer, set_checkpointing
 from stretto.models.lora import check_lora
@@ -59,19 +59,24 @@ class Models:
 
 
 def open_task(
-    config: Config, given: Given, say: Say
+    config: Config, overrides: Overrides, say: Say
 ) -> tuple[PreTrainedTokenizerBase, tasks.Task, PromptSource]:
     """Open the actor's tokenizer, the task, and its prompts.
+
+    Args:
+        say: called with a line about whatever takes time.
 
     Raises:
         StrettoError: a setting, the tokenizer or the dataset is at fault.
     """
-    trust = config.model.trust_remote_code
-    tokenizer = given.tokenizer or load_tokenizer(resolve(config.model.name, say), trust, say)
-    task = given.task or given.opened or tasks.load(config.task, config.seed, say)
+    m = config.model
+    tokenizer = overrides.tokenizer or load_tokenizer(
+        resolve(m.name, say), m.trust_remote_code, say
+    )
+    task = overrides.task or overrides.opened or tasks.load(config.task, config.seed, say)
     prompts = PromptSource(task, config.task, tokenizer, config.seed)
-    if given.looks_at:
-        given.looks_at(prompts)
+    if overrides.looks_at:
+        overrides.looks_at(prompts)
     return tokenizer, task, prompts
 
 
@@ -82,7 +87,7 @@ def trained_models(
     rewards: Sequence[RewardModelScorer],
     stack: ExitStack,
     say: Say,
-    given: Given,
+    overrides: Overrides,
 ) -> Models:
     """Make actor, critic and reference, as training starts.
 
@@ -90,34 +95,40 @@ def trained_models(
     the frozen weights, and checkpoints hold only what changes afterwards.
 
     Args:
-        stack: gives models that the caller brought back as they were.
-        say: called with a line about whatever takes time.
-        given: what the caller brings instead of names.
-        task, prompts: see :func:`open_task`.
         rewards: the reward models, as far as they are in this process.
 
     Raises:
         StrettoError: a setting or a model is at fault.
     """
-    base = make_actor(config, given, say)
-    ends = given.end_tokens
+    m = config.model
+    base = make_actor(m, overrides, say)
+    ends = overrides.end_tokens
     ends = end_token_ids(unwrapped(base), prompts.tokenizer) if ends is None else ends
     check_ends(config, ends)
     check_positions(config, "the actor", base, generating=True)
     check_rewards(config, rewards, prompts.first(FIRST))
-    check_lora(base, config.model)
+    check_lora(base, m)
     check_cuts(config, base, rewards)
-    warmed_up(base, config, task, prompts, given, say)
-    critic = make_critic(config, base, prompts.tokenizer, rewards, given, say)
-    if critic is not None:
-        brought = given.critic is not None
-        critic = with_adapters(critic, config, "SEQ_CLS", stack, brought=brought)
-    actor = with_adapters(base, config, "CAUSAL_LM", stack, brought=given.actor is not None)
-    reference = make_reference(config, base, actor, given)
+    warmed_up(base, config, task, prompts, overrides, say)
+    critic = None
+    if config.algorithm.definition.critic:
+        init, tokenizer = config.critic.init, prompts.tokenizer
+        critic = make_critic(m, init, base, tokenizer, rewards, overrides, say)
+        brought = overrides.critic is not None
+        critic = with_adapters(critic, m, config.seed, "SEQ_CLS", stack, brought=brought)
+    brought = overrides.actor is not None
+    actor = with_adapters(base, m, config.seed, "CAUSAL_LM", stack, brought=brought)
+    reference = None
+    if config.algorithm.has_reference:
+        if overrides.reference is not None:
+            reference = made_ready(overrides.reference, m.device, "the reference")
+            reference.requires_grad_(False)
+        else:  # under LoRA the actor is its own reference, without its adapters
+            reference = actor if m.lora_rank else frozen_copy(base)
     check_positions(config, "the critic", critic)
     check_positions(config, "the reference", reference)
     for model in filter(None, (actor, critic)):
-        set_checkpointing(model, config.model)
+        set_checkpointing(model, m)
     return Models(actor, critic, reference, ends)
 
 
@@ -127,6 +138,6 @@ def critic_rewards(
     """Return the reward model that the critic starts from; none where it starts otherwise."""
     if config.critic.init != "reward" or not config.algorithm.definition.critic:
         return []
-    source = next(s for s in config.reward.sources if s.startswith(MODEL))
-    loaded = load_reward_model(config, source.removeprefix(MODEL), say, in_files=in_files)
-    return [reward_scorer(source, config, tokenizer, say, loaded=loaded)]
+    source = config.reward.models[0]
+    loaded = load_reward_model(config.model, source.model, say, in_files=in_files)
+    return [reward_scorer(source.name, config, tokenizer, say, loaded)]

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.engines import scorer_slots
-from stretto.assembly.models import NOTHING, Given, load_reward_model, made_ready
-from stretto.config import Config
-from stretto.config.sections import MODEL
+from stretto.assembly.models import NO_OVERRIDES, Overrides, load_reward_model, made_ready
+from stretto.config import Config, ModelConfig
+from stretto.config.sections import ModelSource, RewardSource
 from stretto.config.training import token_budget
 from stretto.models.load import pick_device
 from stretto.saying import Say
@@ -26,7 +26,7 @@ _NO_FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType({})
 
 
 def open_function(
-    source: str,
+    source: RewardSource,
     config: Config,
     columns: Collection[str],
     tokenizer: PreTrainedTokenizerBase,
@@ -36,7 +36,6 @@ def open_function(
     """Open a reward source that is code, in a process of its own unless the caller brings it.
 
     Args:
-        source: 'task', or 'file.py:name'.
         columns: of the dataset that the prompts are of.
         functions: that the caller brings, by the names of their sources.
 
@@ -52,7 +51,7 @@ def open_function(
         stop=config.rollout.stop,
         timeout_s=config.reward.timeout_s,
         columns=columns,
-        function=functions.get(source),
+        function=functions.get(source.name),
     )
     stack.callback(scorer.close)
     return scorer
@@ -63,47 +62,67 @@ def open_functions(
     columns: Collection[str],
     tokenizer: PreTrainedTokenizerBase,
     stack: ExitStack,
-    given: Given = NOTHING,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> list[FunctionScorer]:
     """Open all reward sources of a run that are code; see :func:`open_function`."""
     return [
-        open_function(source, config, columns, tokenizer, stack, given.functions)
-        for source in config.reward.sources
-        if not (source.startswith(MODEL) or source in given.reward_models)
+        open_function(source, config, columns, tokenizer, stack, overrides.functions)
+        for source in config.reward.parsed
+        if not (isinstance(source, ModelSource) or source.name in overrides.reward_models)
     ]
 
 
 def reward_scorer(
-    source: str,
+    name: str,
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     say: Say,
+    loaded: tuple[nn.Module, PreTrainedTokenizerBase],
     *,
-    loaded: tuple[nn.Module, PreTrainedTokenizerBase] | None = None,
     slots: int = 0,
     ends: frozenset[int] = frozenset(),
 ) -> RewardModelScorer:
     """Make the scorer of a reward source that is a model.
 
     Args:
-        source: 'model:NAME', or the name of one that is brought.
+        name: of the source.
         say: called with a line about whatever takes time.
-        loaded: the model and its tokenizer; without them those that the source names.
+        loaded: the model and its tokenizer.
         slots: rollouts that it can follow while they are decoded.
         ends: tokens that end responses which are given, not sampled.
 
     Raises:
-        ModelError: the model cannot be loaded, or has no scalar head.
+        ModelError: the model has no scalar head.
     """
-    model, own = loaded or load_reward_model(config, source.removeprefix(MODEL), say)
+    model, own = loaded
     budget, stop = _budget(config), config.rollout.stop
     return RewardModelScorer(
-        source, model, own, tokenizer, budget, stop, slots=slots, given_ends=ends, say=say
+        name, model, own, tokenizer, budget, stop, slots=slots, given_ends=ends, say=say
     )
 
 
+def load_reward(
+    source: RewardSource,
+    config: ModelConfig,
+    overrides: Overrides,
+    say: Say,
+) -> tuple[nn.Module, PreTrainedTokenizerBase] | None:
+    """Return a reward model and its tokenizer, frozen; ``None`` for a source that is no model.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
+    if brought := overrides.reward_models.get(source.name):
+        what = f"reward model '{source.name}'"
+        made_ready(brought[0], config.device, what).requires_grad_(False)
+        return brought
+    if not isinstance(source, ModelSource):
+        return None
+    return load_reward_model(config, source.model, say, in_files=overrides.in_files)
+
+
 def reward_models(
-    config: Config, tokenizer: PreTrainedTokenizerBase, given: Given, say: Say
+    config: Config, tokenizer: PreTrainedTokenizerBase, overrides: Overrides, say: Say
 ) -> list[list[RewardModelScorer]]:
     """Make the scorers of the reward models, one of each for every replica of the model scorers.
 
@@ -111,19 +130,13 @@ def reward_models(
     """
     count = config.schedule.knobs.model_replicas(config.rollout.engines)
     replicas: list[list[RewardModelScorer]] = [[] for _ in range(count)]
-    for source in config.reward.sources:
-        if source in given.reward_models:
-            loaded = given.reward_models[source]
-            made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
-        elif source.startswith(MODEL):
-            loaded = load_reward_model(config, source.removeprefix(MODEL), say)
-        else:
+    for source in config.reward.parsed:
+        loaded = load_reward(source, config.model, overrides, say)
+        if loaded is None:
             continue
         slots = scorer_slots(config, loaded[0], say)
         for replica in replicas:
-            replica.append(
-                reward_scorer(source, config, tokenizer, say, loaded=loaded, slots=slots)
-            )
+            replica.append(reward_scorer(source.name, config, tokenizer, say, loaded, slots=slots))
     return replicas
 
 

@@ -9,7 +9,7 @@ from itertools import chain, count, islice
 import numpy as np
 from torch import nn
 
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.config import Config
 from stretto.errors import TaskError
 from stretto.models.weights import fingerprint
@@ -22,7 +22,12 @@ from stretto.types import FinishReason, Response
 
 
 def warmed_up(
-    model: nn.Module, config: Config, task: Task, prompts: PromptSource, given: Given, say: Say
+    model: nn.Module,
+    config: Config,
+    task: Task,
+    prompts: PromptSource,
+    overrides: Overrides,
+    say: Say,
 ) -> None:
     """Train the model on the task's own answers, where the settings ask for it.
 
@@ -34,7 +39,7 @@ def warmed_up(
         StateError: the file is damaged.
         StorageError: the file cannot be written.
     """
-    number, file = config.warmup_examples, given.warmup
+    number, file = config.warmup_examples, overrides.warmup
     if not number:
         return
     key = _key(model, config, task) if file else ""
@@ -43,7 +48,13 @@ def warmed_up(
         say(f"warmed up already on {number} examples ({loss:.3f} nats a token): {file}")
         return
     with working(say, "warming up on examples", number) as advance:
-        loss = warm_up(model, _examples(config, task, prompts), config, advance)
+        loss = warm_up(
+            model,
+            _examples(number, config.task.name, task, prompts),
+            config.warmup_lr,
+            config.training,
+            advance,
+        )
     if file:
         keep(model, loss, key, file)
     say(f"warmed up on {number} examples: {loss:.3f} nats a token")
@@ -67,7 +78,7 @@ def _key(model: nn.Module, config: Config, task: Task) -> str:
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def _examples(config: Config, task: Task, prompts: PromptSource) -> list[Response]:
+def _examples(number: int, name: str, task: Task, prompts: PromptSource) -> list[Response]:
     """Return the task's own answers as finished responses.
 
     They start at the end of the first epoch's order, with the rows that RL reaches last, and repeat
@@ -76,13 +87,13 @@ def _examples(config: Config, task: Task, prompts: PromptSource) -> list[Respons
     tokenizer = prompts.tokenizer
     encoder, examples = Encoder(tokenizer), []
     places = chain.from_iterable(prompts.ids(backwards=True) for _ in count())
-    for i, place in enumerate(islice(places, config.warmup_examples)):
+    for i, place in enumerate(islice(places, number)):
         prompt = prompts.prompt_by_id(place)
         reference = task.row(prompt.data[INDEX_KEY]).reference
         if reference is None:
             raise TaskError(
-                f"warmup_examples = {config.warmup_examples} trains on the task's own answers, and "
-                f"task '{config.task.name}' has none; set warmup_examples = 0"
+                f"warmup_examples = {number} trains on the task's own answers, and "
+                f"task '{name}' has none; set warmup_examples = 0"
             )
         answer = encoder.ids(encoder.escape(reference))
         if tokenizer.eos_token_id is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Collection, Iterator
-from inspect import Parameter, Signature
+from inspect import Signature, signature
 from pathlib import Path
 
+from stretto.config.sections import RewardSource
 from stretto.errors import ConfigError
 from stretto.scoring.conventions import convention_of, not_defined
 from stretto.scoring.functions import locate, require_columns
@@ -16,14 +17,13 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BRANCHES = (ast.If, ast.Try, ast.With, ast.For, ast.While)
 
 
-def check(source: str, columns: Collection[str] | None) -> None:
+def check(source: RewardSource, columns: Collection[str] | None) -> None:
     """Refuse a reward function that cannot be found, imported or called.
 
     What cannot be told without running the file, such as the parameters of a name that is imported,
     is left to the process that runs it.
 
     Args:
-        source: 'file.py:name'.
         columns: of the dataset; ``None`` where they are not known yet.
 
     Raises:
@@ -50,7 +50,7 @@ def check(source: str, columns: Collection[str] | None) -> None:
     if isinstance(function, _FUNCTIONS) and not function.decorator_list:
         convention = convention_of(_signature(function), str(file), name)
         if columns is not None:
-            require_columns(source, convention.required, columns)
+            require_columns(source.name, convention.required, columns)
 
 
 def _is_function(node: ast.stmt) -> bool:
@@ -101,23 +101,12 @@ def _defined(tree: ast.Module) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Signature:
-    a = function.args
-    first_default = len(a.posonlyargs) + len(a.args) - len(a.defaults)
-    parameters = [
-        Parameter(
-            arg.arg,
-            Parameter.POSITIONAL_ONLY
-            if i < len(a.posonlyargs)
-            else Parameter.POSITIONAL_OR_KEYWORD,
-            default=None if i >= first_default else Parameter.empty,
-        )
-        for i, arg in enumerate([*a.posonlyargs, *a.args])
-    ]
-    if a.vararg:
-        parameters.append(Parameter(a.vararg.arg, Parameter.VAR_POSITIONAL))
-    for arg, default in zip(a.kwonlyargs, a.kw_defaults, strict=True):
-        given = Parameter.empty if default is None else None
-        parameters.append(Parameter(arg.arg, Parameter.KEYWORD_ONLY, default=given))
-    if a.kwarg:
-        parameters.append(Parameter(a.kwarg.arg, Parameter.VAR_KEYWORD))
-    return Signature(parameters)
+    """Return the names, kinds and presence of defaults of the parameters; nothing is run."""
+    parameters, nothing = function.args, ast.Constant(None)
+    every = (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)
+    for parameter in filter(None, (*every, parameters.vararg, parameters.kwarg)):
+        parameter.annotation = None
+    parameters.defaults = [nothing for _ in parameters.defaults]
+    parameters.kw_defaults = [default and nothing for default in parameters.kw_defaults]
+    alike = ast.fix_missing_locations(ast.Expression(ast.Lambda(parameters, nothing)))
+    return signature(eval(compile(alike, "<parameters>", "eval")))

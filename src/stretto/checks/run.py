@@ -9,8 +9,15 @@ from pathlib import Path
 
 from stretto import files, tasks
 from stretto.checks import functions, hub, memory
-from stretto.config import Config, ModelConfig, ObserveConfig, RewardModelConfig, SftConfig
-from stretto.config.sections import MODEL
+from stretto.config import (
+    Config,
+    ModelConfig,
+    ObserveConfig,
+    RewardModelConfig,
+    SftConfig,
+    TaskConfig,
+)
+from stretto.config.sections import ModelSource, RewardSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, TaskError, require
 from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
@@ -49,10 +56,12 @@ def check_run(
     check_libraries(config)
     check_device(config.model)
     _check_cluster(config)
-    task = task or check_task(config, ask_hub=ask_hub)
-    sources = [s for s in config.reward.sources if s not in brought]
-    if task:
-        _check_answers(config, task, sources)
+    task = task or check_task(config.task, config.seed, ask_hub=ask_hub)
+    sources = [s for s in config.reward.parsed if s.name not in brought]
+    if task and any(isinstance(source, TaskSource) for source in sources):
+        task.require_verifier()
+    if task and config.warmup_examples:
+        task.require_answers(f"warmup_examples = {config.warmup_examples}")
     _check_sources(sources, config.model, task, ask_hub=ask_hub)
     if models:
         name, critic = config.model.name, config.critic.model
@@ -94,8 +103,8 @@ def check_measured(
     check_device(config.model)
     for name in filter(None, (model, sft)):
         check_model(name, config.model)
-    task = check_task(config) if rows else None
-    _check_sources(sources, config.model, task, tokenizer=False)
+    task = check_task(config.task, config.seed) if rows else None
+    _check_sources([*map(reward_source, sources)], config.model, task, tokenizer=False)
 
 
 def check_libraries(config: Config) -> None:
@@ -145,14 +154,13 @@ def check_device(model: ModelConfig) -> None:
         )
 
 
-def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
+def check_task(task: TaskConfig, seed: int, *, ask_hub: bool = True) -> Task | None:
     """Refuse a task whose data cannot be read; ``None`` for data that would have to be fetched.
 
     Raises:
         ConfigError: it is yet to be named.
         TaskError, MissingExtraError: it cannot.
     """
-    task = config.task
     if not task.name:
         raise ConfigError(
             "task.name is empty: give a file or a hub dataset with --task.name NAME, and its "
@@ -169,18 +177,11 @@ def check_task(config: Config, *, ask_hub: bool = True) -> Task | None:
     elif not task.is_procedural and not is_local(task.name):
         hub.check_dataset(task.name, ask=ask_hub)
         return None
-    return tasks.load(task, config.seed)
-
-
-def _check_answers(config: Config, task: Task, sources: Collection[str]) -> None:
-    if "task" in sources:
-        task.require_verifier()
-    if config.warmup_examples:
-        task.require_answers(f"warmup_examples = {config.warmup_examples}")
+    return tasks.load(task, seed)
 
 
 def _check_sources(
-    sources: Collection[str],
+    sources: Collection[RewardSource],
     model: ModelConfig,
     task: Task | None,
     *,
@@ -190,9 +191,9 @@ def _check_sources(
     """Refuse reward models and functions that are not there, or ask for columns that are not."""
     columns = task.row(0).data.keys() if task else None
     for source in sources:
-        if source.startswith(MODEL):
-            check_model(source.removeprefix(MODEL), model, tokenizer=tokenizer, ask_hub=ask_hub)
-        elif source != "task":
+        if isinstance(source, ModelSource):
+            check_model(source.model, model, tokenizer=tokenizer, ask_hub=ask_hub)
+        elif not isinstance(source, TaskSource):
             functions.check(source, columns)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from stretto.api.alignment import Aligned, PolicyOutcome, align, resume_alignment
 from stretto.api.stages import check_settings, replaced, stages_of
-from stretto.cli import dry_run
+from stretto.cli.dry_run import describe_run, describe_supervised
 from stretto.cli.variants import new_folder
 from stretto.errors import ConfigError
 
@@ -18,23 +17,71 @@ if TYPE_CHECKING:
     from stretto.evaluation import WinRate
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Do all stages, and print what came of it."""
-    options: Any = tyro.cli(_options, prog="stretto align", args=list(arguments))
-    if options["resume"]:
-        return _show(resume_alignment(options["resume"]))
-    stages, asked = options["stages"], options["asked"]
-    check_settings(stages, asked["pairs"], asked["samples"])
-    if options["dry_run"]:
+def command(
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE_OR_FOLDER")] = "",
+    *,
+    algorithm: str = "",
+    pairs: int = 600,
+    samples: int = 200,
+    reference_column: str = "",
+    seed: int | None = None,
+    out: str = "runs",
+    resume: str = "",
+    dry_run: bool = False,
+) -> int:
+    """Align a model: supervised fine-tuning on demonstrations, a reward model from labelled pairs
+    of the tuned model's own responses, and reinforcement learning from the reward model;
+    evaluated before and after by the gold reward, which also labelled the pairs.
+
+    Args:
+        recipe: Recipes of all three stages by one name ('posts'), or a folder with sft.toml,
+            reward.toml and train.toml, such as an earlier alignment left.
+        algorithm: The loss of the last stage; without it the recipe's.
+        pairs: Prompts that the tuned model answers twice, for the gold reward to choose.
+        samples: Held-out prompts to evaluate on, at most.
+        reference_column: Column with the responses to win against; without it the task's own
+            answers.
+        seed: Seed of all stages; without it the recipes'.
+        out: Folder in which the stages get a folder of their own.
+        resume: Go on with the stages in this folder, which has their settings; takes no other
+            option. Stages that ended are not run again.
+        dry_run: Resolve names, print derived sizes and the memory plans, and load nothing.
+    """
+    if resume:
+        others = (recipe, algorithm, reference_column, seed, dry_run, pairs != 600, samples != 200)
+        if any(o not in ("", None, False) for o in others) or out != "runs":
+            raise ConfigError(
+                f"--resume {resume} goes on as it was begun, with the settings in that folder; "
+                "leave out the recipe and all other options"
+            )
+        return _show(resume_alignment(resume))
+    if not recipe:
+        raise ConfigError(
+            "name the recipe of all three stages ('stretto align posts'), a folder with their "
+            "settings, or a folder to go on with as --resume FOLDER"
+        )
+    seeded = {} if seed is None else {"seed": seed}
+    chosen = {"algorithm__name": algorithm} if algorithm else {}
+    stages = stages_of(recipe, sft=seeded, reward=seeded, train=seeded | chosen)
+    check_settings(stages, pairs, samples)
+    if dry_run:
         print("\n".join(replaced(stages)))
-        print(dry_run.describe_supervised(stages.sft))
+        print(describe_supervised(stages.sft))
         labelled = stages.reward.data.model_copy(update={"name": ""})
-        print(dry_run.describe_supervised(stages.reward.model_copy(update={"data": labelled})))
-        print(dry_run.describe_run(stages.train))
+        print(describe_supervised(stages.reward.model_copy(update={"data": labelled})))
+        print(describe_run(stages.train))
         return 0
-    folder = new_folder(options["out"], f"{options['name']}-align")
+    folder = new_folder(out, f"{Path(recipe).name}-align")
     try:
-        return _show(align(stages, folder=folder, **asked))
+        return _show(
+            align(
+                stages,
+                folder=folder,
+                pairs=pairs,
+                samples=samples,
+                reference_column=reference_column,
+            )
+        )
     except BaseException:
         if any(folder.iterdir()):
             print(f"stopped; go on with: stretto align --resume {folder}")
@@ -98,60 +145,3 @@ def _row(name: str, outcome: PolicyOutcome) -> str:
 def _win(outcome: PolicyOutcome) -> WinRate:
     assert outcome.measured.win_rate
     return outcome.measured.win_rate
-
-
-def _options(
-    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE_OR_FOLDER")] = "",
-    *,
-    algorithm: str = "",
-    pairs: int = 600,
-    samples: int = 200,
-    reference_column: str = "",
-    seed: int | None = None,
-    out: str = "runs",
-    resume: str = "",
-    dry_run: bool = False,
-) -> dict[str, Any]:
-    """Align a model: supervised fine-tuning on demonstrations, a reward model from labelled pairs
-    of the tuned model's own responses, and reinforcement learning from the reward model;
-    evaluated before and after by the gold reward, which also labelled the pairs.
-
-    Args:
-        recipe: Recipes of all three stages by one name ('posts'), or a folder with sft.toml,
-            reward.toml and train.toml, such as an earlier alignment left.
-        algorithm: The loss of the last stage; without it the recipe's.
-        pairs: Prompts that the tuned model answers twice, for the gold reward to choose.
-        samples: Held-out prompts to evaluate on, at most.
-        reference_column: Column with the responses to win against; without it the task's own
-            answers.
-        seed: Seed of all stages; without it the recipes'.
-        out: Folder in which the stages get a folder of their own.
-        resume: Go on with the stages in this folder, which has their settings; takes no other
-            option. Stages that ended are not run again.
-        dry_run: Resolve names, print derived sizes and the memory plans, and load nothing.
-    """
-    asked = {"pairs": pairs, "samples": samples, "reference_column": reference_column}
-    if resume:
-        others = (recipe, algorithm, reference_column, seed, dry_run, pairs != 600, samples != 200)
-        if any(o not in ("", None, False) for o in others) or out != "runs":
-            raise ConfigError(
-                f"--resume {resume} goes on as it was begun, with the settings in that folder; "
-                "leave out the recipe and all other options"
-            )
-        return {"resume": resume}
-    if not recipe:
-        raise ConfigError(
-            "name the recipe of all three stages ('stretto align posts'), a folder with their "
-            "settings, or a folder to go on with as --resume FOLDER"
-        )
-    seeded = {} if seed is None else {"seed": seed}
-    chosen = {"algorithm__name": algorithm} if algorithm else {}
-    stages = stages_of(recipe, sft=seeded, reward=seeded, train=seeded | chosen)
-    return {
-        "name": Path(recipe).name,
-        "stages": stages,
-        "asked": asked,
-        "out": out,
-        "resume": "",
-        "dry_run": dry_run,
-    }

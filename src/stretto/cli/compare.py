@@ -7,23 +7,17 @@ turn within a seed, so that whatever drifts on the machine hits all of them alik
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
-from stretto.api import report
-from stretto.api.processes import Trainings
+from stretto.api.runs import REPLACED, Job, Trainings, config_of_job, report
 from stretto.api.settings import settled
-from stretto.api.variants import REPLACED, Job, config_of
 from stretto.checks import check_run
 from stretto.cli import compare_sim
-from stretto.cli.settings import (
-    RECIPE_HELP,
-    Option,
-    check_recipe_is_first,
-    leading_recipe,
-    parse_with_config,
-)
+from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
 from stretto.cli.variants import (
     DEFAULT_SEEDS,
     DEFAULT_VARIANTS,
@@ -54,6 +48,19 @@ _DESCRIPTION = (
 )
 
 
+@dataclass
+class Options:
+    """The command's own options."""
+
+    recipe: Recipe = tyro.MISSING
+    variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
+        DEFAULT_VARIANTS
+    )
+    seeds: Annotated[str, tyro.conf.arg(metavar="INT,...")] = DEFAULT_SEEDS
+    """Seeds, separated by commas."""
+    target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
+
+
 def run(arguments: Sequence[str]) -> int:
     """Compare, print the table and write it; status 1 when a run failed."""
     if any(argument == _SIM or argument.startswith(f"{_SIM}=") for argument in arguments):
@@ -70,22 +77,19 @@ def _trained(arguments: Sequence[str]) -> int:
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
-    config, own = parse_with_config(
-        "compare", _DESCRIPTION, arguments, start, _options(), _offered()
-    )
-    check_recipe_is_first(arguments, own["recipe"])
+    config, own = parse_with_config("compare", _DESCRIPTION, arguments, start, Options, _offered())
     with working(on_stderr, CHECKING):
         check_run(config)
-    jobs = plan(own["variants"], own["seeds"])
+    jobs = plan(own.variants, own.seeds)
     for job in jobs:  # what is wrong with any of them is said before the first one starts
-        config_of(config, job, "")
+        config_of_job(config, job, "")
 
     with working(on_stderr, LOADING):
         config = settled(config, print)  # once, as runs that decide for themselves may differ
     folder = new_folder(config.out, f"{recipes.name_of(recipe)}-compare")
     print(f"{len(jobs)} runs of {config.steps} steps, in {folder}", flush=True)
     with locked(folder, print):
-        return _run_all(jobs, config, folder, arguments, own["target"])
+        return _run_all(jobs, config, folder, arguments, own.target)
 
 
 def _run_all(
@@ -103,15 +107,6 @@ def _run_all(
         page = report(first, folder / "report.html")
         print(f"wrote {page}: the runs of seed {jobs[0].seed} ({len(first)} of them)")
     return exit_status(collected)
-
-
-def _options() -> dict[str, Option]:
-    return {
-        "recipe": Option(tyro.conf.Positional[str], tyro.MISSING, RECIPE_HELP, "RECIPE"),
-        "variants": Option(str, DEFAULT_VARIANTS, VARIANTS_HELP, "NAME,..."),
-        "seeds": Option(str, DEFAULT_SEEDS, "Seeds, separated by commas.", "INT,..."),
-        "target": Option(float | None, None, TARGET_HELP, "REWARD"),
-    }
 
 
 def _offered() -> list[str]:

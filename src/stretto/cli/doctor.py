@@ -6,13 +6,12 @@ import importlib.util
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import tyro
 from packaging.requirements import Requirement
 
 from stretto import files
@@ -58,9 +57,11 @@ class Finding:
     text: str
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Print the report; status 1 when something required is broken."""
-    tyro.cli(_describe, prog="stretto doctor", args=list(arguments))
+def command() -> int:
+    """Say what this machine has, what is installed, and what would not work and why.
+
+    Exit status 1 when something required is broken.
+    """
     marks = {"ok": "  ok  ", "note": " note ", "broken": "BROKEN"}
     broken = 0
     with working(on_stderr, "looking at this machine"):
@@ -69,13 +70,6 @@ def run(arguments: Sequence[str]) -> int:
             print(f"[{marks[finding.state]}] {finding.topic:<13} {finding.text}", flush=True)
     print(f"{broken} broken; nothing can be trained before that is repaired" if broken else "ready")
     return 1 if broken else 0
-
-
-def _describe() -> None:
-    """Say what this machine has, what is installed, and what would not work and why.
-
-    Exit status 1 when something required is broken.
-    """
 
 
 def examine() -> Iterator[Finding]:

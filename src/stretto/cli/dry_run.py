@@ -7,19 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from stretto.checks import check_run, check_supervised, disk
-from stretto.cli.settings import Option
 from stretto.config import Config, ModelConfig, TaskConfig
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, RewardSource
 from stretto.config.supervised import RewardModelConfig, SftConfig
 from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.files import is_local
 
 if TYPE_CHECKING:
     from stretto.models.memory import MemoryPlan
-
-OPTION = Option(
-    bool, False, "Resolve names, print derived sizes and the memory plan, and load nothing.", ""
-)
 
 
 def describe_run(config: Config) -> str:
@@ -28,7 +23,6 @@ def describe_run(config: Config) -> str:
     Raises:
         StrettoError: what :func:`~stretto.checks.check_run` finds.
     """
-    from stretto.assembly.controls import most_in_flight
     from stretto.models.memory import format_plan, plan_for
     from stretto.observe.progress import headline
 
@@ -38,12 +32,12 @@ def describe_run(config: Config) -> str:
     lines = [
         headline(config),
         f"in all: {config.steps * r.batch:,} responses, {config.steps * updates:,} updates",
-        f"in flight: at most {most_in_flight(config)} responses (delta at most "
+        f"in flight: at most {config.most_in_flight} responses (delta at most "
         f"{config.schedule.largest_overcommit(r.batch)}), each of at most "
         f"{config.task.max_prompt_tokens:,} + {r.max_new_tokens:,} tokens",
         *_model(config.model),
         *_pipelines(config),
-        *map(_source, config.reward.sources),
+        *map(_source, config.reward.parsed),
     ]
     if not config.task.is_procedural:
         lines.append(f"prompts: {config.task.name} ({_data(config.task.name)})")
@@ -127,9 +121,9 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
-def _source(source: str) -> str:
-    name = source.removeprefix(MODEL)
-    return f"reward: {source} ({_place(name)})" if source.startswith(MODEL) else f"reward: {source}"
+def _source(source: RewardSource) -> str:
+    where = f" ({_place(source.model)})" if isinstance(source, ModelSource) else ""
+    return f"reward: {source.name}{where}"
 
 
 def _place(name: str) -> str:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from stretto.api.settings import trained_with
 from stretto.checks import check_measured
-from stretto.cli.settings import (
-    RECIPE_HELP,
-    Option,
-    check_recipe_is_first,
-    leading_recipe,
-    parse_with_config,
-)
+from stretto.cli.settings import RECIPE_HELP, leading_recipe, parse_with_config
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError, require
 from stretto.models.resolve import trained_model
@@ -66,27 +60,73 @@ MEASURES = ("pass@1", "mean_score", "win_rate", "kl", "judge", "benchmarks")
 """Figures that say what was measured."""
 
 
+@dataclass
+class Options:
+    """The command's own options.
+
+    Attributes:
+        model: What to measure: a known name, a local folder, a hub name, or a run's folder.
+            Without it: the run's trained model, or the recipe's model before training.
+        out: Write the figures and settings to this JSON file.
+        temperature: Of sampled responses; without it: the recipe's. pass@1 is greedy.
+        win_rate_by: Win-rate against reference responses by this gold reward: 'model:NAME' (a
+            reward model or the run of one), 'file.py:function', or 'task'.
+        reference_column: Column with the reference responses: text, or a conversation that ends
+            with the assistant's turn. Without it: the task's own answers.
+        sft: KL to this model (what the policy was trained from, or the run of it), and its
+            perplexity on the policy's samples.
+        judge: Win-rate against reference responses by this LLM, which sees each pair in both
+            orders. The key is taken from OPENAI_API_KEY. Needs the extra 'judge'.
+        judge_url: OpenAI-compatible endpoint of the judge, such as http://localhost:8000/v1.
+            Without it: OPENAI_BASE_URL, else OpenAI's.
+        judge_concurrency: Questions to the judge at a time. Without it: 8.
+        judge_timeout: Seconds for one question to the judge, retries included. Without it: 120.
+        lm_eval: Benchmarks of lm-evaluation-harness, with commas between: arc_challenge, arc_easy,
+            hellaswag, truthfulqa_mc2 (0-shot), gsm8k (5-shot), any other that it knows, or a .yaml
+            file that defines one. Needs the extra 'lm-eval'.
+        lm_eval_limit: Examples of each benchmark; 0 takes all.
+    """
+
+    recipe: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(help=RECIPE_HELP, metavar="RECIPE_OR_RUN")
+    ] = tyro.MISSING
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    samples: Annotated[
+        int | None, tyro.conf.arg(help=f"Rows to answer. Without it: {SAMPLES}.", metavar="INT")
+    ] = None
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    win_rate_by: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
+    reference_column: Annotated[str, tyro.conf.arg(metavar="COLUMN")] = ""
+    sft: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    judge: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    judge_url: Annotated[str, tyro.conf.arg(metavar="URL")] = ""
+    judge_concurrency: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    judge_timeout: Annotated[float | None, tyro.conf.arg(metavar="FLOAT")] = None
+    lm_eval: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    lm_eval_limit: int = 0
+
+
 def run(arguments: Sequence[str]) -> int:
     """Evaluate, print the figures, and write them where asked."""
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
-    config, own = parse_with_config("eval", _DESCRIPTION, arguments, start, _options(), SETTINGS)
-    check_recipe_is_first(arguments, own["recipe"])
+    config, own = parse_with_config("eval", _DESCRIPTION, arguments, start, Options, SETTINGS)
     _check(own)
-    sampled, benchmarks = any(own[name] for name in SAMPLED), _names(own["lm_eval"])
-    if own["temperature"] is not None:
-        rollout = config.rollout.model_copy(update={"temperature": own["temperature"]})
+    sampled, benchmarks = any(getattr(own, name) for name in SAMPLED), _names(own.lm_eval)
+    if own.temperature is not None:
+        rollout = config.rollout.model_copy(update={"temperature": own.temperature})
         config = config.model_copy(update={"rollout": rollout})
-    model, folder = _model(own["model"], own["recipe"], config.model.name)
-    trained = trained_with(own["model"], own["recipe"], config)
-    by = [own["win_rate_by"]] if own["win_rate_by"] else []
+    model, folder = _model(own.model, own.recipe, config.model.name)
+    trained = trained_with(own.model, own.recipe, config)
+    by = [own.win_rate_by] if own.win_rate_by else []
     rows = sampled or not benchmarks
     with working(on_stderr, CHECKING):
-        check_measured(config, model, rows=rows, sources=by, sft=own["sft"])
+        check_measured(config, model, rows=rows, sources=by, sft=own.sft)
     if benchmarks:
         require("lm_eval", "lm-eval", "--lm-eval")
-    if own["judge"]:
+    if own.judge:
         require("openai", "judge", "an LLM judge")
 
     print(f"model        {model}")
@@ -103,19 +143,17 @@ def run(arguments: Sequence[str]) -> int:
         record = {"model": model, "what": what, "figures": figures, "settings": settings}
         if evaluations.append(folder, record):
             print(f"dropped a last line that was never finished, of {folder / evaluations.FILE}")
-    if own["out"]:
-        _write(Path(own["out"]), {"model": model, **figures, "settings": settings})
+    if own.out:
+        _write(Path(own.out), {"model": model, **figures, "settings": settings})
     return 0
 
 
-def _pass_at_1(
-    config: Config, own: Mapping[str, Any], model: str, trained: Config
-) -> dict[str, Any]:
+def _pass_at_1(config: Config, own: Options, model: str, trained: Config) -> dict[str, Any]:
     with working(on_stderr, LOADING):
         from stretto import evaluation
 
     result = evaluation.evaluate(
-        config, model=model, samples=own["samples"] or SAMPLES, trained=trained
+        config, model=model, samples=own.samples or SAMPLES, trained=trained
     )
     _print_rows(config, result)
     _print("pass@1", f"{result.pass_at_1:.4f} ± {result.pass_at_1_standard_error:.4f}")
@@ -126,23 +164,23 @@ def _pass_at_1(
     return figures
 
 
-def _sampled(config: Config, own: Mapping[str, Any], model: str, trained: Config) -> dict[str, Any]:
+def _sampled(config: Config, own: Options, model: str, trained: Config) -> dict[str, Any]:
     with working(on_stderr, LOADING):
         from stretto import evaluation
 
     judge = None
-    if own["judge"]:
-        limits = {"concurrency": own["judge_concurrency"], "timeout_s": own["judge_timeout"]}
-        given = {name: value for name, value in limits.items() if value is not None}
-        judge = evaluation.LlmJudge(own["judge"], own["judge_url"], **given)
+    if own.judge:
+        limits = {"concurrency": own.judge_concurrency, "timeout_s": own.judge_timeout}
+        given: dict[str, Any] = {name: value for name, value in limits.items() if value is not None}
+        judge = evaluation.LlmJudge(own.judge, own.judge_url, **given)
     measured = evaluation.measure(
         config,
         policy=model,
-        samples=own["samples"] or SAMPLES,
-        by=own["win_rate_by"],
-        sft=own["sft"],
+        samples=own.samples or SAMPLES,
+        by=own.win_rate_by,
+        sft=own.sft,
         judge=judge,
-        reference_column=own["reference_column"],
+        reference_column=own.reference_column,
         trained=trained,
     )
     _print_rows(config, measured)
@@ -156,12 +194,12 @@ def _sampled(config: Config, own: Mapping[str, Any], model: str, trained: Config
 
 
 def _benchmarks(
-    config: Config, own: Mapping[str, Any], model: str, names: Sequence[str]
+    config: Config, own: Options, model: str, names: Sequence[str]
 ) -> list[dict[str, Any]]:
     with working(on_stderr, LOADING):
         from stretto import evaluation
 
-    figures = evaluation.benchmark(config, model=model, tasks=names, limit=own["lm_eval_limit"])
+    figures = evaluation.benchmark(config, model=model, tasks=names, limit=own.lm_eval_limit)
     for f in figures:
         error = "" if f.standard_error is None else f" ± {f.standard_error:.4f}"
         _print(f.task, f"{f.value:.4f}{error}  {f.metric}, {f.fewshot}-shot")
@@ -204,113 +242,34 @@ def _print(name: str, value: str) -> None:
     print(f"{name:<12} {value}", flush=True)
 
 
-def _options() -> dict[str, Option]:
-    return {
-        "recipe": Option(tyro.conf.Positional[str], tyro.MISSING, RECIPE_HELP, "RECIPE_OR_RUN"),
-        "model": Option(
-            str,
-            "",
-            "What to measure: a known name, a local folder, a hub name, or a run's folder. "
-            "Without it: the run's trained model, or the recipe's model before training.",
-            "MODEL",
-        ),
-        "samples": Option(int | None, None, f"Rows to answer. Without it: {SAMPLES}.", "INT"),
-        "out": Option(str, "", "Write the figures and settings to this JSON file.", "FILE"),
-        "temperature": Option(
-            float | None,
-            None,
-            "Of sampled responses; without it: the recipe's. pass@1 is greedy.",
-            "FLOAT",
-        ),
-        "win_rate_by": Option(
-            str,
-            "",
-            "Win-rate against reference responses by this gold reward: 'model:NAME' (a reward "
-            "model or the run of one), 'file.py:function', or 'task'.",
-            "SOURCE",
-        ),
-        "reference_column": Option(
-            str,
-            "",
-            "Column with the reference responses: text, or a conversation that ends with the "
-            "assistant's turn. Without it: the task's own answers.",
-            "COLUMN",
-        ),
-        "sft": Option(
-            str,
-            "",
-            "KL to this model (what the policy was trained from, or the run of it), and its "
-            "perplexity on the policy's samples.",
-            "MODEL",
-        ),
-        **_judge_options(),
-    }
-
-
-def _judge_options() -> dict[str, Option]:
-    return {
-        "judge": Option(
-            str,
-            "",
-            "Win-rate against reference responses by this LLM, which sees each pair in both "
-            "orders. The key is taken from OPENAI_API_KEY. Needs the extra 'judge'.",
-            "MODEL",
-        ),
-        "judge_url": Option(
-            str,
-            "",
-            "OpenAI-compatible endpoint of the judge, such as http://localhost:8000/v1. Without "
-            "it: OPENAI_BASE_URL, else OpenAI's.",
-            "URL",
-        ),
-        "judge_concurrency": Option(
-            int | None, None, "Questions to the judge at a time. Without it: 8.", "INT"
-        ),
-        "judge_timeout": Option(
-            float | None,
-            None,
-            "Seconds for one question to the judge, retries included. Without it: 120.",
-            "FLOAT",
-        ),
-        "lm_eval": Option(
-            str,
-            "",
-            "Benchmarks of lm-evaluation-harness, with commas between: arc_challenge, arc_easy, "
-            "hellaswag, truthfulqa_mc2 (0-shot), gsm8k (5-shot), any other that it knows, or a "
-            ".yaml file that defines one. Needs the extra 'lm-eval'.",
-            "NAMES",
-        ),
-        "lm_eval_limit": Option(int, 0, "Examples of each benchmark; 0 takes all.", "INT"),
-    }
-
-
-def _check(own: Mapping[str, Any]) -> None:
+def _check(own: Options) -> None:
     """Refuse numbers out of range, and options without the one that they belong to.
 
     Raises:
         ConfigError: there are such.
     """
     for name, least in (("samples", 1), ("lm_eval_limit", 0)):
-        if own[name] is not None and own[name] < least:
+        value = getattr(own, name)
+        if value is not None and value < least:
             option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {own[name]}: must be {least} or more")
-    if own["temperature"] is not None and not 0 <= own["temperature"] < math.inf:
-        raise ConfigError(f"--temperature {own['temperature']}: must be 0 or more")
-    sampled, defaults = any(own[name] for name in SAMPLED), _options()
-    if own["samples"] is not None and own["lm_eval"] and not sampled:
+            raise ConfigError(f"--{option} {value}: must be {least} or more")
+    if own.temperature is not None and not 0 <= own.temperature < math.inf:
+        raise ConfigError(f"--temperature {own.temperature}: must be 0 or more")
+    sampled, defaults = any(getattr(own, name) for name in SAMPLED), Options()
+    if own.samples is not None and own.lm_eval and not sampled:
         raise ConfigError(
             "--samples has no effect on benchmarks, which have rows of their own; --lm-eval-limit "
             "says how many of them to take"
         )
     for name, used, by in (
         ("temperature", sampled, SAMPLED),
-        ("reference_column", own["win_rate_by"] or own["judge"], ("win_rate_by", "judge")),
-        ("judge_url", own["judge"], ("judge",)),
-        ("judge_concurrency", own["judge"], ("judge",)),
-        ("judge_timeout", own["judge"], ("judge",)),
-        ("lm_eval_limit", own["lm_eval"], ("lm_eval",)),
+        ("reference_column", own.win_rate_by or own.judge, ("win_rate_by", "judge")),
+        ("judge_url", own.judge, ("judge",)),
+        ("judge_concurrency", own.judge, ("judge",)),
+        ("judge_timeout", own.judge, ("judge",)),
+        ("lm_eval_limit", own.lm_eval, ("lm_eval",)),
     ):
-        if own[name] != defaults[name].default and not used:
+        if getattr(own, name) != getattr(defaults, name) and not used:
             options = " or ".join("--" + option.replace("_", "-") for option in by)
             raise ConfigError(f"--{name.replace('_', '-')} has no effect without {options}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
 import tyro
@@ -18,13 +18,7 @@ from stretto.saying import CHECKING, LOADING, working
 _MOST_AT_ONCE = 32
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Generate, and print each answer as soon as those before it are printed."""
-    tyro.cli(_generate, prog="stretto generate", args=list(arguments))
-    return 0
-
-
-def _generate(
+def command(
     prompts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PROMPT")] = (),
     /,
     model: str = "smollm2-135m",

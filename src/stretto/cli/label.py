@@ -8,18 +8,14 @@ reward``, which will read what is written; a recipe's are those of ``stretto tra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from stretto.checks import check_measured
-from stretto.cli.settings import (
-    Option,
-    check_recipe_is_first,
-    leading_recipe,
-    parse_with_config,
-)
+from stretto.cli.settings import leading_recipe, parse_with_config
 from stretto.config import RewardModelConfig, recipes
 from stretto.errors import ConfigError
 from stretto.observe.progress import on_stderr
@@ -74,6 +70,45 @@ _WHAT = (
 )
 
 
+@dataclass
+class _Options:
+    """Options of both forms.
+
+    Attributes:
+        by: The gold reward: 'model:NAME' (a reward model or the run of one), 'file.py:function',
+            or, with --responses-from, 'task'.
+        out: Where the pairs go, as JSON Lines.
+    """
+
+    what: Annotated[
+        tyro.conf.Positional[str], tyro.conf.arg(help=_WHAT, metavar="FILE_OR_RECIPE")
+    ] = tyro.MISSING
+    by: Annotated[str, tyro.conf.arg(metavar="SOURCE")] = ""
+    out: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+
+
+@dataclass
+class _FileOptions(_Options):
+    timeout: float = 30.0
+    """Seconds that a function may take for 32 responses."""
+
+
+@dataclass
+class _RecipeOptions(_Options):
+    """Options of the form that samples responses.
+
+    Attributes:
+        responses_from: Model that answers the recipe's prompts: a known name, a local folder, a
+            hub name, or a run's folder.
+        samples: Responses to each prompt; the best and the worst of those that ended make a pair.
+        prompts: Prompts to answer, at most.
+    """
+
+    responses_from: Annotated[str, tyro.conf.arg(metavar="MODEL")] = ""
+    samples: int = 2
+    prompts: int = 1000
+
+
 def run(arguments: Sequence[str]) -> int:
     """Label, and say what became of the rows."""
     if any(a == RESPONSES_FROM or a.startswith(f"{RESPONSES_FROM}=") for a in arguments):
@@ -87,87 +122,52 @@ def run(arguments: Sequence[str]) -> int:
 def _label_file(arguments: Sequence[str]) -> LabelResult:
     name = leading_recipe(arguments)
     start = RewardModelConfig.model_validate({"data": {"name": name}})
-    timeout = Option(float, 30.0, "Seconds that a function may take for 32 responses.", "FLOAT")
-    options = {**_options(), "timeout": timeout}
-    config, own = parse_with_config("label", _DESCRIPTION, arguments, start, options, FILE_SETTINGS)
-    check_recipe_is_first(arguments, own["what"])
+    config, own = parse_with_config(
+        "label", _DESCRIPTION, arguments, start, _FileOptions, FILE_SETTINGS
+    )
     _check(own)
     if name in recipes.names():
         raise ConfigError(
             f"'{name}' is a recipe, whose prompts are yet to be answered: say by which model with "
             f"{RESPONSES_FROM} MODEL, or give a file of pairs"
         )
-    if not own["timeout"] > 0:
-        raise ConfigError(f"--timeout {own['timeout']}: must be above 0")
+    if not own.timeout > 0:
+        raise ConfigError(f"--timeout {own.timeout}: must be above 0")
 
     with working(on_stderr, LOADING):
         from stretto import evaluation
 
-    return evaluation.label_pairs(
-        config, by=own["by"], out=Path(own["out"]), timeout_s=own["timeout"]
-    )
+    return evaluation.label_pairs(config, by=own.by, out=Path(own.out), timeout_s=own.timeout)
 
 
 def _label_responses(arguments: Sequence[str]) -> LabelResult:
     recipe = leading_recipe(arguments)
     start = recipes.load(recipe or "arithmetic")
-    options = {
-        **_options(),
-        "responses_from": Option(
-            str,
-            "",
-            "Model that answers the recipe's prompts: a known name, a local folder, a hub name, or "
-            "a run's folder.",
-            "MODEL",
-        ),
-        "samples": Option(
-            int,
-            2,
-            "Responses to each prompt; the best and the worst of those that ended make a pair.",
-            "INT",
-        ),
-        "prompts": Option(int, 1000, "Prompts to answer, at most.", "INT"),
-    }
     config, own = parse_with_config(
-        "label", _DESCRIPTION, arguments, start, options, RECIPE_SETTINGS
+        "label", _DESCRIPTION, arguments, start, _RecipeOptions, RECIPE_SETTINGS
     )
-    check_recipe_is_first(arguments, own["what"])
     _check(own)
-    if own["prompts"] < 1:
-        raise ConfigError(f"--prompts {own['prompts']}: must be 1 or more")
+    if own.prompts < 1:
+        raise ConfigError(f"--prompts {own.prompts}: must be 1 or more")
     with working(on_stderr, CHECKING):
-        check_measured(config, own["responses_from"], sources=[own["by"]])
+        check_measured(config, own.responses_from, sources=[own.by])
 
     with working(on_stderr, LOADING):
         from stretto import evaluation
 
     return evaluation.label_responses(
         config,
-        policy=own["responses_from"],
-        by=own["by"],
-        out=Path(own["out"]),
-        prompts=own["prompts"],
-        per_prompt=own["samples"],
+        policy=own.responses_from,
+        by=own.by,
+        out=Path(own.out),
+        prompts=own.prompts,
+        per_prompt=own.samples,
     )
 
 
-def _options() -> dict[str, Option]:
-    return {
-        "what": Option(tyro.conf.Positional[str], tyro.MISSING, _WHAT, "FILE_OR_RECIPE"),
-        "by": Option(
-            str,
-            "",
-            "The gold reward: 'model:NAME' (a reward model or the run of one), "
-            "'file.py:function', or, with --responses-from, 'task'.",
-            "SOURCE",
-        ),
-        "out": Option(str, "", "Where the pairs go, as JSON Lines.", "FILE"),
-    }
-
-
-def _check(own: dict[str, Any]) -> None:
+def _check(own: _Options) -> None:
     for name, example in (("by", "model:NAME"), ("out", "pairs.jsonl")):
-        if not own[name]:
+        if not getattr(own, name):
             raise ConfigError(f"--{name} is missing; give it, such as --{name} {example}")
 
 

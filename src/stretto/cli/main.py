@@ -75,7 +75,12 @@ def _dispatch(arguments: list[str]) -> int:
     if name not in COMMANDS:
         print(f"stretto: unknown command '{name}'. {nearest(name, COMMANDS)}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"stretto.cli.{name}").run(rest))
+    module = importlib.import_module(f"stretto.cli.{name}")
+    if hasattr(module, "run"):  # it offers the settings of a run
+        return int(module.run(rest))
+    import tyro
+
+    return tyro.cli(module.command, prog=f"stretto {name}", args=rest) or 0
 
 
 def _usage() -> str:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from stretto.api import calibrating, planning
 from stretto.api.planning import Plan, Question
-from stretto.cli.settings import (
-    RECIPE_HELP,
-    Option,
-    check_recipe_is_first,
-    leading_recipe,
-    parse_with_config,
-)
+from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.models.memory import format_size
@@ -47,6 +42,44 @@ _SHARING = {
 }
 
 
+@dataclass
+class Options:
+    """The command's own options."""
+
+    recipe: Recipe = tyro.MISSING
+    gpus: int = 0
+    """Number of GPUs; a plan uses all of them."""
+    gpu: Annotated[str, tyro.conf.arg(help=f"Kind of GPU: {', '.join(GPUS)}.", metavar="NAME")] = (
+        "h100"
+    )
+    hardware: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """A file with the GPUs' figures, in place of --gpu."""
+    calibrate: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Measure this machine's figures instead of planning, and write them."""
+    write: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    """Write the best plan's settings, for 'stretto train --overrides'."""
+    model_shape: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
+    """A known model whose shape the actor has; empty: model.name."""
+    reward_shape: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
+    """The same of the reward model; 'actor' for the actor's."""
+    prompt_tokens: int = 0
+    """Tokens of a prompt, on average; 0 assumes some."""
+    response_tokens: Annotated[tuple[float, ...], tyro.conf.arg(metavar="MEDIAN P95")] = ()
+    """Median and 95th percentile of responses' tokens; else shares of the limit."""
+    like: Annotated[str, tyro.conf.arg(metavar="RUN_DIR")] = ""
+    """A run whose lengths of prompts and responses are taken."""
+    on_paper: Annotated[bool, tyro.conf.arg(metavar="")] = False
+    """Also plans that 'stretto train' cannot run, such as pipelines."""
+    workers: int = 0
+    """Processes that simulate; 0: one a core."""
+    minutes: Annotated[
+        float,
+        tyro.conf.arg(
+            help=f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond."
+        ),
+    ] = 0.0
+
+
 def run(arguments: Sequence[str]) -> int:
     """Print the best plans, and write the first that ``stretto train`` takes if asked to.
 
@@ -55,8 +88,8 @@ def run(arguments: Sequence[str]) -> int:
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
-    config, own = parse_with_config("plan", _DESCRIPTION, arguments, start, _options(), _offered())
-    check_recipe_is_first(arguments, own["recipe"])
+    config, given = parse_with_config("plan", _DESCRIPTION, arguments, start, Options, _offered())
+    own = vars(given)
     if own["calibrate"]:
         return _calibrate(config, own["calibrate"], arguments)
     question = _question(own)
@@ -196,47 +229,6 @@ def _gb(size: float) -> str:
 def _mesh(mesh: Mesh, data: str) -> str:
     stages = f" x {mesh.stages} stages" if mesh.stages > 1 else ""
     return f"{data} {mesh.data} x tp {mesh.tensor}{stages}"
-
-
-def _options() -> dict[str, Option]:
-    return {
-        "recipe": Option(tyro.conf.Positional[str], tyro.MISSING, RECIPE_HELP, "RECIPE"),
-        "gpus": Option(int, 0, "Number of GPUs; a plan uses all of them.", "INT"),
-        "gpu": Option(str, "h100", f"Kind of GPU: {', '.join(GPUS)}.", "NAME"),
-        "hardware": Option(str, "", "A file with the GPUs' figures, in place of --gpu.", "FILE"),
-        "calibrate": Option(
-            str, "", "Measure this machine's figures instead of planning, and write them.", "FILE"
-        ),
-        "write": Option(
-            str, "", "Write the best plan's settings, for 'stretto train --overrides'.", "FILE"
-        ),
-        "model_shape": Option(
-            str, "", "A known model whose shape the actor has; empty: model.name.", "NAME"
-        ),
-        "reward_shape": Option(
-            str, "", "The same of the reward model; 'actor' for the actor's.", "NAME"
-        ),
-        "prompt_tokens": Option(int, 0, "Tokens of a prompt, on average; 0 assumes some.", "INT"),
-        "response_tokens": Option(
-            tuple[float, ...],
-            (),
-            "Median and 95th percentile of responses' tokens; else shares of the limit.",
-            "MEDIAN P95",
-        ),
-        "like": Option(
-            str, "", "A run whose lengths of prompts and responses are taken.", "RUN_DIR"
-        ),
-        "on_paper": Option(
-            bool, False, "Also plans that 'stretto train' cannot run, such as pipelines.", ""
-        ),
-        "workers": Option(int, 0, "Processes that simulate; 0: one a core.", "INT"),
-        "minutes": Option(
-            float,
-            0.0,
-            f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond.",
-            "FLOAT",
-        ),
-    }
 
 
 def _offered() -> list[str]:

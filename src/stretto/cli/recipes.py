@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import tyro
-
 from stretto.config import recipes
 
 
-def run(arguments: Sequence[str]) -> int:
-    """List the recipes with their commands and descriptions."""
-    tyro.cli(_list, prog="stretto recipes", args=list(arguments))
-    return 0
-
-
-def _list() -> None:
+def command() -> None:
     """List the recipes that commands take by name; 'stretto eval' takes those of 'train'."""
     rows = [
         (folder or "train", name, recipes.describe(name, kind))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,13 +16,7 @@ from stretto.saying import working
 DEFAULT_OUT = "report.html"
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Write the report, and say where it is."""
-    tyro.cli(_report, prog="stretto report", args=list(arguments))
-    return 0
-
-
-def _report(
+def command(
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN...")],
     /,
     out: str = "",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.api import begin, execute
-from stretto.cli import dry_run, supervised_options
+from stretto.cli.sft import supervised
 from stretto.config import RewardModelConfig
 
 _DESCRIPTION = (
@@ -22,11 +21,4 @@ def run(arguments: Sequence[str]) -> int:
         from stretto.cli import label
 
         return label.run(arguments[1:])
-    config, name, is_dry = supervised_options.parse(
-        "reward", _DESCRIPTION, arguments, RewardModelConfig
-    )
-    if is_dry:
-        print(dry_run.describe_supervised(config))
-        return 0
-    execute(begin(config, name))
-    return 0
+    return supervised("reward", _DESCRIPTION, arguments, RewardModelConfig)

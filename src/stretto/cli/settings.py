@@ -13,7 +13,7 @@ import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tomli_w
 import tyro
@@ -22,22 +22,25 @@ from pydantic import BaseModel
 from stretto.config import Section, changes, recipes
 from stretto.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 S = TypeVar("S", bound=Section)
+Own = TypeVar("Own", bound="DataclassInstance")
 
 IN_FILES_ALONE = ("cluster.processes",)
 """Settings that are lists of tables, which no option can spell."""
 
 RECIPE_HELP = "A recipe's name ('stretto recipes' lists them), a .toml file, or a run's folder."
 
+Recipe = Annotated[tyro.conf.Positional[str], tyro.conf.arg(help=RECIPE_HELP, metavar="RECIPE")]
 
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """An option of a command that is no setting of the run."""
-
-    kind: Any
-    default: Any
-    help: str
-    metavar: str
+DryRun = Annotated[
+    bool,
+    tyro.conf.arg(
+        help="Resolve names, print derived sizes and the memory plan, and load nothing.", metavar=""
+    ),
+]
 
 
 def parse_with_config(
@@ -45,46 +48,48 @@ def parse_with_config(
     description: str,
     arguments: Sequence[str],
     config: S,
-    options: Mapping[str, Option],
+    options: type[Own],
     only: Sequence[str] = (),
     common: Sequence[str] = (),
-) -> tuple[S, dict[str, Any]]:
+) -> tuple[S, Own]:
     """Parse options that change settings, and the command's own.
 
     Args:
         command: its name, for usage and messages.
         config: where settings take their defaults from; the result is of its class.
-        options: the command's own options, by name. Where ``overrides`` is among them, it names a
-            file with changes, which come before those of the command line.
+        options: a dataclass of the command's own options, the recipe (or what stands in its place)
+            first. Where ``overrides`` is among them, it names a file with changes, which come
+            before those of the command line.
         only: dotted settings or sections to offer; empty offers all.
         common: those that ``--help`` documents, where there are more; ``--help-all`` and ``--help
             SECTION`` document the others.
 
     Raises:
-        ConfigError: an unknown option, or the resulting settings are not valid.
+        ConfigError: an unknown option, the recipe stands after options, or the resulting settings
+            are not valid.
         SystemExit: help was asked for (0), or the command line does not parse (2).
     """
+    own_names = [field.name for field in dataclasses.fields(options)]
     kind, data = type(config), config.model_dump()
     every = set(recipes.setting_names(kind)).difference(IN_FILES_ALONE)
     offered = {name for name in every if not only or _within(name, only)}
     shown, more = _asked_for_help(arguments, offered, common)
     if shown is not None:
         arguments, offered = ["--help"], shown
-    named = _named(arguments, offered, options, kind)
-    settings, own = _mirror(kind, offered, ""), _own(options)
+    named = _named(arguments, offered, own_names, kind)
+    settings = _mirror(kind, offered, "")
     # Both without a prefix of their own: --steps, not --settings.steps.
     flat = tyro.conf.arg(name="")
     both = dataclasses.make_dataclass(
-        "Options", [("own", Annotated[own, flat]), ("settings", Annotated[settings, flat])]
+        "Options", [("own", Annotated[options, flat]), ("settings", Annotated[settings, flat])]
     )
-    own_defaults = own(**{name: option.default for name, option in options.items()})
     try:
         parsed: Any = tyro.cli(
             both,
             prog=f"stretto {command}",
             description=description,
             args=list(arguments),
-            default=both(own_defaults, _fill(settings, data)),
+            default=both(options(), _fill(settings, data)),
         )
     except SystemExit:
         if more:
@@ -94,7 +99,11 @@ def parse_with_config(
     if file := getattr(parsed.own, "overrides", ""):
         given = changes.merged(changes.read(file), given, kind)
         where = f"'{file}' and the command line"
-    return changes.changed(config, given, where), dataclasses.asdict(parsed.own)
+    recipe = getattr(parsed.own, own_names[0])
+    changed = changes.changed(config, given, where)
+    if recipe not in ("", leading_recipe(arguments)):  # those had been read with other defaults
+        raise ConfigError(f"the recipe comes before the options: write '{recipe}' first")
+    return changed, parsed.own
 
 
 def _asked_for_help(
@@ -133,7 +142,7 @@ def _within(name: str, only: Sequence[str]) -> bool:
 def _named(
     arguments: Sequence[str],
     offered: Collection[str],
-    options: Mapping[str, Option],
+    options: Collection[str],
     kind: type[Section],
 ) -> set[str]:
     """Return the settings that the command line names, in either of tyro's spellings.
@@ -179,24 +188,6 @@ def _unknown(shown: str, name: str, options: Collection[str], kind: type[Section
 def leading_recipe(arguments: Sequence[str]) -> str:
     """The recipe, which comes before all options as their defaults depend on it; '' without one."""
     return arguments[0] if arguments and not arguments[0].startswith("-") else ""
-
-
-def check_recipe_is_first(arguments: Sequence[str], parsed: str) -> None:
-    """Refuse a recipe that stands after options: those had been read with other defaults.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if parsed not in ("", leading_recipe(arguments)):
-        raise ConfigError(f"the recipe comes before the options: write '{parsed}' first")
-
-
-def _own(options: Mapping[str, Option]) -> type[Any]:
-    fields = [
-        (name, Annotated[option.kind, tyro.conf.arg(help=option.help, metavar=option.metavar)])
-        for name, option in options.items()
-    ]
-    return dataclasses.make_dataclass("Own", fields)
 
 
 def _mirror(section: type[BaseModel], offered: Collection[str], prefix: str) -> type[Any]:

@@ -25,13 +25,7 @@ LEAST_STEPS = 3
 """Fewer steps leave nothing once the first, which warms up, is left out."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Show the parts that were asked for, one after the other."""
-    tyro.cli(_tour, prog="stretto tour", args=list(arguments))
-    return 0
-
-
-def _tour(
+def command(
     parts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="PART")] = (),
     /,
     steps: int = 30,

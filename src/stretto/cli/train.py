@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated
 
 import tyro
 
 from stretto.api import RESUMABLE, begin, check_resumable, execute
 from stretto.cli import dry_run
-from stretto.cli.settings import (
-    RECIPE_HELP,
-    Option,
-    check_recipe_is_first,
-    leading_recipe,
-    parse_with_config,
-)
+from stretto.cli.settings import RECIPE_HELP, DryRun, leading_recipe, parse_with_config
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory
-
-if TYPE_CHECKING:
-    from stretto.assembly.models import Given
 
 DEFAULT_RECIPE = "arithmetic"
 
@@ -39,28 +31,50 @@ _DESCRIPTION = (
 )
 
 
+@dataclass
+class Options:
+    """The command's own options.
+
+    Attributes:
+        overrides: A .toml file whose settings take the place of the recipe's, such as one
+            that 'stretto plan --write' wrote. Options come after it.
+        warmup_file: For several runs with one warm-up: keep what comes out of it in this file, or
+            take it from there.
+    """
+
+    recipe: Annotated[
+        tyro.conf.Positional[str],
+        tyro.conf.arg(help=f"{RECIPE_HELP} Without one: {DEFAULT_RECIPE}.", metavar="RECIPE"),
+    ] = ""
+    dry_run: DryRun = False
+    resume: Annotated[
+        str,
+        tyro.conf.arg(
+            help="Go on with this run from its last checkpoint, with its settings. Of these, only "
+            f"{', '.join(RESUMABLE)} may be changed.",
+            metavar="RUN_DIR",
+        ),
+    ] = ""
+    overrides: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+    warmup_file: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
+
+
 def run(arguments: Sequence[str]) -> int:
     """Train, and say where the results are."""
     config, recipe, own = parse(arguments)
-    if own["dry_run"]:
+    if own.dry_run:
         print(dry_run.describe_run(config))
         return 0
+    given = None
+    if own.warmup_file:  # the import takes long: before there is a folder
+        from stretto.assembly.models import Overrides
 
-    given = _given(own["warmup_file"])  # which imports much: before there is a folder
-    begun = begin(config, recipes.name_of(recipe), resume=own["resume"])
-    execute(begun, given=given)
+        given = Overrides(warmup=Path(own.warmup_file))
+    execute(begin(config, recipes.name_of(recipe), resume=own.resume), given=given)
     return 0
 
 
-def _given(warmup_file: str) -> Given | None:
-    if not warmup_file:
-        return None
-    from stretto.assembly.models import Given
-
-    return Given(warmup=Path(warmup_file))
-
-
-def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:
+def parse(arguments: Sequence[str]) -> tuple[Config, str, Options]:
     """The settings, the recipe's name, and the options of the command itself.
 
     Raises:
@@ -74,48 +88,12 @@ def parse(arguments: Sequence[str]) -> tuple[Config, str, dict[str, Any]]:
         )
     recipe = given or DEFAULT_RECIPE
     start = recipes.load(RunDirectory.open(resumed).config_file if resumed else recipe)
-    config, own = parse_with_config(
-        "train", _DESCRIPTION, arguments, start, _options(), common=COMMON
-    )
-    if own["resume"] != resumed:
+    config, own = parse_with_config("train", _DESCRIPTION, arguments, start, Options, common=COMMON)
+    if own.resume != resumed:
         raise ConfigError("--resume was given twice; name one run directory")
-    check_recipe_is_first(arguments, own["recipe"])
     if resumed:
         check_resumable(start, config)
     return config, recipe, own
-
-
-def _options() -> dict[str, Option]:
-    return {
-        "recipe": Option(
-            tyro.conf.Positional[str],
-            "",
-            f"{RECIPE_HELP} Without one: {DEFAULT_RECIPE}.",
-            "RECIPE",
-        ),
-        "dry_run": dry_run.OPTION,
-        "resume": Option(
-            str,
-            "",
-            "Go on with this run from its last checkpoint, with its settings. Of these, only "
-            f"{', '.join(RESUMABLE)} may be changed.",
-            "RUN_DIR",
-        ),
-        "overrides": Option(
-            str,
-            "",
-            "A .toml file whose settings take the place of the recipe's, such as one that 'stretto "
-            "plan --write' wrote. Options come after it.",
-            "FILE",
-        ),
-        "warmup_file": Option(
-            str,
-            "",
-            "For several runs with one warm-up: keep what comes out of it in this file, or take it "
-            "from there.",
-            "FILE",
-        ),
-    }
 
 
 def _value_of(option: str, arguments: Sequence[str]) -> str:

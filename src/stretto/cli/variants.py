@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from stretto.api.processes import Failure
-from stretto.api.variants import ONE_ENGINE, OVERCOMMIT_RULES, VARIANTS, Job
+from stretto.api.runs import ONE_ENGINE, OVERCOMMIT_RULES, VARIANTS, Failure, Job
 from stretto.errors import ConfigError, nearest
 from stretto.observe import make_progress
 from stretto.observe.compare import Comparison, Outcome

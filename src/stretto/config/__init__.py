@@ -16,7 +16,6 @@ from stretto.config.base import (
 )
 from stretto.config.cluster import ClusterConfig, ProcessConfig
 from stretto.config.knobs import KNOBS, PRESETS, Knobs, PresetName
-from stretto.config.pipeline import PipelineConfig
 from stretto.config.run import Config
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
@@ -35,7 +34,7 @@ from stretto.config.supervised import (
     SftConfig,
     SupervisedConfig,
 )
-from stretto.config.training import OptimizerConfig, TrainingConfig
+from stretto.config.training import OptimizerConfig, PipelineConfig, TrainingConfig
 
 __all__ = [
     "KNOBS",

@@ -1,15 +1,82 @@
-"""Settings of the losses. Which of them an algorithm looks at stands in the algorithm's own file."""
+"""The algorithms and what they need of a run, and the settings of the losses.
+
+The functions of the algorithms are in ``stretto.algorithms``; the settings load no torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import model_validator
 
-from stretto.algorithms.algorithm import Aggregation, Algorithm
-from stretto.algorithms.kl import Estimator
-from stretto.algorithms.registry import ALGORITHMS
 from stretto.config.base import Fraction, NonNegative, Positive, PositiveInt, Section
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "fixed_length"]
+"""The way losses of tokens become one; see :func:`~stretto.algorithms.reductions.token_weights`."""
+Estimator = Literal["k1", "k2", "k3"]
+"""Estimators of a KL from samples; see :func:`~stretto.algorithms.kl.kl_estimate`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlgorithmSpec:
+    """What an algorithm needs of a run, and which settings it looks at.
+
+    Attributes:
+        settings: dotted names of the settings that this algorithm looks at and some others do not.
+        critic: whether it learns a value model.
+        group: responses to one prompt that it needs, at least.
+        kl_in: where the KL to the reference enters; ``implicit``: its loss is made of it.
+        aggregation: how losses of tokens become one where the settings say 'auto'; ``None`` for
+            losses of whole responses.
+        ratio: whether the gradient of its loss depends on the old policy.
+        corrects: whether its loss can carry importance weights.
+        per_group: whether it trains on one pair, or on one response, of each group.
+    """
+
+    settings: Sequence[str] = ()
+    critic: bool = False
+    group: int = 2
+    kl_in: Literal["reward", "loss", "implicit"] = "reward"
+    aggregation: Aggregation | None = "sequence_sum"
+    ratio: bool = False
+    corrects: bool = True
+    per_group: bool = False
+
+
+_CLIP = ("algorithm.clip", "algorithm.clip_high")
+
+ALGORITHMS: Mapping[str, AlgorithmSpec] = {
+    "ppo": AlgorithmSpec(
+        settings=(
+            "algorithm.gamma",
+            "algorithm.lam",
+            "algorithm.value_clip",
+            "algorithm.whiten_advantages",
+            "algorithm.whiten_rewards",
+            "critic.init",
+            "training.critic_lr",
+            *_CLIP,
+        ),
+        critic=True,
+        group=1,
+        aggregation="token_mean",
+        ratio=True,
+    ),
+    "rloo": AlgorithmSpec(),
+    "proximal-rloo": AlgorithmSpec(settings=_CLIP, aggregation=None, ratio=True),
+    "copg": AlgorithmSpec(),
+    "grpo": AlgorithmSpec(
+        settings=(*_CLIP, "algorithm.group_std"),
+        kl_in="loss",
+        aggregation="sequence_mean",
+        ratio=True,
+    ),
+    "online-dpo": AlgorithmSpec(kl_in="implicit", aggregation=None, corrects=False, per_group=True),
+    "best-of-n": AlgorithmSpec(aggregation="token_mean", corrects=False, per_group=True),
+}
+"""All algorithms, in the order in which the help lists them."""
 
 if TYPE_CHECKING:
     AlgorithmName = str
@@ -64,8 +131,8 @@ class AlgorithmConfig(Section):
     """Largest importance weight."""
 
     @property
-    def definition(self) -> Algorithm:
-        """The algorithm: what it needs of a run, and its losses."""
+    def definition(self) -> AlgorithmSpec:
+        """What the algorithm needs of a run."""
         return ALGORITHMS[self.name]
 
     @property
@@ -146,26 +213,23 @@ class AlgorithmConfig(Section):
             )
 
 
-_DIFFERING = {
-    "name": ("rollout.samples_per_prompt: at least", "group"),
-    "kl_in": ("That is", "kl_in"),
-    "aggregation": ("That is", "aggregation"),
-}
-"""Settings whose help ends with an attribute of the algorithms, and how that sentence begins."""
-
-
 def _add_algorithms_to_help() -> None:
     """Say in the help which algorithms look at a setting, and what 'auto' is for each of them."""
+    differing = {
+        "name": ("rollout.samples_per_prompt: at least", "group"),
+        "kl_in": ("That is", "kl_in"),
+        "aggregation": ("That is", "aggregation"),
+    }
     for key, field in AlgorithmConfig.model_fields.items():
-        if key in _DIFFERING:
-            start, attribute = _DIFFERING[key]
+        if key in differing:
+            start, attribute = differing[key]
             names: dict[str, list[str]] = {}
-            for a in ALGORITHMS.values():
-                if (value := getattr(a, attribute)) is not None:
-                    names.setdefault(str(value), []).append(a.name)
+            for name, spec in ALGORITHMS.items():
+                if (value := getattr(spec, attribute)) is not None:
+                    names.setdefault(str(value), []).append(name)
             each = "; ".join(f"{value} for {', '.join(of)}" for value, of in names.items())
             field.description = f"{field.description} {start} {each}."
-        elif users := [a.name for a in ALGORITHMS.values() if f"algorithm.{key}" in a.settings]:
+        elif users := [n for n, s in ALGORITHMS.items() if f"algorithm.{key}" in s.settings]:
             field.description = f"{field.description} Only for {', '.join(users)}."
 
 

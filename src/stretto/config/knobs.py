@@ -1,13 +1,13 @@
 """The four knobs of the schedule and its presets: one entry each, and all that follows from them.
 
-A knob is a field of :class:`Knobs`, with its entry, and a setting of the same name
+A knob is a field of :class:`Knobs`, an entry of :data:`KNOBS`, and a setting of the same name
 (:class:`~stretto.config.schedule.ScheduleConfig`). Whatever lists knobs or presets reads them here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 ScoreOn = Literal["batch", "rollout", "chunk"]
@@ -34,48 +34,43 @@ class Knob:
     off: tuple[object, ...]
 
 
-def _entry(label: str, text: str, *needs: Need, also_off: object = None) -> dict[str, Knob]:
-    off = () if also_off is None else (also_off,)
-    return {"knob": Knob(label, text, frozenset(needs), off)}
+KNOBS: Mapping[str, Knob] = {
+    "score_on": Knob(
+        "score on",
+        "When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded.",
+        frozenset({"scoring worker"}),
+        off=("batch",),
+    ),
+    "overcommit": Knob(
+        "overcommit",
+        "Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule.",
+        frozenset(),
+        off=(0,),
+    ),
+    "lag": Knob(
+        "lag",
+        "Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one.",
+        frozenset({"training worker", "weights"}),
+        off=(0,),
+    ),
+    "migrate": Knob(
+        "migrate",
+        "Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1.",
+        frozenset({"engines"}),
+        off=("off", 0),
+    ),
+}
+"""Every knob, by the name of its setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
     """Values of the four knobs, and what follows from them."""
 
-    score_on: ScoreOn = field(
-        default="batch",
-        metadata=_entry(
-            "score on",
-            "When scorers see responses: once all have ended, each when it has ended, or chunk by chunk while they are decoded.",
-            "scoring worker",
-        ),
-    )
-    overcommit: int | Literal["auto"] = field(
-        default=0,
-        metadata=_entry(
-            "overcommit",
-            "Responses in flight beyond the batch (delta); the first to end are trained on, the rest is carried into the next step. auto: adapted by overcommit_rule.",
-        ),
-    )
-    lag: int = field(
-        default=0,
-        metadata=_entry(
-            "lag",
-            "Versions of the weights that generation may be behind training; 1 generates for the next step while training on this one.",
-            "training worker",
-            "weights",
-        ),
-    )
-    migrate: float | Literal["off", "auto"] = field(
-        default="off",
-        metadata=_entry(
-            "migrate",
-            "Gather the last responses on few engines when this share of the batch remains. auto: chosen by simulation. Needs rollout.engines > 1.",
-            "engines",
-            also_off=0,
-        ),
-    )
+    score_on: ScoreOn = "batch"
+    overcommit: int | Literal["auto"] = 0
+    lag: int = 0
+    migrate: float | Literal["off", "auto"] = "off"
 
     def on(self, name: str) -> bool:
         """Return whether the knob of this name is on."""
@@ -141,13 +136,6 @@ class Knobs:
         if self.on(name) and not self.works(name, engines):
             return f"{KNOBS[name].off[0]} (there is one engine)"
         return str(getattr(self, name))
-
-
-KNOBS: Mapping[str, Knob] = {
-    f.name: replace(f.metadata["knob"], off=(f.default, *f.metadata["knob"].off))
-    for f in fields(Knobs)
-}
-"""Every knob, by the name of its setting."""
 
 
 @dataclass(frozen=True, slots=True)

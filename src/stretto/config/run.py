@@ -6,11 +6,9 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from stretto.algorithms.registry import own_settings
-from stretto.config.algorithm import AlgorithmConfig
+from stretto.config.algorithm import ALGORITHMS, AlgorithmConfig
 from stretto.config.base import NonNegativeInt, Positive, PositiveInt, Section, Seed
 from stretto.config.cluster import LEARNER, ClusterConfig
-from stretto.config.pipeline import PipelineConfig
 from stretto.config.schedule import ScheduleConfig
 from stretto.config.sections import (
     CriticConfig,
@@ -20,7 +18,7 @@ from stretto.config.sections import (
     RolloutConfig,
     TaskConfig,
 )
-from stretto.config.training import TrainingConfig
+from stretto.config.training import PipelineConfig, TrainingConfig
 from stretto.errors import ConfigError
 
 
@@ -57,8 +55,8 @@ class Config(Section):
     def remarks(self) -> list[str]:
         """Remarks on settings that are valid, but have no effect or not the expected one."""
         a, remarks = self.algorithm, []
-        others = [name for name in own_settings() if name not in a.definition.settings]
-        idle = [name for name in others if self._is_set(name)]
+        known = dict.fromkeys(name for spec in ALGORITHMS.values() for name in spec.settings)
+        idle = [n for n in known if n not in a.definition.settings and self._is_set(n)]
         if idle:
             remarks.append(f"without effect on '{a.name}': {', '.join(idle)}")
         if a.kl_coef and a.kl_place == "loss" and a.estimator == "k1":
@@ -84,6 +82,11 @@ class Config(Section):
                 "that stream have a worker of their own, and a freed engine would have nothing to do"
             )
         return [*remarks, *self.schedule.remarks]
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most rollouts that are decoded at one time."""
+        return self.schedule.most_in_flight(self.rollout.batch, self.rollout.samples_per_prompt)
 
     def require_positions(self, what: str, limit: int | None) -> None:
         """Refuse a model that cannot read a prompt with its response, both at their limits.
@@ -141,9 +144,7 @@ class Config(Section):
                 f"rollout.batch = {r.batch} does not split into training.minibatches = "
                 f"{t.minibatches} equal parts; choose a divisor"
             )
-        if self.critic.init == "reward" and not any(
-            s.startswith("model:") for s in self.reward.sources
-        ):
+        if self.critic.init == "reward" and not self.reward.models:
             raise ValueError(
                 "critic.init = 'reward' needs a reward model, and reward.sources has none; "
                 "add 'model:NAME' to reward.sources, or set critic.init = 'actor'"

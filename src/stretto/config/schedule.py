@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from stretto.config.base import Fraction, NonNegativeInt, Positive, PositiveInt, Section
 from stretto.config.knobs import KNOBS, PRESET_HELP, PRESETS, Knobs, PresetName, ScoreOn
+
+if TYPE_CHECKING:
+    from stretto.config.sections import RolloutConfig
 
 _RULES: dict[str, tuple[str, ...]] = {
     "overcommit_start": ("equation4", "algorithm1"),
@@ -17,6 +21,43 @@ _RULES: dict[str, tuple[str, ...]] = {
     "overcommit_decrement": ("equation4",),
 }
 """Settings of over-commitment that only some rules for delta read, with these rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The settings of :class:`~stretto.schedules.schedule.Schedule`.
+
+    Attributes:
+        batch: responses a step.
+        samples_per_prompt: responses to each prompt.
+        max_new_tokens: token limit of a response.
+        steps: batches in the whole run; no round is begun for steps beyond.
+        drop_failures: leave a response out whose reward function failed, instead of stopping.
+        group_at_least: scored responses to one prompt without which the learner can do nothing with
+            any of them; they are then left out together.
+        reward_weights: factor of each reward source; ``None`` for 1 each.
+        score_on: when scorers get to see a response.
+        lag: versions that the generators may be behind the learner.
+        weight_sync_interval: steps between two hand-overs of weights.
+        max_carries: how often a rollout may be left for the next round.
+        deadline_s: how long a role may take to answer a call.
+        restarts: how many processes may come in the place of a generator's or scorer's own, each;
+            with 0 the loss of one ends the run.
+    """
+
+    batch: int
+    samples_per_prompt: int
+    max_new_tokens: int
+    steps: int
+    drop_failures: bool = False
+    group_at_least: int = 1
+    reward_weights: Mapping[str, float] | None = None
+    score_on: ScoreOn = "batch"
+    lag: int = 0
+    weight_sync_interval: int = 1
+    max_carries: int = 8
+    deadline_s: float = 1800.0
+    restarts: int = 0
 
 
 class ScheduleConfig(Section):
@@ -68,6 +109,33 @@ class ScheduleConfig(Section):
         given = {name: getattr(self, name) for name in KNOBS}
         by_hand = {name: value for name, value in given.items() if value != "preset"}
         return replace(PRESETS[self.preset].knobs, **by_hand)
+
+    def settings(
+        self,
+        rollout: RolloutConfig,
+        steps: int,
+        *,
+        drop_failures: bool,
+        group_at_least: int,
+        reward_weights: Mapping[str, float] | None = None,
+        restarts: int = 0,
+    ) -> Settings:
+        """Return the settings of a run's schedule; for arguments see :class:`Settings`."""
+        return Settings(
+            rollout.batch,
+            rollout.samples_per_prompt,
+            rollout.max_new_tokens,
+            steps,
+            drop_failures,
+            group_at_least,
+            reward_weights,
+            self.knobs.score_on,
+            self.knobs.lag,
+            self.weight_sync_interval,
+            self.max_carries,
+            self.deadline_s,
+            restarts,
+        )
 
     @property
     def asks_to_migrate(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -110,8 +112,52 @@ class TaskConfig(Section):
 
 MISSING_EOS = "missing_eos"
 """A reward source that takes a penalty off responses without an end token, in place of the rule."""
-MODEL = "model:"
-"""What the name of a reward source that is a model begins with."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """The task's verifier as a source of rewards: 'task'."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionSource:
+    """A function in a file: 'file.py:name'."""
+
+    name: str
+    file: Path
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A reward model: 'model:NAME'."""
+
+    name: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamedSource:
+    """A name that only the caller of a run can give a meaning, by bringing an object."""
+
+    name: str
+
+
+RewardSource = TaskSource | FunctionSource | ModelSource | NamedSource
+
+
+def reward_source(name: str) -> RewardSource:
+    """Tell a source of rewards by its name, as ``reward.sources`` has it."""
+    if name == "task":
+        return TaskSource(name)
+    if name.startswith("model:"):
+        return ModelSource(name, name.removeprefix("model:"))
+    file, _, function = name.rpartition(":")
+    if Path(file).suffix == ".py" and function.isidentifier():
+        return FunctionSource(name, Path(file), function)
+    return NamedSource(name)
 
 
 class RewardConfig(Section):
@@ -129,6 +175,16 @@ class RewardConfig(Section):
     """Score of a response that hit the token limit. off: as it is. replace: the penalty in its place. subtract: less the penalty."""
     missing_eos_penalty: float = -1.0
     """The penalty. replace: the score itself. subtract: its absolute value is subtracted."""
+
+    @property
+    def parsed(self) -> tuple[RewardSource, ...]:
+        """The sources, told by their names."""
+        return tuple(map(reward_source, self.sources))
+
+    @property
+    def models(self) -> list[ModelSource]:
+        """The sources that are models."""
+        return [source for source in self.parsed if isinstance(source, ModelSource)]
 
     @property
     def factors(self) -> dict[str, float]:

@@ -3,14 +3,11 @@
 A policy answers held-out prompts once; every measure looks at the same responses.
 """
 
-from stretto.evaluation.gold import open_gold
+from stretto.evaluation.gold import WinRate, open_gold
 from stretto.evaluation.harness import Benchmark, benchmark
-from stretto.evaluation.kl import KlToSft
 from stretto.evaluation.labels import LabelResult, label_pairs, label_responses
 from stretto.evaluation.llm import Judgement, LlmJudge
-from stretto.evaluation.measures import Measured, judge, kl_to_sft, measure, win_rate
-from stretto.evaluation.rates import WinRate
-from stretto.evaluation.verified import EvalResult, evaluate
+from stretto.evaluation.measures import EvalResult, KlToSft, Measured, evaluate, measure
 
 __all__ = [
     "Benchmark",
@@ -23,11 +20,8 @@ __all__ = [
     "WinRate",
     "benchmark",
     "evaluate",
-    "judge",
-    "kl_to_sft",
     "label_pairs",
     "label_responses",
     "measure",
     "open_gold",
-    "win_rate",
 ]

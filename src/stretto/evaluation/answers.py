@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import nn
 
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import NOTHING, Given, make_actor, prepare_torch
+from stretto.assembly.models import NO_OVERRIDES, Overrides, make_actor, prepare_torch
 from stretto.config import Config, ModelConfig, RolloutConfig, TaskConfig, require_seed
-from stretto.errors import RewardError
-from stretto.models.load import fastest_dtype, load_tokenizer, pick_device
+from stretto.errors import MissingExtraError, RewardError
+from stretto.models.load import fastest_dtype, load_tokenizer, pick_device, pick_dtype
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
-from stretto.rollout.engine import TorchEngine
+from stretto.rollout.base import Engine
+from stretto.rollout.registry import ENGINES
 from stretto.saying import working
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.base import TaskRow
 from stretto.tasks.encode import Encoder
 from stretto.tasks.prompts import render
@@ -55,14 +56,39 @@ def of_model(config: Config, model: str) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"name": model})})
 
 
-def answer(
-    config: Config,
-    actor: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    per_prompt: int = 1,
-) -> Answers:
-    """Let a model answer prompts.
+def open_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, given: Overrides = NO_OVERRIDES
+) -> tuple[Engine, nn.Module]:
+    """Load the model of the settings, and open the engine that they name over it, in this process.
+
+    Where that engine's library is not installed here, Stretto's own takes its place.
+
+    Returns:
+        The engine, and the model; on the CPU if the engine has weights of its own.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+    """
+    kind = ENGINES[config.rollout.engine]
+    try:
+        kind.check()
+    except MissingExtraError as error:
+        on_stderr(f"{error}; here Stretto's own engine answers")
+        own = config.rollout.model_copy(update={"engine": "torch", "engine_args": {}})
+        config, kind = config.model_copy(update={"rollout": own}), ENGINES["torch"]
+    loading = config
+    if kind.own_weights:
+        m = config.model
+        dtype = str(pick_dtype(m.dtype, pick_device(m.device))).removeprefix("torch.")
+        on_cpu = m.model_copy(update={"dtype": dtype, "device": "cpu"})
+        loading = config.model_copy(update={"model": on_cpu})
+    actor = make_actor(loading.model, given, on_stderr)
+    brought = given.actor is not None
+    return make_engine(config, actor, tokenizer, config.rollout.batch, brought=brought), actor
+
+
+def answer(engine: Engine, prompts: Sequence[Prompt], per_prompt: int = 1) -> Answers:
+    """Let an engine answer prompts.
 
     Args:
         prompts: with ids of their own; at least one.
@@ -73,7 +99,6 @@ def answer(
         for n, prompt in enumerate(prompts)
         for i in range(per_prompt)
     ]
-    engine = make_engine(config, actor, tokenizer, config.rollout.batch)
     with working(on_stderr, "answering prompts", len(rollouts)) as advance:
         for _ in completed(engine, rollouts):
             advance(1)
@@ -87,7 +112,7 @@ def generate(
     *,
     seed: int = 0,
     chat: Literal["auto", "on", "off"] = "auto",
-    given: Given = NOTHING,
+    given: Overrides = NO_OVERRIDES,
 ) -> Iterator[tuple[int, str]]:
     """Answer prompts: (index of the prompt, text), each as soon as it has ended.
 
@@ -99,14 +124,13 @@ def generate(
         ConfigError: the seed is out of range.
     """
     require_seed(seed)
-    settings = Config.model_construct(
-        seed=seed, model=config, rollout=options, task=TaskConfig(chat=chat)
-    )
-    prepare_torch(settings)
+    task = TaskConfig(chat=chat)
+    settings = Config.model_construct(seed=seed, model=config, rollout=options, task=task)
+    prepare_torch(seed, 0)
     tokenizer = given.tokenizer or load_tokenizer(resolve(config.name, on_stderr), say=on_stderr)
     encoder = Encoder(tokenizer)
     rollouts = [
-        Rollout(i, render(TaskRow(prompt=text), settings.task, tokenizer, i, encoder=encoder), i)
+        Rollout(i, render(TaskRow(prompt=text), task, tokenizer, i, encoder=encoder), i)
         for i, text in enumerate(prompts)
     ]
     if given.actor is None and config.dtype == "auto":
@@ -114,8 +138,9 @@ def generate(
             dtype, because = fastest_dtype(pick_device(config.device))
         kind = str(dtype).removeprefix("torch.")
         on_stderr(f"computing in {kind}: {because}; --dtype takes another")
-    actor = make_actor(settings, given, on_stderr)
-    engine = make_engine(settings, actor, tokenizer, options.batch)
+    longest = max(len(r.prompt.tokens) for r in rollouts)
+    room = task.model_copy(update={"max_prompt_tokens": longest})
+    engine, _ = open_engine(settings.model_copy(update={"task": room}), tokenizer, given)
     for r in completed(engine, rollouts):
         yield r.id, response_text(tokenizer, r.tokens, r.finish, options.stop)
 
@@ -160,7 +185,7 @@ def _number(score: Score) -> float:
 
 
 def completed(
-    engine: TorchEngine, rollouts: Sequence[Rollout], chunk_tokens: int = 16
+    engine: Engine, rollouts: Sequence[Rollout], chunk_tokens: int = 16
 ) -> Iterator[Rollout]:
     """Decode rollouts to their ends, outside a schedule; each is yielded once it has finished.
 
@@ -172,7 +197,7 @@ def completed(
     engine.admit([r.response() for r in rollouts])
     left = len(rollouts)
     while left:
-        for chunk in engine.decode(chunk_tokens):
+        for chunk in engine.decode(chunk_tokens).chunks:
             rollout = by_id[chunk.rollout_id]
             rollout.append(chunk)
             if rollout.finish:

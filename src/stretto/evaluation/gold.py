@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, pvariance
 from typing import TYPE_CHECKING, Any, cast
 
 from stretto import tasks
+from stretto.assembly.models import load_reward_model
 from stretto.assembly.scorers import open_function, reward_scorer
 from stretto.config import Config
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, TaskSource, reward_source
 from stretto.errors import ConfigError, ModelError, RewardError, TaskError
 from stretto.evaluation.answers import WholeScorer, score_all
 from stretto.observe.progress import on_stderr
@@ -44,14 +47,16 @@ def open_gold(
         TaskError: the task has no verifier.
         ModelError: the reward model cannot be loaded, or has no scalar head.
     """
-    if source.startswith(MODEL):
-        return reward_scorer(source, config, tokenizer, on_stderr, ends=ends)
-    if source != "task" and ".py:" not in source:
+    parsed = reward_source(source)
+    if isinstance(parsed, ModelSource):
+        loaded = load_reward_model(config.model, parsed.model, on_stderr)
+        return reward_scorer(source, config, tokenizer, on_stderr, loaded, ends=ends)
+    if not isinstance(parsed, TaskSource) and ".py:" not in source:
         raise ConfigError(
             f"'{source}' is no source of rewards; give 'task' (its verifier), 'file.py:name' (a "
             "function) or 'model:NAME' (a reward model)"
         )
-    return open_function(source, config, columns, tokenizer, stack)
+    return open_function(parsed, config, columns, tokenizer, stack)
 
 
 def gold_scores(
@@ -146,3 +151,53 @@ def reference_text(task: tasks.Task, data: Mapping[str, Any], column: str) -> st
             f"{repr(data[column])[:200]}"
         )
     return cell
+
+
+@dataclass(frozen=True, slots=True)
+class WinRate:
+    """A policy's responses against reference responses, by one score of each.
+
+    Attributes:
+        by: the source of the scores.
+        rate: (wins + ties / 2) / samples.
+        standard_error: of the rate.
+        wins: pairs in which the policy's response scores above the reference.
+        ties: pairs in which both score the same.
+        losses: pairs in which the policy's response scores below the reference.
+        score: mean score of the policy's responses.
+        reference_score: mean score of the references.
+    """
+
+    by: str
+    rate: float
+    standard_error: float
+    wins: int
+    ties: int
+    losses: int
+    score: float
+    reference_score: float
+
+
+def compare(by: str, scores: Sequence[float], references: Sequence[float]) -> WinRate:
+    """Compare scores pair by pair; at least one pair."""
+    points = [point(a - b) for a, b in zip(scores, references, strict=True)]
+    return WinRate(
+        by=by,
+        rate=fmean(points),
+        standard_error=standard_error(points),
+        wins=points.count(1.0),
+        ties=points.count(0.5),
+        losses=points.count(0.0),
+        score=fmean(scores),
+        reference_score=fmean(references),
+    )
+
+
+def point(difference: float) -> float:
+    """Points of a pair: 1 for a win, one half for a tie, 0 for a loss."""
+    return 0.5 if difference == 0 else float(difference > 0)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Standard error of the mean: sqrt(variance / n), the variance with the denominator n."""
+    return math.sqrt(pvariance(values) / len(values))

@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import tasks
-from stretto.assembly.models import load_actor, prepare_torch
+from stretto.assembly.models import prepare_torch
 from stretto.config import Config, PairsConfig, RewardModelConfig
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource, reward_source
 from stretto.errors import ConfigError, TaskError
-from stretto.evaluation.answers import answer, of_model
+from stretto.evaluation.answers import answer, of_model, open_engine
 from stretto.evaluation.gold import as_rollout, end_tokens_of, gold_scores, open_gold
 from stretto.models.load import load_tokenizer
 from stretto.models.resolve import resolve
 from stretto.models.tiny import byte_tokenizer
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.conversations import cells_of
 from stretto.tasks.encode import utf8
 from stretto.tasks.files import Row, read
-from stretto.tasks.pairs import Pair, read_pairs
+from stretto.tasks.pairs import read_pairs
 from stretto.tasks.prompts import PromptSource
 from stretto.tasks.responses import PromptLayout, attempt
 from stretto.tasks.tables import as_prompt
@@ -66,9 +66,9 @@ class LabelResult:
     read: int
     kept: int
     ties: int
-    empty: int
-    unended: int
-    flipped: int | None
+    empty: int = 0
+    unended: int = 0
+    flipped: int | None = None
 
     @property
     def agreement(self) -> float | None:
@@ -92,6 +92,10 @@ class _Row:
     data: Row
     transcript: bool = False
     labelled: bool = False
+
+
+_Read = tuple[_Row, Prompt, Sequence[Sequence[int]]]
+"""A row as the source reads it: with the prompt, and the tokens of each response."""
 
 
 def label_pairs(
@@ -122,13 +126,17 @@ def label_pairs(
     _check_out(out, config.data.name)
     run = Config(seed=config.seed, threads=config.threads, model=config.model)
     run = run.model_copy(update={"reward": run.reward.model_copy(update={"timeout_s": timeout_s})})
-    prepare_torch(run)
+    prepare_torch(run.seed, run.threads)
     rows = _read(config)
     tokenizer, layout = _tokens_for(by, config)
     readable, left_out = attempt(rows, lambda row: _reading(row, layout), config.data)
     _say_left_out(left_out, config.data)
-    rows = [each.row for each in readable]
-    rollouts = _rollouts(readable)
+    rows = [row for row, _, _ in readable]
+    rollouts: list[Rollout] = []  # as if they had been sampled
+    for index, (row, prompt, responses) in enumerate(readable):
+        asked = replace(prompt, id=index, data=row.data)
+        for tokens in responses:
+            rollouts.append(as_rollout(len(rollouts), asked, tokens))
     with ExitStack() as stack:
         gold = open_gold(by, run, rows[0].data.keys(), tokenizer, stack)
         scores = iter(gold_scores(gold, by, rollouts, run.rollout.batch))
@@ -144,8 +152,6 @@ def label_pairs(
         read=len(rows),
         kept=len(kept),
         ties=len(rows) - len(kept),
-        empty=0,
-        unended=0,
         flipped=sum(row["flipped"] for row in kept) if rows[0].labelled else None,
     )
 
@@ -177,29 +183,35 @@ def label_responses(
         )
     _check_out(out, config.task.name)
     config = of_model(config, policy)
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     tokenizer = load_tokenizer(
         resolve(policy, on_stderr), config.model.trust_remote_code, on_stderr
     )
     task = tasks.load(config.task, config.seed, on_stderr)
     with ExitStack() as stack:
         gold = open_gold(by, config, task.row(0).data.keys(), tokenizer, stack)
-        actor = load_actor(config, on_stderr)
+        engine, _ = open_engine(config, tokenizer)
         asked = PromptSource(task, config.task, tokenizer, config.seed).first(prompts)
-        rollouts = answer(config, actor, tokenizer, asked, per_prompt).rollouts
+        rollouts = answer(engine, asked, per_prompt).rollouts
         ended = [r for r in rollouts if r.finish is FinishReason.STOP]
         scores = gold_scores(gold, by, ended, config.rollout.batch)
     by_id = {r.id: score for r, score in zip(ended, scores, strict=True)}
     kept, left_out = [], Counter[str]()
     for _, group in groupby(rollouts, key=lambda r: r.group):
-        found = _of_group([r for r in group if r.id in by_id], by_id, tokenizer, config)
+        found = _of_group(
+            [r for r in group if r.id in by_id], by_id, tokenizer, config.rollout.stop
+        )
         if isinstance(found, str):
             left_out[found] += 1
         else:
             kept.append(found)
     read = len(kept) + left_out.total()
     if left_out["unended"] == read:
-        raise _none_ended(read, config)
+        raise TaskError(
+            f"a preference takes two responses that ended, and none of {read} prompts got two "
+            f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, "
+            "or --samples"
+        )
     _write(out, kept, read, by)
     return LabelResult(
         by=by,
@@ -209,15 +221,6 @@ def label_responses(
         ties=left_out["ties"],
         empty=left_out["empty"],
         unended=left_out["unended"],
-        flipped=None,
-    )
-
-
-def _none_ended(prompts: int, config: Config) -> TaskError:
-    return TaskError(
-        f"a preference takes two responses that ended, and none of {prompts} prompts got two "
-        f"within rollout.max_new_tokens = {config.rollout.max_new_tokens}; raise that limit, or "
-        "--samples"
     )
 
 
@@ -225,12 +228,11 @@ def _of_group(
     responses: Sequence[Rollout],
     scores: Mapping[int, float],
     tokenizer: PreTrainedTokenizerBase,
-    config: Config,
+    stop: Sequence[str],
 ) -> Row | Literal["ties", "empty", "unended"]:
     """A pair out of one prompt's responses that ended, or why there is none."""
     if len(responses) < 2:
         return "unended"
-    stop = config.rollout.stop
     texts = [response_text(tokenizer, r.tokens, r.finish, stop) for r in responses]
     found = best_and_worst(texts, [scores[r.id] for r in responses])
     if found is None:
@@ -260,7 +262,6 @@ def _read(config: RewardModelConfig) -> list[_Row]:
     """The rows of pairs, or of prompts with several responses, as the first one says."""
     data = config.data
     read_rows = read(data)
-    made: list[_Row]
     if RESPONSES in read_rows[0] and not (
         {data.chosen_column, data.rejected_column} <= read_rows[0].keys()
     ):
@@ -268,7 +269,10 @@ def _read(config: RewardModelConfig) -> list[_Row]:
         made, left_out = attempt(numbered, lambda each: _several(*each, data), data)
     else:
         pairs, left_out = read_pairs(data)
-        made = [_of_pair(pair) for pair in pairs]
+        made = [
+            _Row(p.index, p.prompt, (p.chosen, p.rejected), dict(p.data), p.transcript, True)
+            for p in pairs
+        ]
     _say_left_out(left_out, data)
     return made
 
@@ -276,11 +280,6 @@ def _read(config: RewardModelConfig) -> list[_Row]:
 def _say_left_out(reasons: Sequence[str], data: PairsConfig) -> None:
     if reasons:
         on_stderr(f"{len(reasons)} rows of '{data.name}' left out; the first: {reasons[0]}")
-
-
-def _of_pair(pair: Pair) -> _Row:
-    sides = (pair.chosen, pair.rejected)
-    return _Row(pair.index, pair.prompt, sides, dict(pair.data), pair.transcript, labelled=True)
 
 
 def _several(index: int, row: Row, data: PairsConfig) -> _Row:
@@ -299,42 +298,23 @@ def _several(index: int, row: Row, data: PairsConfig) -> _Row:
 def _tokens_for(
     by: str, config: RewardModelConfig
 ) -> tuple[PreTrainedTokenizerBase, PromptLayout | None]:
-    if not by.startswith(MODEL):
+    source = reward_source(by)
+    if not isinstance(source, ModelSource):
         return byte_tokenizer(), None
-    path, trust = resolve(by.removeprefix(MODEL), on_stderr), config.model.trust_remote_code
+    path, trust = resolve(source.model, on_stderr), config.model.trust_remote_code
     tokenizer = load_tokenizer(path, trust, on_stderr)
     return tokenizer, PromptLayout(tokenizer, end_tokens_of(path, tokenizer, trust), config.data)
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A row as the source reads it."""
-
-    row: _Row
-    prompt: Prompt
-    responses: Sequence[Sequence[int]]
 
 
 def _reading(row: _Row, layout: PromptLayout | None) -> _Read:
     """Read a row in a reward model's tokens with a layout, or as bytes for functions."""
     try:
         if layout is None:
-            responses = [tuple(utf8(text, "a text")) for text in row.responses]
-            return _Read(row, _bytes_of(row), responses)
+            return row, _bytes_of(row), [tuple(utf8(text, "a text")) for text in row.responses]
         prompt = layout.prompt(row.prompt, transcript=row.transcript)
-        return _Read(row, prompt, [layout.response(prompt, text) for text in row.responses])
+        return row, prompt, [layout.response(prompt, text) for text in row.responses]
     except TaskError as error:
         raise TaskError(f"row {row.index}: {error}") from error
-
-
-def _rollouts(rows: Sequence[_Read]) -> list[Rollout]:
-    """All rows' responses as if they had been sampled."""
-    rollouts: list[Rollout] = []
-    for index, read_row in enumerate(rows):
-        prompt = replace(read_row.prompt, id=index, data=read_row.row.data)
-        for tokens in read_row.responses:
-            rollouts.append(as_rollout(len(rollouts), prompt, tokens))
-    return rollouts
 
 
 def _bytes_of(row: _Row) -> Prompt:

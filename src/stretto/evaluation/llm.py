@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.errors import ConfigError, JudgeError, require
-from stretto.evaluation.rates import point, standard_error
+from stretto.evaluation.gold import point, standard_error
 from stretto.types import Prompt
 from stretto.workers.drive import drive
 
@@ -66,6 +66,9 @@ _SHOWN = """\
 {b}
 </response_b>"""
 
+JudgedPair = tuple[Prompt, str, str]
+"""A prompt, the policy's response and the reference."""
+
 _VERDICT = re.compile(r"verdict\W*\b(a|b|tie)\b(.*)", re.IGNORECASE)
 """The verdict, with the rest of its line."""
 
@@ -94,15 +97,6 @@ class LlmJudge:
                 f"the judge is asked {self.concurrency} questions at a time, with {self.timeout_s} "
                 "s for each; both must be above 0"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class JudgedPair:
-    """Two responses to compare, with their prompt."""
-
-    prompt: Prompt
-    policy: str
-    reference: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,16 +155,25 @@ def open_judge(judge: LlmJudge) -> Callable[[Sequence[JudgedPair]], Judgement]:
 
 
 def _judge(judge: LlmJudge, client: AsyncOpenAI, pairs: Sequence[JudgedPair]) -> Judgement:
-    questions = [
-        _question(p.prompt, *sides)
-        for p in pairs
-        for sides in ((p.policy, p.reference), (p.reference, p.policy))
-    ]
+    questions = []
+    for prompt, policy, reference in pairs:
+        turns = prompt.messages or ()
+        request = "\n\n".join(f"{m['role']}: {m['content']}" for m in turns)
+        request = prompt.text if prompt.messages is None else request
+        for a, b in ((policy, reference), (reference, policy)):
+            questions.append(_SHOWN.format(request=request, a=a, b=b))
     verdicts: list[Verdict | None] = []
 
     async def ask() -> None:
-        answers = await _ask_all(judge, client, questions)
-        verdicts.extend(parse(answer) for answer in answers)
+        """Ask all, in the order of the questions; the first failure ends all of them."""
+        gate = asyncio.Semaphore(judge.concurrency)
+
+        async def one(question: str) -> str:
+            async with gate:
+                return await _ask(judge, client, question)
+
+        async with client:
+            verdicts.extend(map(parse, await asyncio.gather(*map(one, questions))))
 
     drive(ask())
     return counted(judge.model, list(zip(verdicts[::2], verdicts[1::2], strict=True)))
@@ -219,39 +222,21 @@ def counted(judge: str, verdicts: Sequence[tuple[Verdict | None, Verdict | None]
     )
 
 
-def _question(prompt: Prompt, a: str, b: str) -> str:
-    request = (
-        prompt.text
-        if prompt.messages is None
-        else "\n\n".join(f"{m['role']}: {m['content']}" for m in prompt.messages)
-    )
-    return _SHOWN.format(request=request, a=a, b=b)
-
-
-async def _ask_all(judge: LlmJudge, client: AsyncOpenAI, questions: Sequence[str]) -> list[str]:
-    """The answers, in the order of the questions; the first failure ends all of them."""
-    gate = asyncio.Semaphore(judge.concurrency)
-
-    async def ask(question: str) -> str:
-        async with gate:
-            return await _ask(judge, client, question)
-
-    async with client:
-        return await asyncio.gather(*map(ask, questions))
-
-
 async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
     """One answer; empty where it was cut off."""
     from openai import BadRequestError, OpenAIError
 
+    messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": question}]
+    completions: Any = client.chat.completions
+    complete = partial(completions.create, model=judge.model, messages=messages)
     try:
         async with asyncio.timeout(judge.timeout_s):
             try:
-                answer = await _complete(judge, client, question, OPTIONS)
+                answer = await complete(**OPTIONS)
             except BadRequestError as error:
                 if not any(option in str(error) for option in OPTIONS):
                     raise
-                answer = await _complete(judge, client, question, REASONING_OPTIONS)
+                answer = await complete(**REASONING_OPTIONS)
     except TimeoutError as error:
         raise JudgeError(
             f"the judge '{judge.model}' did not answer within {judge.timeout_s:g} s, retries "
@@ -271,16 +256,3 @@ async def _ask(judge: LlmJudge, client: AsyncOpenAI, question: str) -> str:
         )
     cut = choices[0].finish_reason == "length"
     return "" if cut else choices[0].message.content or ""
-
-
-async def _complete(
-    judge: LlmJudge, client: AsyncOpenAI, question: str, options: Mapping[str, Any]
-) -> Any:
-    return await client.chat.completions.create(
-        model=judge.model,
-        messages=[
-            {"role": "system", "content": RUBRIC},
-            {"role": "user", "content": question},
-        ],
-        **options,
-    )

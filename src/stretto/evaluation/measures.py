@@ -1,54 +1,72 @@
-"""All measures of one policy, over one set of its responses."""
+"""Measures of a policy over one set of its responses.
+
+Shapes: N response tokens of a micro-batch; T tokens of one response.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from stretto import tasks
 from stretto.assembly.models import load_actor, prepare_torch
+from stretto.assembly.scorers import open_function
 from stretto.config import Config, RowsConfig
+from stretto.config.sections import TaskSource
+from stretto.config.training import token_budget
 from stretto.errors import ConfigError
-from stretto.evaluation.answers import Answers, WholeScorer, answer, of_model
+from stretto.evaluation.answers import (
+    Answers,
+    WholeScorer,
+    answer,
+    of_model,
+    open_engine,
+    score_all,
+)
 from stretto.evaluation.gold import (
+    WinRate,
     as_rollout,
+    compare,
     end_tokens_of,
     gold_scores,
     open_gold,
     reference_text,
+    standard_error,
 )
-from stretto.evaluation.kl import KlToSft, drift, logprob_sums, require_tokenizer
-from stretto.evaluation.llm import JudgedPair, Judgement, LlmJudge, open_judge
-from stretto.evaluation.rates import WinRate, compare
+from stretto.evaluation.llm import Judgement, LlmJudge, open_judge
 from stretto.evaluation.rows import Questions, measured_on, questions
-from stretto.models.load import load_tokenizer
+from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
+from stretto.models.load import load_tokenizer, pick_device
+from stretto.models.logits import token_logprobs
 from stretto.models.resolve import resolve
 from stretto.observe.progress import on_stderr
 from stretto.schedules.rollout import Rollout
-from stretto.scoring.text import response_text
+from stretto.scoring.models import same_tokenizer
+from stretto.scoring.responses import response_text
+from stretto.tasks.base import RIGHT
 from stretto.tasks.responses import PromptLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Results of an evaluation; ``None`` for measures that were not asked for.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Facts about the responses of an evaluation.
 
     Attributes:
         rows: what was read: a file, a hub dataset and its split, or a procedural task and its seed.
         samples: responses of the policy.
         skipped: rows left out, as their prompts are longer than ``task.max_prompt_tokens``.
-        temperature: at which they were sampled.
         mean_tokens: response tokens.
         ended: share of the responses that ended before the token limit.
-        win_rate: by the first source that was asked for.
-        win_rates: by each source, in the order asked for.
-        kl: distance from the model that the policy was trained from.
-        judge: verdicts of an LLM.
         distinct: different prompts among those of the responses.
         overlap: share of the prompts that training asks too; ``None`` where that is not known.
         seen: the overlap in words.
@@ -57,16 +75,109 @@ class Measured:
     rows: str
     samples: int
     skipped: int
-    temperature: float
     mean_tokens: float
     ended: float
+    distinct: int | None = None
+    overlap: float | None = None
+    seen: str = "not known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult(Sampled):
+    """Greedy answers, one to a prompt, scored.
+
+    Attributes:
+        pass_at_1: share of right answers: those with full credit from the verifier.
+        pass_at_1_standard_error: sqrt(p (1 - p) / n).
+        mean_score: mean of the verifier's scores, partial credit included.
+        mean_score_standard_error: of that mean.
+    """
+
+    pass_at_1: float
+    pass_at_1_standard_error: float
+    mean_score: float
+    mean_score_standard_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class KlToSft:
+    """A policy's drift from an SFT model, measured on the policy's samples.
+
+    Attributes:
+        sft: the model.
+        perplexity: of the SFT model on the samples, at temperature 1: exp of the mean negative
+            log-likelihood of a response token (what Noukhovitch et al. 2024 measure the KL by).
+        kl: mean over responses of log pi(y) - log pi_sft(y), in nats a response, both at the
+            sampling temperature: an unbiased estimate of the KL.
+        standard_error: of the KL.
+    """
+
+    sft: str
+    perplexity: float
+    kl: float
+    standard_error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Sampled):
+    """Results of an evaluation of sampled responses; ``None`` for measures that were not asked for.
+
+    Attributes:
+        temperature: at which they were sampled.
+        win_rate: by the first source that was asked for.
+        win_rates: by each source, in the order asked for.
+        kl: distance from the model that the policy was trained from.
+        judge: verdicts of an LLM.
+    """
+
+    temperature: float
     win_rate: WinRate | None = None
     win_rates: tuple[WinRate, ...] = ()
     kl: KlToSft | None = None
     judge: Judgement | None = None
-    distinct: int | None = None
-    overlap: float | None = None
-    seen: str = "not known"
+
+
+def evaluate(
+    config: Config, *, model: str, samples: int, trained: Config | None = None
+) -> EvalResult:
+    """Let a model answer prompts that training leaves out, one greedy answer each, and judge them.
+
+    Args:
+        model: a known name, a folder, or a hub name.
+        samples: prompts, at most.
+        trained: settings that the model was trained with, or is to be; without them ``config``.
+
+    Raises:
+        TaskError: the task has no verifier, or no prompts to ask.
+        RewardError: the verifier failed on an answer.
+        ModelError: the model cannot be loaded.
+    """
+    greedy = config.rollout.model_copy(update={"temperature": 0.0, "samples_per_prompt": 1})
+    reward = {"sources": ("task",), "weights": (), "on_failure": "stop"}
+    read = of_model(measured_on(config), model).model_copy(
+        update={"rollout": greedy, "reward": config.reward.model_copy(update=reward)}
+    )
+    with ExitStack() as stack:
+        prepare_torch(read.seed, read.threads)
+        tokenizer = load_tokenizer(
+            resolve(model, on_stderr), read.model.trust_remote_code, on_stderr
+        )
+        task = tasks.load(read.task, read.seed, on_stderr)
+        function = open_function(
+            TaskSource("task"), read, task.row(0).data.keys(), tokenizer, stack
+        )
+        asked = questions(config, task, tokenizer, samples, trained or config)
+        engine, _ = open_engine(read, tokenizer)
+        answers = answer(engine, asked.prompts)
+        scores = score_all(function, answers.rollouts, read.rollout.batch)
+    right = [float(score >= RIGHT) for score in scores]
+    return EvalResult(
+        **_sampled(asked, answers),
+        pass_at_1=fmean(right),
+        pass_at_1_standard_error=standard_error(right),
+        mean_score=fmean(scores),
+        mean_score_standard_error=standard_error(scores),
+    )
 
 
 def measure(
@@ -103,7 +214,7 @@ def measure(
     sources = ((by,) if by else ()) if isinstance(by, str) else tuple(by)
     settings, config = config, of_model(measured_on(config), policy)
     with ExitStack() as stack:
-        prepare_torch(config)
+        prepare_torch(config.seed, config.threads)
         path, trust = resolve(policy, on_stderr), config.model.trust_remote_code
         tokenizer = load_tokenizer(path, trust, on_stderr)
         ends = end_tokens_of(path, tokenizer, trust)
@@ -121,50 +232,32 @@ def measure(
         if sources or judge:
             texts = [reference_text(task, r.prompt.data, reference_column) for r in own]
         rates = _win_rates(golds, own, texts, tokenizer, ends, config.rollout.batch)
+        stop = config.rollout.stop
+        pairs = [
+            (r.prompt, response_text(tokenizer, r.tokens, r.finish, stop), text)
+            for r, text in zip(own, texts, strict=False)
+        ]
         return Measured(
-            rows=asked.rows,
-            distinct=asked.distinct,
-            overlap=asked.overlap,
-            seen=asked.seen,
-            samples=len(own),
-            skipped=asked.skipped,
+            **_sampled(asked, answers),
             temperature=config.rollout.temperature,
-            mean_tokens=answers.mean_tokens,
-            ended=answers.ended,
             win_rate=rates[0] if rates else None,
             win_rates=rates,
-            kl=drift(config, sft, own, sums) if sft else None,
-            judge=ask(_pairs(own, texts, tokenizer, config)) if ask else None,
+            kl=_drift(config, sft, own, sums) if sft else None,
+            judge=ask(pairs) if ask else None,
         )
 
 
-def win_rate(
-    config: Config, *, policy: str, samples: int, by: str, reference_column: str = ""
-) -> WinRate:
-    """The win-rate alone; see :func:`measure`."""
-    measured = measure(
-        config, policy=policy, samples=samples, by=by, reference_column=reference_column
-    )
-    assert measured.win_rate
-    return measured.win_rate
-
-
-def kl_to_sft(config: Config, *, policy: str, samples: int, sft: str) -> KlToSft:
-    """The drift from an SFT model alone; see :func:`measure`."""
-    measured = measure(config, policy=policy, samples=samples, sft=sft)
-    assert measured.kl
-    return measured.kl
-
-
-def judge(
-    config: Config, *, policy: str, samples: int, by: LlmJudge, reference_column: str = ""
-) -> Judgement:
-    """An LLM judge's verdict alone; see :func:`measure`."""
-    measured = measure(
-        config, policy=policy, samples=samples, judge=by, reference_column=reference_column
-    )
-    assert measured.judge
-    return measured.judge
+def _sampled(asked: Questions, answers: Answers) -> dict[str, Any]:
+    return {
+        "rows": asked.rows,
+        "samples": len(answers.rollouts),
+        "skipped": asked.skipped,
+        "mean_tokens": answers.mean_tokens,
+        "ended": answers.ended,
+        "distinct": asked.distinct,
+        "overlap": asked.overlap,
+        "seen": asked.seen,
+    }
 
 
 def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -173,7 +266,12 @@ def _check_sft(sft: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> 
             "the KL is estimated from samples, and temperature 0 is greedy; give a --temperature "
             "above 0"
         )
-    require_tokenizer(sft, config, tokenizer)
+    own = load_tokenizer(resolve(sft, on_stderr), config.model.trust_remote_code, on_stderr)
+    if not same_tokenizer(own, tokenizer):
+        raise ConfigError(
+            f"the KL is a sum over tokens, and the SFT model '{sft}' has another tokenizer than "
+            "the policy; give the model that the policy was trained from"
+        )
 
 
 def _answers(
@@ -182,11 +280,13 @@ def _answers(
     """The policy's responses, and where asked their log-probabilities. It is then let go, which
     makes room for the SFT model.
     """
-    actor = load_actor(config, on_stderr)
-    answers = answer(config, actor, tokenizer, asked.prompts)
+    engine, actor = open_engine(config, tokenizer)
+    answers = answer(engine, asked.prompts)
+    del engine
     if not sums:
         return answers, []
-    return answers, logprob_sums(actor, answers.rollouts, (config.rollout.temperature,), config)[0]
+    actor.to(pick_device(config.model.device))
+    return answers, _logprob_sums(actor, answers.rollouts, (config.rollout.temperature,), config)[0]
 
 
 def _win_rates(
@@ -211,17 +311,42 @@ def _win_rates(
     )
 
 
-def _pairs(
-    own: Sequence[Rollout],
-    texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    config: Config,
-) -> list[JudgedPair]:
-    return [
-        JudgedPair(
-            prompt=r.prompt,
-            policy=response_text(tokenizer, r.tokens, r.finish, config.rollout.stop),
-            reference=text,
-        )
-        for r, text in zip(own, texts, strict=True)
-    ]
+def _drift(config: Config, sft: str, rollouts: Sequence[Rollout], own: Sequence[float]) -> KlToSft:
+    """The KL of responses to the SFT model.
+
+    Args:
+        own: the policy's log-probability of each at the temperature of sampling. The same forward
+            passes give the SFT model's, so that rounding does not look like drift, as it would
+            against the log-probabilities of a decoding engine.
+    """
+    model = load_actor(of_model(config, sft).model, on_stderr)
+    temperatures = (1.0, config.rollout.temperature)
+    at_one, as_sampled = _logprob_sums(model, rollouts, temperatures, config)
+    kls = [policy - reference for policy, reference in zip(own, as_sampled, strict=True)]
+    return KlToSft(
+        sft=sft,
+        perplexity=math.exp(-math.fsum(at_one) / sum(len(r) for r in rollouts)),
+        kl=fmean(kls),
+        standard_error=standard_error(kls),
+    )
+
+
+@torch.no_grad()
+def _logprob_sums(
+    model: nn.Module, rollouts: Sequence[Rollout], temperatures: Sequence[float], config: Config
+) -> list[list[float]]:
+    """Log-probability of each response in nats, one list a temperature."""
+    head = output_head(model)
+    device = next(model.parameters()).device
+    budget = token_budget(config.training.microbatch_tokens, device)
+    responses = [r.response() for r in rollouts]
+    sums = [[0.0] * len(responses) for _ in temperatures]
+    for chosen in microbatches(responses, budget):
+        part = [responses[i] for i in chosen]
+        hidden = response_hidden(model, part)
+        tokens = response_tokens(part, hidden.device)
+        for of_temperature, temperature in zip(sums, temperatures, strict=True):
+            logprobs, _ = token_logprobs(head, hidden, tokens, temperature)
+            for i, own in zip(chosen, logprobs.split([len(r) for r in part]), strict=True):
+                of_temperature[i] = own.double().sum().item()
+    return sums

@@ -1,6 +1,6 @@
 """Prompts of an evaluation, and the share of them that training asks too.
 
-Rows are told apart by what they ask (:mod:`stretto.tasks.content`), never by seed or place.
+Rows are told apart by what they ask (:mod:`stretto.tasks.base`), never by seed or place.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto import tasks
-from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.errors import TaskError
-from stretto.tasks.content import content, is_held_out
+from stretto.tasks.base import content, is_held_out
 from stretto.tasks.files import SUFFIXES
 from stretto.tasks.prompts import PromptSource, all_too_long
 from stretto.types import Prompt
@@ -158,7 +157,7 @@ def _asked_in_training(
     if not config.task.name:
         return None, "the settings name no rows to train on"
     r = config.rollout
-    responses = config.steps * r.batch + most_in_flight(config)
+    responses = config.steps * r.batch + config.most_in_flight
     try:
         task = tasks.load(config.task, config.seed)
         source = PromptSource(task, config.task, tokenizer, config.seed)

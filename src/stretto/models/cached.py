@@ -5,18 +5,17 @@ Shapes: n rows, q tokens a row, K key positions read, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from stretto.errors import EngineError, first_line
 from stretto.models.forward import backbone
-from stretto.models.masks import WINDOW, LayerMasks, Masks
-from stretto.models.positions import positions as positions_of
-from stretto.models.slots import SlotCache
+from stretto.models.forward import positions as positions_of
 
 
 class CachedPass:
@@ -230,3 +229,165 @@ def slots_within(model: nn.Module, positions: int, budget_bytes: int) -> int:
     with _explained(own.backbone):
         own.prefill([0], [0], [[0]])
     return int(budget_bytes // own.cache.slot_bytes(positions))
+
+
+Masks = Tensor | Mapping[str, Tensor]
+
+
+WINDOW = "sliding_window"
+"""Setting of a model's config: the number of last tokens that a layer with a window sees."""
+
+
+class LayerMasks:
+    """Boolean attention masks [n, 1, q, K] out of positions, one a kind of layer.
+
+    Args:
+        config: the text decoder's. Its window is read anew for each mask, as transformers does.
+        dtype: type that the model computes in.
+
+    Raises:
+        EngineError: a layer keeps other state than keys and values, or windows differ in size.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype) -> None:
+        self._config, self._dtype = config, dtype
+        self._additive = config._attn_implementation == "eager"
+        kinds = set(getattr(config, "layer_types", None) or ())
+        kinds |= {f"{k} (GPT-Neo)" for k in getattr(config, "attention_layers", ()) if k == "local"}
+        if unknown := kinds - {"full_attention", "sliding_attention"}:
+            raise EngineError(
+                f"layers of type {', '.join(sorted(unknown))} keep no plain key-value cache; "
+                "slots are for full and sliding-window attention only. Choose another model"
+            )
+        try:
+            getattr(config, WINDOW, None)
+        except RuntimeError as error:  # of a config whose layers differ in it
+            raise EngineError(
+                "layers have windows of different sizes; slots are for full attention and windows "
+                "of one size. Choose another model"
+            ) from error
+        self._mixed = "sliding_attention" in kinds
+        self._windowed = self._mixed or not kinds
+
+    @property
+    def window(self) -> int:
+        """Number of tokens that a layer with a window sees; 0 if no layer has one."""
+        return int(getattr(self._config, WINDOW, None) or 0) if self._windowed else 0
+
+    def __call__(self, positions: Tensor, read: int) -> Masks:
+        """Masks for queries at ``positions`` [n, q] over key positions below ``read``."""
+        keys = torch.arange(read, device=positions.device)
+        at = positions[:, None, :, None]
+        full, window = keys <= at, self.window
+        if not window or read <= window:
+            return self._form(full)
+        near = self._form(full & (keys > at - window))
+        full = self._form(full)
+        return {"full_attention": full, "sliding_attention": near} if self._mixed else near
+
+    def _form(self, mask: Tensor) -> Tensor:
+        if not self._additive:
+            return mask
+        low = torch.finfo(self._dtype).min
+        return torch.zeros_like(mask, dtype=self._dtype).masked_fill(~mask, low)
+
+
+GRAIN = 64
+"""Slots grow by multiples of this many positions."""
+
+
+class SlotCache(Cache):
+    """Keys and values of every layer, [S, h, C + 1, d] each, allocated when first seen.
+
+    The last position of a slot is scratch: padding is written there, and never read.
+    """
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.capacity = 0
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._rows: slice | Tensor = slice(0, 0)
+        self._index: Any = None
+        self._positions: Tensor | None = None
+        self._read = 0
+
+    def reserve(self, positions: int) -> None:
+        """Make every slot hold at least ``positions`` tokens; what is stored stays."""
+        if positions <= self.capacity:
+            return
+        self.capacity = -(-positions // GRAIN) * GRAIN
+        for store in (self._keys, self._values):
+            for layer, old in enumerate(store):
+                store[layer] = old.new_zeros(*old.shape[:2], self.capacity + 1, old.shape[3])
+                store[layer][:, :, : old.shape[2] - 1] = old[:, :, :-1]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers; 0 before the first pass."""
+        layers = (*self._keys, *self._values)
+        return sum(t.shape[1] * t.shape[3] * t.element_size() for t in layers)
+
+    def aim(self, rows: slice | Tensor, positions: Tensor | None, read: int) -> None:
+        """Say what the next forward pass is about.
+
+        Args:
+            rows: its slots; a slice reads them without a copy.
+            positions: [n, q] where its tokens go, padding at ``capacity``; ``None`` when every row
+                starts at position 0 (attention is then within the pass).
+            read: attend to positions up to this one, exclusive; unused at position 0.
+        """
+        self._rows, self._positions, self._read = rows, positions, read
+        if positions is not None:
+            index = (
+                torch.arange(rows.start, rows.stop, device=positions.device)
+                if isinstance(rows, slice)
+                else rows
+            )
+            self._index = index[:, None]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values [n, h, q, d]; return what to attend to."""
+        if layer_idx == len(self._keys):
+            shape = (self.slots, key_states.shape[1], self.capacity + 1)
+            self._keys.append(key_states.new_zeros(*shape, key_states.shape[3]))
+            self._values.append(value_states.new_zeros(*shape, value_states.shape[3]))
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        rows, at = self._rows, self._positions
+        if at is None:
+            width = key_states.shape[2]
+            keys[rows, :, :width], values[rows, :, :width] = key_states, value_states
+            return key_states, value_states
+        keys[self._index, :, at] = key_states.transpose(1, 2)
+        values[self._index, :, at] = value_states.transpose(1, 2)
+        return keys[rows, :, : self._read], values[rows, :, : self._read]
+
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Copy the first ``length`` positions of one slot to another."""
+        for store in (self._keys, self._values):
+            for layer in store:
+                layer[target, :, :length] = layer[source, :, :length]
+
+    def slot_bytes(self, positions: int) -> int:
+        """Bytes that :meth:`reserve` allocates for one slot of so many positions.
+
+        Layers are known once a first pass has been made.
+        """
+        held = -(-positions // GRAIN) * GRAIN + 1
+        token = sum(x.shape[1] * x.shape[3] * x.itemsize for x in (*self._keys, *self._values))
+        return held * token
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Part of transformers' interface; positions are always given, so nothing depends on it."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Key length and offset of a pass that starts at position 0."""
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Position of the first query of a pass that starts at position 0."""
+        return 0

@@ -1,6 +1,6 @@
-"""Forward passes at response positions, the same for actor, reference and critic.
+"""Forward passes at sampled tokens, the same for actor, reference and critic.
 
-Shapes: b sequences in a micro-batch, L padded tokens, N response tokens of all of them, H hidden.
+Shapes: b sequences in a micro-batch, L padded tokens, N sampled tokens of all of them, H hidden.
 
 Sequences are padded on the right. Under a causal mask nothing before the padding can see it, so no
 attention mask is needed at all and the fastest attention kernels apply.
@@ -8,16 +8,17 @@ attention mask is needed at all and the fastest attention kernels apply.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
 from stretto.models.logits import OutputHead
-from stretto.types import Response
+from stretto.types import Response, sampled_of
 
 
 def unwrapped(model: nn.Module) -> Any:
@@ -112,23 +113,52 @@ def hidden_states(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
     return cast(Tensor, backbone(model)(input_ids=ids, use_cache=False).last_hidden_state)
 
 
-def response_hidden(model: nn.Module, responses: Sequence[Response]) -> Tensor:
-    """Hidden states [N, H] at the positions that predict each response token.
+def predicting(learned: npt.ArrayLike, before: int = 0) -> list[int]:
+    """Places of the states that predict tokens, in a sequence of which these tokens are a part.
 
-    The state that predicts response token t is the one at prompt length + t - 1; it is also the
-    state whose value is V(s_t). Responses follow one another in the order given. The last response
-    token is never an input: nothing is predicted from it.
+    The state at a place predicts the token at the next one; V(s_t) is the value of that state.
+
+    Args:
+        learned: of each token in the part, whether it is to be predicted: the policy sampled it, or
+            training is to learn it.
+        before: tokens before the part.
     """
-    rows = [[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses]
-    hidden = hidden_states(model, rows)
-    first = [len(r.prompt.tokens) - 1 for r in responses]
-    return torch.cat([h[f : f + len(r)] for h, f, r in zip(hidden, first, responses, strict=True)])
+    places: list[int] = (np.flatnonzero(learned) + (before - 1)).tolist()
+    return places
+
+
+def predicting_response(response: Response) -> list[int]:
+    """Places, in prompt and response, of the states that predict its sampled tokens."""
+    return predicting(sampled_of(response), len(response.prompt.tokens))
+
+
+def inputs(responses: Sequence[Response]) -> list[list[int]]:
+    """Tokens that a pass reads of each; never the last, as nothing is predicted from it."""
+    return [[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses]
+
+
+def states_at(hidden: Tensor, places: Sequence[Sequence[int]]) -> Tensor:
+    """Pick states [N, H] out of [b, L, H]: those of the first row's places, then the next row's."""
+    flat = [row * hidden.shape[1] + at for row, own in enumerate(places) for at in own]
+    return hidden.flatten(0, 1)[torch.tensor(flat, dtype=torch.long, device=hidden.device)]
+
+
+def response_hidden(model: nn.Module, responses: Sequence[Response]) -> Tensor:
+    """Hidden states [N, H] that predict the sampled tokens of all responses, one after another."""
+    hidden = hidden_states(model, inputs(responses))
+    return states_at(hidden, [predicting_response(r) for r in responses])
 
 
 def response_tokens(responses: Sequence[Response], device: torch.device) -> Tensor:
-    """Tokens [N] of all responses, one after another."""
-    tokens = torch.from_numpy(np.concatenate([r.tokens for r in responses]))
+    """Sampled tokens [N] of all responses, one after another."""
+    tokens = torch.from_numpy(np.concatenate([r.tokens[sampled_of(r)] for r in responses]))
     return tokens.to(device, torch.long)
+
+
+def last_hidden(model: nn.Module, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Hidden states [b, H] at the last token of each row."""
+    hidden = hidden_states(model, rows)
+    return torch.stack([h[len(row) - 1] for h, row in zip(hidden, rows, strict=True)])
 
 
 def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -155,3 +185,39 @@ def by_token_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def microbatches(responses: Sequence[Response], budget: int) -> Iterable[list[int]]:
     """Micro-batches of whole responses by token budget, as indices into ``responses``."""
     return by_token_budget([r.total_tokens for r in responses], budget)
+
+
+_FOLLOWING = ("longrope", "dynamic")
+
+
+def positions(model: nn.Module, *, generating: bool = False) -> int | None:
+    """Tokens that a sequence of this model may have; ``None`` where its config sets no limit.
+
+    Args:
+        model: of transformers, with or without adapters, or its text decoder.
+        generating: whether its keys and values are kept while the sequence grows.
+    """
+    config = text_config(model)
+    limit = getattr(config, "max_position_embeddings", None)
+    limits = [limit] if limit and limit > 0 else []
+    for name, table in model.named_modules():
+        # RoBERTa's kind counts positions from behind the padding token's id.
+        is_table = isinstance(table, nn.Embedding) and name.endswith("position_embeddings")
+        if is_table and table.padding_idx is not None:
+            limits.append(table.num_embeddings - table.padding_idx - 1)
+    if generating:  # beyond these the frequencies follow the longest sequence in the batch
+        following = (rope for rope in _ropes(config) if rope.get("rope_type") in _FOLLOWING)
+        limits += filter(None, (r.get("original_max_position_embeddings") for r in following))
+    return min(map(int, limits), default=None)
+
+
+def following_frequencies(config: Any) -> str:
+    """The kind of frequencies that follow the longest sequence of a batch; empty without any."""
+    kinds = (str(rope.get("rope_type")) for rope in _ropes(config))
+    return next((kind for kind in kinds if kind in _FOLLOWING), "")
+
+
+def _ropes(config: Any) -> Iterator[Mapping[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    yield rope
+    yield from (part for part in rope.values() if isinstance(part, Mapping))

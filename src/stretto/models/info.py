@@ -6,8 +6,10 @@ of weights only the header is read, in which safetensors lists names and shapes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import ConfigError, ModelError, nearest
-from stretto.models.architectures import known
 from stretto.models.resolve import cached, is_known, resolve
 from stretto.planning.shapes import Shape
+from stretto.saying import Say
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -311,3 +313,133 @@ def built(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "model.norm.bias", (hidden,)
     if not config.get("tie_word_embeddings", False):
         yield "lm_head.weight", (words, hidden)
+
+
+WHOLE = 64 << 20
+"""Bytes of a file that is read whole."""
+
+HEAD, BLOCKS, BLOCK = 1 << 20, 64, 16 << 10
+"""Bytes that are read at the beginning of a longer file; number and size of blocks that are read
+of the rest, spread evenly."""
+
+_CONFIG, _WEIGHTS = "config.json", "*.safetensors"
+
+
+def identity(name: str, trust_remote_code: bool, say: Say) -> Mapping[str, str]:
+    """Tell what a model is: fingerprints of its config and its weights, by the names of the files.
+
+    Files of up to :data:`WHOLE` bytes are read whole. Of longer ones, as many as gigabytes, come
+    the size, the beginning (where safetensors has names, types and shapes) and blocks spread over
+    the rest: a step of training, another model or another type are seen, as they change all of it;
+    a few numbers that are edited between two blocks are not. A model of the hub is known by its
+    commit.
+
+    Args:
+        name: as settings name it; see :func:`~stretto.models.resolve.resolve`.
+
+    Raises:
+        ModelError: it is not there, or cannot be read.
+    """
+    path = resolve(name, say)
+    if isinstance(path, str):
+        from stretto.models.load import load_config
+
+        return {"commit": str(load_config(path, trust_remote_code)._commit_hash)}
+    try:
+        files = {file.name: _digest(file) for file in sorted(path.glob(_WEIGHTS))}
+        return {_CONFIG: _config_digest(path / _CONFIG), **files}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the files of '{name}' cannot be read: {error}") from error
+
+
+def _config_digest(file: Path) -> str:
+    known = json.loads(file.read_bytes())
+    known.pop("transformers_version", None)
+    return _named(hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest())
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size <= WHOLE:
+            return _named(hashlib.file_digest(stream, "sha256").hexdigest())
+        digest = hashlib.sha256(str(size).encode())
+        for start, length in _parts(size):
+            digest.update(os.pread(stream.fileno(), length, start))
+    return _named(digest.hexdigest())
+
+
+def _parts(size: int) -> Iterator[tuple[int, int]]:
+    yield 0, HEAD
+    for i in range(1, BLOCKS + 1):
+        yield HEAD + (size - HEAD) * i // BLOCKS - BLOCK, BLOCK
+
+
+def _named(digest: str) -> str:
+    return f"sha256:{digest[:16]}"
+
+
+def _llama(hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+    }
+
+
+def _pythia(hidden: int, layers: int, heads: int, vocab: int = 50304) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_neox",
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+    }
+
+
+def _qwen2(hidden: int, inner: int, layers: int, heads: int, kv: int, tied: bool) -> dict[str, Any]:
+    return {
+        **_llama(hidden, inner, layers, heads, kv, 151_936 if tied else 152_064),
+        "model_type": "qwen2",
+        "tie_word_embeddings": tied,
+    }
+
+
+_SMOLLM2_135M = {**_llama(576, 1536, 30, 9, 3, 49_152), "tie_word_embeddings": True}
+_LLAMA_8B = _llama(4096, 14_336, 32, 32, 8, 128_256)
+_LLAMA_70B = _llama(8192, 28_672, 80, 64, 8, 128_256)
+_RHO_1B = _llama(2048, 5632, 22, 32, 4, 32_000)
+
+_BY_NAME: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {**_llama(64, 192, 2, 4, 2, 259), "tie_word_embeddings": True},
+    "tiny-2-heads": {**_llama(64, 192, 2, 2, 1, 259), "tie_word_embeddings": True},
+    "smollm2-135m": _SMOLLM2_135M,
+    "EleutherAI/pythia-410m-deduped": _pythia(1024, 24, 16),
+    "EleutherAI/pythia-1b-deduped": _pythia(2048, 16, 8),
+    "EleutherAI/pythia-2.8b-deduped": _pythia(2560, 32, 32),
+    "cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr": _pythia(2048, 16, 8),
+    "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr": _pythia(2048, 16, 8),
+    "huggyllama/llama-7b": _llama(4096, 11_008, 32, 32, 32, 32_000),
+    "huggyllama/llama-13b": _llama(5120, 13_824, 40, 40, 40, 32_000),
+    "huggyllama/llama-30b": _llama(6656, 17_920, 60, 52, 52, 32_000),
+    "huggyllama/llama-65b": _llama(8192, 22_016, 80, 64, 64, 32_000),
+    "meta-llama/Llama-3.1-8B": _LLAMA_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_8B,
+    "meta-llama/Llama-3.1-70B": _LLAMA_70B,
+    "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_70B,
+    "Skywork/Skywork-Reward-Llama-3.1-8B-v0.2": _LLAMA_8B,
+    "microsoft/rho-math-1b-v0.1": _RHO_1B,
+    "realtreetune/rho-1b-sft-GSM8K": _RHO_1B,
+    "Qwen/Qwen2.5-3B-Instruct": _qwen2(2048, 11_008, 36, 16, 2, tied=True),
+    "Qwen/Qwen2.5-7B-Instruct": _qwen2(3584, 18_944, 28, 28, 4, tied=False),
+}
+
+
+def known(name: str) -> Mapping[str, Any] | None:
+    """The config of a model by its name, or ``None`` where it is not among those known."""
+    return _BY_NAME.get(name)

@@ -15,9 +15,9 @@ from stretto import files
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, first_line
 from stretto.models import mapped, rates
-from stretto.models.architectures import known
 from stretto.models.attention import use_short_attention
 from stretto.models.forward import freeze_unread, unwrapped
+from stretto.models.info import known
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite
 from stretto.saying import Say, silent, working

@@ -16,7 +16,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.config import Config, SupervisedConfig
 from stretto.observe.progress import (
     KL,
     LENGTH,
@@ -59,7 +58,7 @@ class RichProgress:
             auto_refresh=False,
         )
 
-    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
+    def start(self, headline: str) -> None:
         """Print what will run, but for what the run before it has said; open the panel."""
         self.note(news(self._console.file, headline))
         self._started = True

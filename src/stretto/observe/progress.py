@@ -48,7 +48,7 @@ WINDOW = 10
 class Progress(Shows, Protocol):
     """Receiver of a run's reports."""
 
-    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
+    def start(self, headline: str) -> None:
         """Show what will run; ``headline`` says it in a few lines, see :func:`headline`."""
         ...
 
@@ -66,7 +66,7 @@ class Progress(Shows, Protocol):
 class NoProgress:
     """A display that shows nothing."""
 
-    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
+    def start(self, headline: str) -> None:
         """Do nothing."""
 
     def step(
@@ -95,7 +95,7 @@ class PlainProgress:
         self._stream = stream
         self._history = History()
 
-    def start(self, config: Config | SupervisedConfig, headline: str) -> None:
+    def start(self, headline: str) -> None:
         """Print what will run, but for what the run before it has said."""
         self.note(news(self._stream, headline))
 

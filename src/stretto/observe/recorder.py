@@ -44,7 +44,7 @@ class Recorder:
         resumed_step: int = 0,
         total: int = 0,
     ) -> None:
-        self._config, self._total = config, total or config.steps
+        self._shown, self._total = config.observe.samples, total or config.steps
         self._run = run
         self._progress = progress
         if torn := run.rewind(resumed_step):
@@ -53,8 +53,10 @@ class Recorder:
         self._time_s = float(records[-1].get("time_s") or 0.0) if records else 0.0
         self._tracing = True
         self._time_sheet = TimeSheet()
-        self._remarks = Remarks(config) if isinstance(config, Config) else None
-        self._trackers = open_trackers(config, run, resumed_step)
+        self._remarks: Remarks | None = None
+        if isinstance(config, Config):
+            self._remarks = Remarks(config.reward, config.rollout.max_new_tokens)
+        self._trackers = open_trackers(config.observe, run, config.model_dump(), resumed_step)
 
     def step(
         self,
@@ -84,7 +86,7 @@ class Recorder:
                 count = len(set(window.devices.values()))
                 stats[f"{THROUGHPUT}_per_device"] = stats[THROUGHPUT] / count
         self._run.append_rollouts(step, rollouts, rewards or {})
-        kept = samples[: self._config.observe.samples]
+        kept = samples[: self._shown]
         self._run.append_samples(step, kept)
         # Last of the files: a step with metrics has all its records.
         self._run.append_metrics(step, stats)

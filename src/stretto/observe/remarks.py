@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from stretto.config import Config
+from stretto.config import RewardConfig
 from stretto.config.sections import MISSING_EOS
 from stretto.schedules.rollout import Rollout
 from stretto.types import FinishReason, short_name
@@ -16,8 +16,8 @@ AGAIN = 10
 class Remarks:
     """Remarks on what the mean reward of a step hides. They must be told of every step."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, reward: RewardConfig, max_new_tokens: int) -> None:
+        self._reward, self._limit = reward, max_new_tokens
         self._first = True
         self._next = {"cut": 0, "one reward": 0}
         self._pause = dict.fromkeys(self._next, AGAIN)
@@ -51,7 +51,7 @@ class Remarks:
         return True
 
     def _cut(self, cut: int, of: int) -> str:
-        rule, limit = self._config.reward, self._config.rollout.max_new_tokens
+        rule, limit = self._reward, self._limit
         said = f"{cut} of {of} responses were cut at rollout.max_new_tokens = {limit}"
         if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
             return f"{said}; the source '{MISSING_EOS}' takes the penalty off those without an end"

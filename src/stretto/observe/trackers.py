@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from stretto.config import Config, SupervisedConfig
+from stretto.config import ObserveConfig
 from stretto.errors import StorageError, require
 from stretto.observe.run_directory import RunDirectory
 
@@ -69,7 +69,7 @@ class WandB:
     ``WANDB_PROJECT``, ``WANDB_MODE``).
     """
 
-    def __init__(self, run: RunDirectory, config: Config | SupervisedConfig) -> None:
+    def __init__(self, run: RunDirectory, settings: Mapping[str, Any]) -> None:
         require("wandb", "wandb", "observe.trackers = 'wandb'")
         wandb = importlib.import_module("wandb")
         id_file = run.path / "wandb.id"
@@ -80,7 +80,7 @@ class WandB:
             id=run_id,
             resume="allow",
             dir=str(run.path),
-            config=config.model_dump(),
+            config=dict(settings),
         )
         id_file.write_text(self._run.id)
 
@@ -137,7 +137,7 @@ class Prometheus:
 
 
 def open_trackers(
-    config: Config | SupervisedConfig, run: RunDirectory, resumed_step: int = 0
+    observe: ObserveConfig, run: RunDirectory, settings: Mapping[str, Any], resumed_step: int = 0
 ) -> list[Tracker]:
     """The trackers that ``observe.trackers`` names, and the page for Prometheus.
 
@@ -146,8 +146,9 @@ def open_trackers(
         StorageError: the page's port is taken.
     """
     made: list[Tracker] = []
-    for name in config.observe.trackers:
-        made.append(TensorBoard(run, resumed_step) if name == "tensorboard" else WandB(run, config))
-    if config.observe.prometheus_port:
-        made.append(Prometheus(run, config.observe.prometheus_port))
+    for name in observe.trackers:
+        board = name == "tensorboard"
+        made.append(TensorBoard(run, resumed_step) if board else WandB(run, settings))
+    if observe.prometheus_port:
+        made.append(Prometheus(run, observe.prometheus_port))
     return made

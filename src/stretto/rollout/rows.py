@@ -6,13 +6,14 @@ Shapes: S slots, C positions a slot, h key-value heads, d head size, c cached to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto.models.slots import SlotCache
+from stretto.models.cached import SlotCache
+from stretto.rollout.base import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +30,26 @@ class RowCache:
     version: int
 
 
-@dataclass(slots=True)
-class Row:
-    """A rollout in the engine: prompt and response tokens, of which ``cached`` have keys.
+@dataclass(slots=True, kw_only=True, eq=False)
+class SlotRow(Row):
+    """A rollout of which ``cached`` tokens have keys and values.
 
     Attributes:
-        reported: response tokens that the caller knows of.
+        seed: of its random stream.
         cache_version: of the weights under which its cache was begun; with carried caches that are
             used again, this may be older than the engine's version.
         kv: keys and values that came with it, until it has a slot.
     """
 
-    id: int
-    prompt: tuple[int, ...]
-    tokens: list[int]
     seed: int
-    reported: int
     cache_version: int
     cached: int = 0
     kv: RowCache | None = None
-    logprobs: list[float] = field(default_factory=list)
 
     @property
     def ready(self) -> bool:
         """Return whether all but the newest token have keys."""
         return self.cached == len(self.tokens) - 1
-
-    @property
-    def generated(self) -> int:
-        """Response tokens."""
-        return len(self.tokens) - len(self.prompt)
 
     def void(self, version: int) -> None:
         """Forget keys and values; new ones will be made under ``version``."""
@@ -118,7 +109,7 @@ class RowSlots(SlotCache):
 
 
 def pick_prefill(
-    rows: Sequence[Row], pending: Sequence[int], budget: int, version: int
+    rows: Sequence[SlotRow], pending: Sequence[int], budget: int, version: int
 ) -> list[int]:
     """Pick slots for one prefill pass: the longest first, padded width times rows in the budget.
 

@@ -1,4 +1,4 @@
-"""Forward passes of the engine: prefill, and one decode step, eager or as CUDA graphs.
+"""Forward passes of Stretto's own engine: prefill, a decode step (eager or a CUDA graph), a probe.
 
 Shapes: n rows, q tokens a row, K key positions read.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stretto.config import RolloutConfig
-from stretto.models.cached import CHECKED, CachedPass, check_cache
+from stretto.models.cached import CHECKED, CachedPass, SlotCache, check_cache
 from stretto.models.forward import output_head, unwrapped
-from stretto.models.slots import SlotCache
+from stretto.rollout.packed import PackedLinears
 from stretto.rollout.sampling import sample, uniform
+from stretto.types import FloatArray, IntArray
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,38 @@ class GraphedDecode:
             outputs = self._model.decode(static, width)
         self._pool = graph.pool()
         return graph, static, outputs
+
+
+class Probe:
+    """Fixed token sequences, read by the decode steps of an engine, with the model as it is then.
+
+    Args:
+        packed: its layers as the engine decodes with them.
+        sequences: token ids [n, t]; all but the first of each are looked at.
+    """
+
+    def __init__(
+        self, model: nn.Module, packed: PackedLinears, config: RolloutConfig, sequences: IntArray
+    ) -> None:
+        self.sequences = sequences
+        self._packed, self._temperature = packed, config.temperature
+        self.cache = SlotCache(len(sequences))
+        self._pass = ModelPass(model, self.cache, config)
+        self.cache.reserve(sequences.shape[1])
+        self._ids = torch.from_numpy(sequences.astype(np.int64)).to(self._pass.device)
+
+    @torch.inference_mode()
+    def logprobs(self) -> FloatArray:
+        """Return the log-probs [n, t - 1], under the distribution that the engine samples from."""
+        ids, found = self._ids, []
+        with self._packed:
+            for at in range(ids.shape[1] - 1):
+                positions = torch.full_like(ids[:, at], at)
+                logits = self._pass.next_logits(ids[:, at], positions, at + 1)
+                logprobs = (logits.float() / self._temperature).log_softmax(-1)
+                found.append(logprobs.gather(1, ids[:, at + 1, None])[:, 0])
+        together: FloatArray = torch.stack(found, 1).cpu().numpy()
+        return together
 
 
 @torch.inference_mode()

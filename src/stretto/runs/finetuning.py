@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -32,15 +32,22 @@ from stretto.observe import Progress, Recorder, RunDirectory
 from stretto.runs.ending import saved_at_the_end
 from stretto.saying import Saying
 from stretto.tasks.conversations import example_of, read_demonstrations
-from stretto.tasks.pairs import read_pairs, tokens_of
-from stretto.tasks.responses import PromptLayout, attempt
-from stretto.training import preference
-from stretto.training import sft as tuning
-from stretto.training.epochs import After, hold_out, updates
-from stretto.training.gate import end_updates
+from stretto.tasks.pairs import PairTokens, read_pairs, tokens_of
+from stretto.tasks.responses import Example, PromptLayout, attempt
+from stretto.training.supervised import (
+    BradleyTerry,
+    CrossEntropy,
+    Objective,
+    Preferences,
+    hold_out,
+    train,
+    updates,
+)
+from stretto.training.trained import end_updates
 from stretto.types import Stats
 
-T = TypeVar("T")
+T = TypeVar("T", Example, PairTokens)
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class RewardModelResult:
     model: Path
     steps: int
     loss: float
-    held_out: preference.Preferences | None
+    held_out: Preferences | None
     reward_mean: float
     reward_std: float
 
@@ -95,26 +102,18 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
     """
-    with progress.working(f"reading {config.data.name}"):
-        rows, dropped = read_demonstrations(config.data)
-    model, tokenizer, ends = _load(config, progress)
-    layout = PromptLayout(tokenizer, ends, config.data)
-    with progress.working("tokenising the rows"):
-        examples, reasons = attempt(rows, lambda row: example_of(row, layout), config.data)
-    _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
-    _say_spelled(layout, progress)
-    examples = _fitting(examples, lambda e: len(e.tokens), config.data, progress)
-    train, held = _split(examples, lambda e: e.prompt, config, progress)
+    found = _prepare(config, progress, read_demonstrations, example_of, lambda e: len(e.tokens))
+    model, held = found.model, found.held
     if config.model.lora_rank:
         model = add_lora(model, config.model, "CAUSAL_LM")
-    objective = tuning.objective_of(model, config)
+    objective = CrossEntropy.of(model, config)
 
     def measure() -> Stats:
         loss = objective.measure(held)
         return {"held_out/loss": loss, "held_out/perplexity": math.exp(loss)}
 
-    run = _Run(config, model, tokenizer, run_dir, progress, measure if held else None)
-    run.go(len(train), lambda after: tuning.train(model, train, config, after))
+    run = _Run(config, model, found.tokenizer, run_dir, progress, measure if held else None)
+    run.go(found.train, objective)
     loss, perplexity = (run.last.get(f"held_out/{name}") for name in ("loss", "perplexity"))
     if held:
         progress.note(f"held out: {loss:.4f} nats a token, perplexity {perplexity:.3f}")
@@ -140,17 +139,9 @@ def train_reward_model(
     Raises:
         StrettoError: a setting, the model, the data or the numbers are at fault.
     """
-    with progress.working(f"reading {config.data.name}"):
-        rows, dropped = read_pairs(config.data)
-    base, tokenizer, ends = _load(config, progress)
-    layout = PromptLayout(tokenizer, ends, config.data)
-    with progress.working("tokenising the rows"):
-        pairs, reasons = attempt(rows, lambda pair: tokens_of(pair, layout), config.data)
-    _say_dropped([*dropped, *reasons], len(rows) + len(dropped), progress)
-    _say_spelled(layout, progress)
-    pairs = _fitting(pairs, lambda p: p.longest, config.data, progress)
-    train, held = _split(pairs, lambda p: p.prompt, config, progress)
-    model = reward_model_from(base, config.seed)
+    found = _prepare(config, progress, read_pairs, tokens_of, lambda p: p.longest)
+    tokenizer, ends, held = found.tokenizer, found.ends, found.held
+    model = reward_model_from(found.model, config.seed)
     if ends:  # a classifier is saved without a generation config, which may alone have named them
         for part in (unwrapped(model).config, text_config(model)):
             part.eos_token_id = sorted(ends)
@@ -161,15 +152,15 @@ def train_reward_model(
         )
     if config.model.lora_rank:
         model = add_lora(model, config.model, "SEQ_CLS")
-    objective = preference.objective_of(model, config)
-    measured: list[preference.Preferences] = []
+    objective = BradleyTerry.of(model, config)
+    measured: list[Preferences] = []
 
     def measure() -> Stats:
         measured.append(objective.measure(held))
         return measured[-1].stats("held_out")
 
     run = _Run(config, model, tokenizer, run_dir, progress, measure if held else None)
-    run.go(len(train), lambda after: preference.train(model, train, config, after))
+    run.go(found.train, objective)
     seen = "held_out" if measured else "train"
     if measured:
         progress.note(
@@ -206,9 +197,9 @@ class _Run:
     done: int = 0
     last: Stats = field(default_factory=dict)
 
-    def go(self, rows: int, train: Callable[[After], None]) -> None:
-        """Measure, train on ``rows`` rows, and save."""
-        total = updates(self.config, rows)
+    def go(self, rows: Sequence[T], objective: Objective[T]) -> None:
+        """Measure, train, and save."""
+        total = updates(self.config, len(rows))
         set_checkpointing(self.model, self.config.model)
         with Recorder(self.config, self.run_dir, self.progress, total=total) as recorder:
             if self.measure:
@@ -236,40 +227,68 @@ class _Run:
                 lambda: end_updates(self.model),
                 recorder.note,
             ):
-                train(after)
+                train(self.model, rows, objective, self.config, after)
 
     def _due(self, step: int, total: int) -> bool:
         every = self.config.measure_every
         return step == total or bool(every and step % every == 0)
 
 
-def _load(
-    config: SupervisedConfig, progress: Progress
-) -> tuple[nn.Module, PreTrainedTokenizerBase, frozenset[int]]:
-    """Load the model, its tokenizer, and the tokens that end a response."""
-    prepare_torch(config)
+@dataclass(frozen=True, slots=True)
+class _Prepared(Generic[T]):
+    """A run's model and its data.
+
+    Attributes:
+        ends: tokens that end a response.
+        train, held: tokenised rows to train on, and to measure on.
+    """
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]
+    train: list[T]
+    held: list[T]
+
+
+def _prepare(
+    config: SupervisedConfig,
+    progress: Progress,
+    read: Callable[[Any], tuple[list[R], list[str]]],
+    tokenise: Callable[[R, PromptLayout], T],
+    length: Callable[[T], int],
+) -> _Prepared[T]:
+    """Read the rows, load the model, and tokenise, filter and split the rows."""
+    with progress.working(f"reading {config.data.name}"):
+        dropped: list[str]
+        reasons: list[str]
+        rows, dropped = read(config.data)
+    prepare_torch(config.seed, config.threads)
     m = config.model
     path, device = resolve(m.name, Saying(progress)), pick_device(m.device)
     with progress.working(f"loading {path}"):
         tokenizer = load_tokenizer(path, m.trust_remote_code)
         model = load_causal_lm(path, pick_dtype(m.dtype, device), device, m.trust_remote_code)
-    return model, tokenizer, end_token_ids(model, tokenizer)
-
-
-def _say_dropped(reasons: Sequence[str], rows: int, progress: Progress) -> None:
-    if reasons:
+    ends = end_token_ids(model, tokenizer)
+    layout = PromptLayout(tokenizer, ends, config.data)
+    with progress.working("tokenising the rows"):
+        made, reasons = attempt(rows, lambda row: tokenise(row, layout), config.data)
+    if unused := [*dropped, *reasons]:
         progress.note(
-            f"{len(reasons)} of {rows} rows cannot be used and are left out; "
-            f"the first: {reasons[0]}"
+            f"{len(unused)} of {len(rows) + len(dropped)} rows cannot be used and are left out; "
+            f"the first: {unused[0]}"
         )
-
-
-def _say_spelled(layout: PromptLayout, progress: Progress) -> None:
     if layout.found:
         progress.note(
             f"rows spell control tokens ({', '.join(sorted(layout.found))}), which are read as "
             "text; conversations are lists of messages, and every response gets its end by itself"
         )
+    made = _fitting(made, length, config.data, progress)
+    train, held = hold_out(made, lambda row: row.prompt, config.data.held_out, config.seed)
+    progress.note(
+        f"training on {len(train)} rows, {updates(config, len(train))} updates; "
+        f"{len(held)} rows are held out"
+    )
+    return _Prepared(model, tokenizer, ends, train, held)
 
 
 def _fitting(
@@ -295,14 +314,3 @@ def _fitting(
             f"{data.max_tokens} and left out"
         )
     return kept
-
-
-def _split(
-    rows: Sequence[T], key: Callable[[T], Hashable], config: SupervisedConfig, progress: Progress
-) -> tuple[list[T], list[T]]:
-    train, held = hold_out(rows, key, config.data.held_out, config.seed)
-    progress.note(
-        f"training on {len(train)} rows, {updates(config, len(train))} updates; "
-        f"{len(held)} rows are held out"
-    )
-    return train, held

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.config import Config
-from stretto.config.sections import MODEL
 from stretto.errors import StateError
-from stretto.models.identity import identity
+from stretto.models.info import identity
 from stretto.saying import Say
 from stretto.tasks.base import SHA256
 from stretto.tasks.prompts import PromptSource
@@ -47,38 +46,34 @@ class Inputs:
             )
         self.found[subject] = own
 
-    def take_models(self, config: Config, given: Given, say: Say) -> None:
-        """Take note of the models that are loaded by name.
+    def take_models(self, config: Config, overrides: Overrides, say: Say) -> None:
+        """Take note of the models that are loaded by name; the reference is the actor at the start.
 
         Raises:
             ModelError: one cannot be read.
             StateError: see :meth:`take`.
         """
-        for subject, name in _models(config, given):
-            own = identity(name.removeprefix(MODEL), config.model.trust_remote_code, say)
-            self.take(f"{subject} = '{name}'", own)
+        named = [("reward.sources", s.name, s.model) for s in config.reward.models]
+        named = [each for each in named if each[1] not in overrides.reward_models]
+        critic = config.critic.model if config.algorithm.definition.critic else ""
+        if critic and overrides.critic is None:
+            named.insert(0, ("critic.init", critic, critic))
+        if overrides.actor is None:
+            named.insert(0, ("model.name", config.model.name, config.model.name))
+        for setting, name, model in named:
+            own = identity(model, config.model.trust_remote_code, say)
+            self.take(f"{setting} = '{name}'", own)
 
-    def take_rows(self, config: Config, prompts: PromptSource) -> None:
+    def take_rows(self, name: str, prompts: PromptSource) -> None:
         """Take note of the rows that are trained on.
+
+        Args:
+            name: of their task.
 
         Raises:
             StateError: see :meth:`take`.
         """
-        self.take(f"task.name = '{config.task.name}'", prompts.identity)
-
-
-def _models(config: Config, given: Given) -> Iterator[tuple[str, str]]:
-    """Yield the settings that name models which are loaded, with the names.
-
-    The reference is the actor as training starts.
-    """
-    if given.actor is None:
-        yield "model.name", config.model.name
-    if config.algorithm.definition.critic and given.critic is None and config.critic.model:
-        yield "critic.init", config.critic.model
-    for source in config.reward.sources:
-        if source.startswith(MODEL) and source not in given.reward_models:
-            yield "reward.sources", source
+        self.take(f"task.name = '{name}'", prompts.identity)
 
 
 def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:

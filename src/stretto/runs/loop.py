@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from stretto.assembly.models import NOTHING, Given
+from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config
 from stretto.errors import StalledError, StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
@@ -23,8 +23,8 @@ from stretto.runs.inputs import Identities, Inputs
 from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
-from stretto.schedules.settings import Step
-from stretto.scoring.text import response_text
+from stretto.schedules.schedule import Step
+from stretto.scoring.responses import response_text
 from stretto.types import Stats
 from stretto.workers.drive import drive
 
@@ -35,7 +35,7 @@ def train(
     run_dir: RunDirectory,
     resume: bool = False,
     progress: Progress,
-    given: Given = NOTHING,
+    overrides: Overrides = NO_OVERRIDES,
 ) -> TrainResult:
     """Train a model and save it.
 
@@ -44,7 +44,7 @@ def train(
     Args:
         run_dir: where records, checkpoints and the model go.
         resume: go on from the newest checkpoint in ``run_dir``.
-        given: what the caller brings instead of names in the settings.
+        overrides: what the caller brings instead of names in the settings.
 
     Raises:
         StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
@@ -59,14 +59,14 @@ def train(
             if not state[checkpoint.INPUTS]:
                 say("the checkpoint has no fingerprints of rows and models: they are not compared")
         inputs = Inputs(state[checkpoint.INPUTS] if state else {})
-        inputs.take_models(config, given, say)
-        given = replace(
-            given,
-            looks_at=partial(inputs.take_rows, config),
-            warmup=given.warmup or run_dir.warmup.absolute(),
+        inputs.take_models(config, overrides, say)
+        overrides = replace(
+            overrides,
+            looks_at=partial(inputs.take_rows, config.task.name),
+            warmup=overrides.warmup or run_dir.warmup.absolute(),
         )
         recorder = stack.enter_context(Recorder(config, run_dir, progress, resumed_step=first))
-        running = start(config, stack, say, given, run_dir.path)
+        running = start(config, stack, say, overrides, run_dir.path)
         gc.collect()
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)

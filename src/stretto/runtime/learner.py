@@ -26,8 +26,8 @@ from stretto.runtime.placement import learner_layout
 from stretto.runtime.state import claim_of, copied, fit
 from stretto.tasks.prompts import PromptSource
 from stretto.training import shard_files
-from stretto.training.grid import Grid
 from stretto.training.learner import PolicyLearner
+from stretto.training.sharded import Grid
 from stretto.training.trained import TrainedModel
 from stretto.types import FloatArray, IntArray, Prompt, Reply, Response, WeightsRef
 from stretto.weights.broadcast import WeightSender
@@ -54,6 +54,7 @@ class LearnerService(Service):
     """
 
     role = Learner
+    reads = frozenset({"stage"})
 
     def __init__(
         self,
@@ -66,7 +67,6 @@ class LearnerService(Service):
         ranks: int = 1,
     ) -> None:
         super().__init__(learner)
-        self.reads |= {"stage"}
         self._learner, self._channel, self._prompts, self._ready = learner, channel, prompts, ready
         self._probe = [
             Response(i, i, Prompt(i, (int(row[0]),), ""), row[1:])
@@ -245,7 +245,7 @@ def learner(setting: Setting, probe: IntArray) -> LearnerService:
         channel=outbox,
         threads=setting.threads or torch.get_num_threads(),
         lends=setting.lends,
-        grid=Grid(device.type, learner_layout(config)) if ranks > 1 else None,
+        grid=Grid(device.type, learner_layout(config.cluster)) if ranks > 1 else None,
     )
     ready = Ready({}, frozen, said)
     service = LearnerService(made, outbox, prompts, ready, probe, dist.get_rank(), ranks)

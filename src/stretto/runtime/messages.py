@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stretto.assembly.models import Given, prepare_torch
+from stretto.assembly.models import Overrides, prepare_torch
 from stretto.config import Config
 from stretto.models.load import pick_device, pick_dtype
 from stretto.models.shelf import Lane, Shelf
@@ -43,7 +43,7 @@ class Setting:
     """
 
     of_run: Config
-    given: Given
+    given: Overrides
     threads: int
     devices: Sequence[str]
     lends: bool = False
@@ -70,7 +70,7 @@ class Setting:
 
     def prepare(self) -> None:
         """Set memory, threads and torch's seed."""
-        prepare_torch(self.config.model_copy(update={"threads": self.threads}))
+        prepare_torch(self.of_run.seed, self.threads)
 
 
 @dataclass(frozen=True, slots=True)

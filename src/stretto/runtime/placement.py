@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from stretto.assembly.cores import Threads, share_cores
-from stretto.config import Config
+from stretto.assembly.controls import Threads, share_cores
+from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
-from stretto.config.sections import MODEL
+from stretto.config.sections import ModelSource
 from stretto.errors import ConfigError, nearest
 from stretto.models.memory import format_size
 
@@ -61,11 +61,11 @@ class Place:
         return self.devices[0]
 
 
-def learner_layout(config: Config) -> Layout:
+def learner_layout(cluster: ClusterConfig) -> Layout:
     """Return the layout of the learner's ranks."""
     from stretto.models.pieces import Layout
 
-    process = config.cluster.process_of(LEARNER)
+    process = cluster.process_of(LEARNER)
     return Layout(process.fsdp, process.tp)
 
 
@@ -82,7 +82,9 @@ def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
     Args:
         brought: sources that are models which the caller brings.
     """
-    names = [s for s in config.reward.sources if s.startswith(MODEL) or s in brought]
+    names = [
+        s.name for s in config.reward.parsed if isinstance(s, ModelSource) or s.name in brought
+    ]
     if config.algorithm.has_reference:
         names.append("reference")
     if config.algorithm.definition.critic:
@@ -106,12 +108,17 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
         for process in config.cluster.processes
         for role in process.roles
     }
-    groups = _by_hand(config, models, _hosted(config, named, models))
-    by_rule = (seats for seats in _by_rule(config, named, models) if seats)
+    knobs, engines, rule = config.schedule.knobs, config.rollout.engines, config.cluster.scorers
+    if rule == "auto":
+        rule = "generators" if knobs.hosts_scorers(engines) else "apart"
+    free = [name for name in models if name not in named]
+    hosted = _hosted(engines, free) if rule == "generators" else [()] * engines
+    groups = _by_hand(config.cluster, models, hosted)
+    by_rule = (seats for seats in _by_rule(rule, named, free, hosted) if seats)
     groups += [(seats, ProcessConfig(roles=(seats[0].role,))) for seats in by_rule]
     groups.sort(key=lambda group: all(seat.role != LEARNER for seat in group[0]))
-    overlap = config.schedule.knobs.overlaps(config.rollout.engines)
-    shares = share_cores(config, cores) if overlap else None
+    overlap = knobs.overlaps(engines)
+    shares = share_cores(config.schedule, engines, cores) if overlap else None
     found: list[Place] = []
     for seats, process in groups:
         ranks, threads = process.ranks, process.threads
@@ -132,7 +139,8 @@ def places(config: Config, cores: int, gpus: int, brought: Collection[str] = ())
             )
         )
     _check_devices(found, gpus)
-    _check_generators(config, found)
+    if knobs.migrates(engines):
+        _check_generators(engines, found)
     return found
 
 
@@ -220,22 +228,8 @@ def _kind(seat: Seat) -> str:
     return "scoring" if seat.scorer else "generating"
 
 
-def _rule(config: Config) -> str:
-    rule = config.cluster.scorers
-    if rule != "auto":
-        return rule
-    hosts = config.schedule.knobs.hosts_scorers(config.rollout.engines)
-    return "generators" if hosts else "apart"
-
-
-def _hosted(
-    config: Config, named: Collection[str], models: Sequence[str]
-) -> list[tuple[Seat, ...]]:
+def _hosted(engines: int, scorers: Sequence[str]) -> list[tuple[Seat, ...]]:
     """Return the copies of scorers that each generator hosts."""
-    engines = config.rollout.engines
-    scorers = [name for name in models if name not in named]
-    if _rule(config) != "generators":
-        return [()] * engines
     return [
         tuple(Seat(f"{name} {i}" if engines > 1 else name, name, i) for name in scorers)
         for i in range(engines)
@@ -243,13 +237,13 @@ def _hosted(
 
 
 def _by_hand(
-    config: Config, models: Sequence[str], hosted: Sequence[tuple[Seat, ...]]
+    cluster: ClusterConfig, models: Sequence[str], hosted: Sequence[tuple[Seat, ...]]
 ) -> list[tuple[tuple[Seat, ...], ProcessConfig]]:
     """Return the processes that the settings list, with their seats."""
-    generators = generator_names(config.rollout.engines)
+    generators = generator_names(len(hosted))
     known = [LEARNER, *generators, *models]
     groups = []
-    for process in config.cluster.processes:
+    for process in cluster.processes:
         host = next((generators.index(r) for r in process.roles if r in generators), None)
         seats = []
         for role in process.roles:
@@ -287,15 +281,15 @@ def _check_copies(seats: Sequence[Seat]) -> None:
             )
 
 
-def _by_rule(config: Config, placed: set[str], models: Sequence[str]) -> Iterator[tuple[Seat, ...]]:
+def _by_rule(
+    rule: str, placed: set[str], scorers: Sequence[str], hosted: Sequence[tuple[Seat, ...]]
+) -> Iterator[tuple[Seat, ...]]:
     """Yield the processes of all roles that are not placed yet."""
     if LEARNER not in placed:
         yield (Seat(LEARNER),)
-    hosted = _hosted(config, placed, models)
-    for i, generator in enumerate(generator_names(config.rollout.engines)):
+    for generator, copies in zip(generator_names(len(hosted)), hosted, strict=True):
         if generator not in placed:
-            yield Seat(generator), *hosted[i]
-    scorers, rule = [name for name in models if name not in placed], _rule(config)
+            yield Seat(generator), *copies
     if rule == "together":
         yield tuple(Seat(name, name) for name in scorers)
     if rule == "apart":
@@ -309,11 +303,11 @@ def _device(given: str, rank: int, i: int, gpus: int) -> str:
     return given or (f"cuda:{i % gpus}" if gpus else "cpu")
 
 
-def _check_generators(config: Config, found: Sequence[Place]) -> None:
-    """Refuse generators of different cuts, if rollouts move between them with keys and values."""
-    names = generator_names(config.rollout.engines)
+def _check_generators(engines: int, found: Sequence[Place]) -> None:
+    """Refuse generators of different cuts, as rollouts move between them with keys and values."""
+    names = generator_names(engines)
     cuts = {s.role: len(p.devices) for p in found for s in p.seats if s.role in names}
-    if config.schedule.knobs.migrates(len(names)) and len(set(cuts.values())) > 1:
+    if len(set(cuts.values())) > 1:
         said = ", ".join(f"{name}: {cuts[name]}" for name in names)
         raise ConfigError(
             f"cluster.processes cuts generators into different numbers of slices ({said}), and "

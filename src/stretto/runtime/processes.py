@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from stretto.assembly.models import Given
+from stretto.assembly.models import Overrides
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
 from stretto.models.load import pick_device, pick_dtype
-from stretto.rollout.vllm.llm import check_version
+from stretto.rollout.registry import ENGINES
 from stretto.runtime import learner, services
-from stretto.runtime.groups import fitting, vllm
+from stretto.runtime.groups import fitting
 from stretto.runtime.launchers import launcher_of
 from stretto.runtime.messages import Ready, Setting, probe_of
 from stretto.runtime.placement import Place, Seat, learner_layout, lends, places, remarks
@@ -210,9 +210,7 @@ class Processes:
         if seat.role == LEARNER:
             return learner.learner, (setting, self._probe)
         if not seat.scorer:
-            own = setting.of_run.rollout.engine == "torch"
-            make = services.generator if own else vllm.generator
-            return make, (setting, seat.role, self._probe)
+            return services.generator, (setting, seat.role, self._probe)
         if seat.scorer == "reference":
             return services.reference, (setting,)
         if seat.scorer == "critic":
@@ -240,9 +238,9 @@ class Processes:
         check(self._facts, threads, [frozenset(names) for names in on.values()], apart)
 
 
-def _check(config: Config, given: Given) -> None:
+def _check(config: Config, given: Overrides) -> None:
     """Refuse what only a run in one process can do."""
-    layout = learner_layout(config)
+    layout = learner_layout(config.cluster)
     if layout.ranks > 1 and config.pipeline.ranks:
         raise ConfigError(
             f"pipeline.ranks = {config.pipeline.ranks} trains through stages, and "
@@ -264,21 +262,21 @@ def _check(config: Config, given: Given) -> None:
 
 
 def _require_engine(config: Config, found: Sequence[Place]) -> None:
-    """See that vLLM is installed, where generators have this interpreter.
+    """See that the engine's library is installed, where generators have this interpreter.
 
     Raises:
         MissingExtraError, ConfigError: it is not, or is too old.
     """
     seats = [seat for place in found if not place.python for seat in place.seats]
-    if config.rollout.engine == "vllm" and any(seat.role.startswith("generator") for seat in seats):
-        check_version()
+    if any(seat.role.startswith("generator") for seat in seats):
+        ENGINES[config.rollout.engine].check()
 
 
 def _rank_names(place: Place) -> list[str]:
     return [place.name, *(f"{place.name}, rank {i}" for i in range(1, len(place.devices)))]
 
 
-def _needed(seat: Seat, given: Given) -> Given:
+def _needed(seat: Seat, given: Overrides) -> Overrides:
     """Return what a role needs of what the caller brings: models may be large."""
     wanted = {"reference": {"reference"}, "critic": {"critic"}, LEARNER: {"critic"}}
     keep = wanted.get(seat.scorer or seat.role, set())

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from stretto import files
 from stretto.assembly.checks import look_at_prompts
 from stretto.assembly.controls import Migrating, controls_of, migrating_of
-from stretto.assembly.models import NOTHING, Given, prepare_torch
+from stretto.assembly.models import NO_OVERRIDES, Overrides, prepare_torch
 from stretto.assembly.parts import STARTING_FUNCTIONS, open_task
 from stretto.assembly.scorers import open_functions
 from stretto.clock import RealClock
@@ -74,7 +74,7 @@ class Opening:
     """
 
     config: Config
-    given: Given
+    given: Overrides
     stack: ExitStack
     say: Say
     task: Task
@@ -136,7 +136,7 @@ class Run:
         spans: the records of what worked on what, and when.
     """
 
-    given: Given
+    given: Overrides
     prompts: PromptSource
     workers: Workers
     functions: Sequence[FunctionScorer]
@@ -242,7 +242,7 @@ def start(
     config: Config,
     stack: ExitStack,
     say: Say,
-    given: Given = NOTHING,
+    given: Overrides = NO_OVERRIDES,
     folder: Path | None = None,
 ) -> Run:
     """Put a run together on the runtime that the settings name.
@@ -256,18 +256,25 @@ def start(
     Raises:
         StrettoError: a setting, a model, a dataset or a reward source is at fault.
     """
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     tokenizer, task, prompts = open_task(config, given, say)
     with working(say, STARTING_FUNCTIONS):
         functions = open_functions(config, task.row(0).data.keys(), tokenizer, stack, given)
     first = look_at_prompts(prompts, say)
     workers = _open(Opening(config, given, stack, say, task, prompts, first, folder))
     spans = Spans(RealClock(), workers.devices)
-    meeting = _meeting(config, workers.meeting, stack) if workers.meeting else None
-    sync = WeightSync(workers.executors[LEARNER], meeting, _tolerance(config), spans)
+    meeting = None
+    if workers.meeting:
+        # Two tries, and finding out what hangs, come before the schedule gives up.
+        patience_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
+        meeting = _meeting(workers.meeting, patience_s, stack)
+    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
+    tolerance = config.cluster.probe_tolerance
+    allowed = LIMITS[is_coarse(dtype)] if tolerance == "auto" else tolerance
+    sync = WeightSync(workers.executors[LEARNER], meeting, allowed, spans)
     stack.callback(sync.close)
     kv_router = KVRouter(meeting) if meeting else None
-    generators = _generators(config, workers, sync, kv_router, spans)
+    generators = _generators(config.rollout.engines, workers, sync, kv_router, spans)
     replicas = [ScorerReplica(_function(f, workers.thread_of(f.name), spans)) for f in functions]
     replicas += [_replica(seat, workers, sync, given, say, spans) for seat in workers.scorers]
     memory = None
@@ -304,10 +311,10 @@ def _open(opening: Opening) -> Workers:
 
 
 def _generators(
-    config: Config, workers: Workers, sync: WeightSync, kv_router: KVRouter | None, spans: Spans
+    engines: int, workers: Workers, sync: WeightSync, kv_router: KVRouter | None, spans: Spans
 ) -> list[Generator]:
     found = []
-    for name in generator_names(config.rollout.engines):
+    for name in generator_names(engines):
         executor = workers.executors[name]
         ways: dict[str, Callable[..., Any]] = {"load": sync.follow(name, executor, "actor")}
         if kv_router:
@@ -322,7 +329,7 @@ def _function(function: FunctionScorer, thread: WorkerThread, spans: Spans) -> A
 
 
 def _replica(
-    seat: Seat, workers: Workers, sync: WeightSync, given: Given, say: Say, spans: Spans
+    seat: Seat, workers: Workers, sync: WeightSync, given: Overrides, say: Say, spans: Spans
 ) -> ScorerReplica:
     """Return a model scorer, once it has proved that it is the right one."""
     executor = workers.executors[seat.role]
@@ -342,21 +349,12 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def _meeting(config: Config, at: tuple[str, Backend], stack: ExitStack) -> Meeting:
+def _meeting(at: tuple[str, Backend], timeout_s: float, stack: ExitStack) -> Meeting:
     """Open the store on which the groups of transfers meet."""
     host, backend = at
     store, port = open_store(host)
     stack.callback(lambda: store)  # which ends when nothing holds it
-    # Two tries, and finding out what hangs, come before the schedule gives up all that take part.
-    timeout_s = min(config.cluster.handover_timeout_s, config.schedule.deadline_s / 4)
     return Meeting(host, port, backend, timeout_s)
-
-
-def _tolerance(config: Config) -> float:
-    if config.cluster.probe_tolerance != "auto":
-        return config.cluster.probe_tolerance
-    dtype = pick_dtype(config.model.dtype, pick_device(config.model.device))
-    return LIMITS[is_coarse(dtype)]
 
 
 def _migrating(config: Config, workers: Workers, kv_router: KVRouter | None) -> Migrating:

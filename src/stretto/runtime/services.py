@@ -6,10 +6,9 @@ from the learner. A model's fingerprint, of all its parameters, proves that both
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +16,17 @@ import torch.distributed as dist
 from torch import nn
 
 from stretto.assembly.checks import check_rewards
-from stretto.assembly.controls import most_in_flight
-from stretto.assembly.engines import make_engine, prefill_tokens_per_s, scorer_slots
+from stretto.assembly.engines import make_engine, scorer_slots
 from stretto.assembly.models import (
-    load_reward_model,
     made_ready,
     make_actor,
     make_critic,
     with_adapters,
 )
 from stretto.assembly.parts import critic_rewards, open_task
-from stretto.assembly.scorers import model_scorers, reward_scorer
+from stretto.assembly.scorers import load_reward, model_scorers, reward_scorer
 from stretto.assembly.warmup import warmed_up
-from stretto.config.sections import MODEL
+from stretto.config.sections import reward_source
 from stretto.errors import EngineError
 from stretto.models.load import pick_device
 from stretto.models.lora import trained_names
@@ -39,8 +36,8 @@ from stretto.models.shelf import Shelf
 from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint
 from stretto.protocols import Generator, Scorer
-from stretto.rollout.engine import TorchEngine
-from stretto.rollout.vllm.engine import VllmEngine
+from stretto.rollout.base import Engine
+from stretto.rollout.registry import ENGINES
 from stretto.runtime.kv_transfer import KVStore
 from stretto.runtime.messages import (
     OUTBOX,
@@ -50,6 +47,7 @@ from stretto.runtime.messages import (
     Setting,
     frozen_mark,
     loading,
+    on_host,
 )
 from stretto.runtime.placement import learner_layout
 from stretto.scoring.base import ModelScorer
@@ -120,7 +118,6 @@ class GeneratorService(Follower):
     """An engine.
 
     Args:
-        prefill_tokens_per_s: measures how fast it prefills.
         inbox: see :class:`Follower`.
         kv_store: keeps keys and values for other processes; ``None`` where generators share one.
         probe: token ids [n, t] that are read after each weight sync; ``None`` for no proof.
@@ -130,15 +127,13 @@ class GeneratorService(Follower):
 
     def __init__(
         self,
-        engine: TorchEngine | VllmEngine,
-        prefill_tokens_per_s: Callable[[], float],
+        engine: Engine,
         inbox: Receiver | None = None,
         kv_store: KVStore | None = None,
         probe: IntArray | None = None,
     ) -> None:
         super().__init__(engine)
         self.inbox, self._kv_store, self._probe = inbox, kv_store, probe
-        self._prefill_tokens_per_s = prefill_tokens_per_s
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
         """Let go of rollouts; keys and values stay here until they are sent."""
@@ -178,7 +173,8 @@ class GeneratorService(Follower):
         if self._probe is not None:  # bytes are known once something was read
             self.worker.logprobs(self._probe)
         moves = self.worker.capabilities.moves_cache
-        return Rates(self._prefill_tokens_per_s(), self.worker.kv_bytes_per_token if moves else 0)
+        rate: float = self.worker.prefill_tokens_per_s()
+        return Rates(rate, self.worker.kv_bytes_per_token if moves else 0)
 
     def _loaded(self, probe: FloatArray | None = None) -> Loaded:
         return super()._loaded(None if self._probe is None else self.worker.logprobs(self._probe))
@@ -187,9 +183,9 @@ class GeneratorService(Follower):
         if name != "decode":
             return {}
         return {
-            "rollouts": [c.rollout_id for c in value],
-            "tokens": sum(len(c.tokens) for c in value),
-            "steps": max((len(c.tokens) for c in value), default=0),
+            "rollouts": [c.rollout_id for c in value.chunks],
+            "tokens": sum(len(c.tokens) for c in value.chunks),
+            "steps": value.steps,
             "version": self.worker.version,
         }
 
@@ -278,15 +274,25 @@ class ScorerService(Follower):
 def generator(setting: Setting, name: str, probe: IntArray) -> GeneratorService:
     """Make a generator's service, in its process."""
     setting.prepare()
-    config = setting.config
-    model, prompts = loaded_actor(setting)
-    inbox = follow(model, setting)
-    rows = most_in_flight(config)
-    ends = setting.given.end_tokens
-    engine = make_engine(config, model, prompts.tokenizer, rows, ends, inbox)
+    config, given = setting.config, setting.given
+    own_weights = ENGINES[config.rollout.engine].own_weights
+    model, prompts = loaded_actor(on_host(setting) if own_weights else setting)
+    inbox = follow_whole(model, setting) if own_weights else follow(model, setting)
+    engine = make_engine(
+        config,
+        model,
+        prompts.tokenizer,
+        config.most_in_flight,
+        given.end_tokens,
+        inbox,
+        brought=given.actor is not None,
+        threads=setting.threads,
+    )
     device = next(model.parameters()).device
+    if own_weights:
+        device = pick_device(config.model.device)
     kv_store = KVStore(name, device, dist.get_rank())
-    return GeneratorService(engine, partial(prefill_tokens_per_s, model), inbox, kv_store, probe)
+    return GeneratorService(engine, inbox, kv_store, probe)
 
 
 def reference(setting: Setting) -> ScorerService:
@@ -295,7 +301,7 @@ def reference(setting: Setting) -> ScorerService:
     config, said = setting.config, list[str]()
     model = setting.given.reference
     if model is not None:
-        model = made_ready(model, config, "the reference").requires_grad_(False)
+        model = made_ready(model, config.model.device, "the reference").requires_grad_(False)
     else:
         model, _ = loaded_actor(setting)
     marks = _marks_of(model)
@@ -323,17 +329,14 @@ def reward_model(setting: Setting, source: str, prompts: Sequence[Prompt]) -> Sc
     """
     setting.prepare()
     config, given, said = setting.config, setting.given, list[str]()
+    here = loading(setting)
     tokenizer, _, _ = open_task(config, given, _quiet)
-    loaded, name = given.reward_models.get(source), source.removeprefix(MODEL)
-    if loaded is None:
-        here = loading(setting)
-        in_files = here.given.in_files
-        loaded = load_reward_model(here.config, name, said.append, in_files=in_files)
-    else:
-        made_ready(loaded[0], config, f"reward model '{source}'").requires_grad_(False)
+    where = config if source in given.reward_models else here.config
+    loaded = load_reward(reward_source(source), where.model, here.given, said.append)
+    assert loaded is not None
     cut(loaded[0], setting)
     slots = scorer_slots(config, loaded[0], said.append)
-    scorer = reward_scorer(source, config, tokenizer, said.append, loaded=loaded, slots=slots)
+    scorer = reward_scorer(source, config, tokenizer, said.append, loaded, slots=slots)
     check_rewards(config, [scorer], prompts)
     return ScorerService(scorer, said, shelf=setting.shelf(source, scorer.model.parameters))
 
@@ -345,7 +348,7 @@ def follow_whole(model: nn.Module, setting: Setting) -> WeightReceiver:
         model: as training starts; only shapes and types of its parameters are looked at.
     """
     config = setting.config
-    theirs, trained = learner_layout(config), trained_names(model)
+    theirs, trained = learner_layout(config.cluster), trained_names(model)
     dims = plan_cuts(model, theirs.tp).dims if theirs.tp > 1 else {}
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
     return WeightReceiver(
@@ -366,7 +369,7 @@ def follow(model: nn.Module, setting: Setting) -> Receiver:
         ModelError: it cannot be cut into that many slices.
     """
     config = setting.config
-    theirs, here = learner_layout(config), Layout(tp=dist.get_world_size())
+    theirs, here = learner_layout(config.cluster), Layout(tp=dist.get_world_size())
     dims = plan_cuts(model, max(theirs.tp, here.tp)).dims
     trained = trained_names(model)
     wholes = {n: whole for n, whole in wholes_of(model, dims).items() if n in trained}
@@ -404,17 +407,17 @@ def loaded_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, in its adapters where it has any."""
     setting = loading(setting)
     model, prompts = _starting_actor(setting)
-    return with_adapters(model, setting.config, "CAUSAL_LM", ExitStack(), brought=False), prompts
+    m, seed = setting.config.model, setting.config.seed
+    return with_adapters(model, m, seed, "CAUSAL_LM", ExitStack(), brought=False), prompts
 
 
 def _critic(setting: Setting) -> nn.Module:
     config, given = setting.config, setting.given
     actor, prompts = _starting_actor(setting)
-    tokenizer = prompts.tokenizer
+    tokenizer, m = prompts.tokenizer, config.model
     rewards = critic_rewards(config, tokenizer, _quiet, in_files=given.in_files)
-    model = make_critic(config, actor, tokenizer, rewards, given, _quiet)
-    assert model is not None
-    return with_adapters(model, config, "SEQ_CLS", ExitStack(), brought=False)
+    model = make_critic(m, config.critic.init, actor, tokenizer, rewards, given, _quiet)
+    return with_adapters(model, m, config.seed, "SEQ_CLS", ExitStack(), brought=False)
 
 
 def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
@@ -424,7 +427,7 @@ def _starting_actor(setting: Setting) -> tuple[nn.Module, PromptSource]:
     """
     config, given = setting.config, setting.given
     _, task, prompts = open_task(config, given, _quiet)
-    model = make_actor(config, given, _quiet)
+    model = make_actor(config.model, given, _quiet)
     warmed_up(model, config, task, prompts, given, _quiet)
     return model, prompts
 

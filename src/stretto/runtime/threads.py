@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from stretto.assembly.controls import most_in_flight
-from stretto.assembly.cores import share_cores
-from stretto.assembly.engines import make_engine, prefill_tokens_per_s
+from stretto.assembly.controls import share_cores
+from stretto.assembly.engines import make_engine
 from stretto.assembly.learner import make_learner
 from stretto.assembly.parts import trained_models
 from stretto.assembly.scorers import model_scorers, reward_models
 from stretto.config.cluster import LEARNER, generator_names
-from stretto.models.clone import with_own_structure, with_own_weights
+from stretto.models.weights import with_own_structure, with_own_weights
 from stretto.runtime.learner import LearnerService
 from stretto.runtime.messages import Ready
 from stretto.runtime.placement import Seat
@@ -65,13 +63,13 @@ class Threads:
         self.executors: dict[str, ThreadExecutor] = {}
         generating = own(actor)
         with working(say, "starting the engines"):
-            rows = most_in_flight(config)
+            rows = config.most_in_flight
             for i, name in enumerate(generator_names(engines)):
                 model = with_own_structure(generating) if i else generating
                 engine = make_engine(
                     config, model, prompts.tokenizer, rows, models.end_tokens, channel
                 )
-                service = GeneratorService(engine, partial(prefill_tokens_per_s, model))
+                service = GeneratorService(engine)
                 self.executors[name] = ThreadExecutor(service, self._threads[name])
         self.scorers: list[Seat] = []
         for i, replica in enumerate(rewards):
@@ -92,7 +90,7 @@ class Threads:
                 stack,
                 snapshots=trained if knobs.copies_weights else (),
                 channel=channel,
-                threads=share_cores(config, self._cores).training,
+                threads=share_cores(config.schedule, engines, self._cores).training,
             )
         if ranks is not None:  # if one dies while nothing is asked of it, the run ends at once
             self._end_ranks = ranks.close
@@ -127,7 +125,7 @@ class Threads:
         names = generator_names(config.rollout.engines)
         if not knobs.overlaps(len(names)):
             return dict.fromkeys((*names, "scorers", LEARNER), self._thread("main", config.threads))
-        generating, scoring, training = share_cores(config, self._cores)
+        generating, scoring, training = share_cores(config.schedule, len(names), self._cores)
         threads = {name: self._thread(name, generating) for name in names}
         # Without lag nothing is decoded again before all is scored: what is left has the cores.
         busy = knobs.trains_beside or config.schedule.threads

@@ -177,7 +177,7 @@ class Pool:
     async def _decode(self, i: int, max_tokens: int, stop_after: int) -> Sequence[Chunk]:
         held, start_s = self._held[i], self._clock.now()
         try:
-            chunks = await self._guards[i].ask(
+            chunks, steps = await self._guards[i].ask(
                 self._generators[i].decode(max_tokens, stop_after), held
             )
         except GoneError:
@@ -186,7 +186,6 @@ class Pool:
             raise LifecycleError(
                 f"{self._names[i]} is idle, but rollouts {sorted(held)} never ended"
             )
-        steps = max(len(c.tokens) for c in chunks)
         if steps:
             rows, seconds = sum(len(c.tokens) for c in chunks) / steps, self._clock.now() - start_s
             first, carried = self._carried[i] is not None, self._carried[i] or 0

@@ -16,26 +16,65 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 from stretto.clock import Clock
+from stretto.config.schedule import Settings
 from stretto.protocols import DRIVER, Generator, Learner, Replaceable, Tracer
 from stretto.schedules.buffer import Buffer
+from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.filtering import reasons_to_reject
 from stretto.schedules.fleet import Fleet, tickets_from, tickets_of
 from stretto.schedules.guard import Surroundings
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.meter import Meter
+from stretto.schedules.migration import MigrationPolicy
+from stretto.schedules.overcommit import Overcommit
 from stretto.schedules.pool import Pool
 from stretto.schedules.rollout import Rollout, RolloutState, restored, train_batch
 from stretto.schedules.scoring import ScorerReplica, Scoring
-from stretto.schedules.settings import Controls, Step
 from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef
 
 BeginSync = Callable[[Mapping[str, WeightsRef], Sequence[Replaceable]], None]
 """Told of new weights, by model, and of all the roles that are about to be asked to load them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Controls:
+    """Settings and controllers of one schedule; the controllers change as it runs.
+
+    Attributes:
+        chunk: tokens that a rollout gets between two looks at what has ended.
+        overcommit: rollouts in flight beyond the batch.
+        migration: when stragglers are moved together; ``None`` for never.
+    """
+
+    settings: Settings
+    chunk: ChunkSize
+    overcommit: Overcommit
+    migration: MigrationPolicy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The outcome of one step.
+
+    Attributes:
+        batch: the rollouts that were trained on, with their scores.
+        rejected: the rollouts that were left out, each with its reason.
+        stats: the learner's metrics, and the schedule's own.
+        rewards: of the rollouts that were trained on, by id, as trained on.
+        losses: a line about each role whose process was lost since the step before.
+    """
+
+    batch: Sequence[Rollout]
+    rejected: Sequence[Rollout]
+    stats: Stats
+    rewards: Mapping[int, float]
+    losses: Sequence[str] = ()
 
 
 class Schedule:

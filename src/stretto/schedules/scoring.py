@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from stretto.config.knobs import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
 from stretto.schedules.guard import GoneError, Guard, Surroundings
 from stretto.schedules.rollout import Rollout
-from stretto.schedules.settings import ScoreOn
 from stretto.types import Chunk, Score, WeightsRef, short_name
 
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError, ModelError, first_line
+from stretto.models.forward import predicting_response
 from stretto.models.tensor_parallel import slices_of
 from stretto.models.weights import load_weights
 from stretto.saying import Say
-from stretto.scoring.pending import Pending
+from stretto.scoring.responses import Pending, worthwhile_tokens
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
-from stretto.scoring.worthwhile import worthwhile_tokens
 from stretto.types import Chunk, Response, Score, ScoreKind, WeightsRef
 from stretto.weights.channel import WeightChannel, fetched
 
@@ -202,6 +202,7 @@ class ModelScorer:
     def _update(self, stream: Stream, response: Response) -> None:
         known = len(stream.tokens) - len(response.prompt.tokens)
         stream.tokens += response.tokens[known:].tolist()
+        stream.predicting = predicting_response(response)
         stream.goal = len(stream.tokens) - 1
 
     def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:

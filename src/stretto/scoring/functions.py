@@ -7,6 +7,7 @@ of TRL's convention may say ``None``: it does not apply to the sample.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import time
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stretto.config import TaskConfig
+from stretto.config.sections import FunctionSource, RewardSource, TaskSource
 from stretto.errors import ConfigError, EngineError, RewardError
-from stretto.scoring.local import LocalFunction
-from stretto.scoring.pending import Pending
-from stretto.scoring.text import response_text
+from stretto.scoring.conventions import recognise
+from stretto.scoring.responses import Pending, response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
 from stretto.types import Chunk, Prompt, Response, Score, ScoreKind, WeightsRef
 from stretto.workers.function import FunctionProcess
@@ -60,8 +61,7 @@ class FunctionScorer:
     loaded; it is started again after a hang, and then has lost what it kept in memory.
 
     Args:
-        source: 'task', or 'file.py:name' with the file relative to the working directory. Also the
-            scorer's name.
+        source: the task's verifier, or a function, whose file is relative to the working directory.
         task: the task's settings; the verifier is made anew from them in the reward function's
             process.
         stop: strings that end a response; not part of what is scored.
@@ -85,7 +85,7 @@ class FunctionScorer:
 
     def __init__(
         self,
-        source: str,
+        source: RewardSource,
         task: TaskConfig,
         seed: int,
         tokenizer: PreTrainedTokenizerBase,
@@ -95,15 +95,15 @@ class FunctionScorer:
         columns: Collection[str] | None = None,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        self.name = source
+        self.name = source.name
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
-        self._pending = Pending(source)
+        self._pending = Pending(source.name)
         self._payload: Callable[[_Response], Mapping[str, Any]]
         self._process: FunctionProcess | LocalFunction
         if function is not None:
             self._payload = self._function_payload
             self._process = LocalFunction(function)
-        elif source == "task":
+        elif isinstance(source, TaskSource):
             self._payload = _task_payload
             self._process = FunctionProcess({"task": task.model_dump(), "seed": seed})
         else:
@@ -113,7 +113,7 @@ class FunctionScorer:
         self._columns: list[str] | None = ready["columns"]
         if columns is not None:
             try:
-                require_columns(source, ready["required"], columns)
+                require_columns(source.name, ready["required"], columns)
             except ConfigError:
                 self.close()
                 raise
@@ -256,24 +256,23 @@ def _task_payload(response: _Response) -> Mapping[str, Any]:
     }
 
 
-def locate(source: str) -> dict[str, str]:
-    """'file.py:name' as an absolute path and a name, so that a later change of folder is harmless.
+def locate(source: RewardSource) -> dict[str, str]:
+    """Absolute path and name of a function, so that a later change of folder is harmless.
 
     Raises:
-        ConfigError: it has another form, or there is no such file.
+        ConfigError: the source is no function, or there is no such file.
     """
-    file, _, function = source.rpartition(":")
-    path = Path(file).expanduser()
-    if path.suffix != ".py" or not function.isidentifier():
+    if not isinstance(source, FunctionSource):
         raise ConfigError(
-            f"reward.sources: '{source}' is none of 'task', 'file.py:name' and 'model:NAME'"
+            f"reward.sources: '{source.name}' is none of 'task', 'file.py:name' and 'model:NAME'"
         )
+    path = source.file.expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"reward.sources: '{source}' names the file '{path}', which is not there (looked for "
-            f"from {Path.cwd()})"
+            f"reward.sources: '{source.name}' names the file '{path}', which is not there (looked "
+            f"for from {Path.cwd()})"
         )
-    return {"file": str(path.resolve()), "function": function}
+    return {"file": str(path.resolve()), "function": source.function}
 
 
 def require_columns(source: str, required: Iterable[str], columns: Collection[str]) -> None:
@@ -294,3 +293,47 @@ def _short(text: str, limit: int = 400) -> str:
     if len(text) > limit:
         text = f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
     return repr(text)
+
+
+class LocalFunction:
+    """A function called here, with the methods of
+    :class:`~stretto.workers.function.FunctionProcess`.
+
+    Args:
+        function: in TRL's, verl's or OpenRLHF's convention.
+
+    Raises:
+        ConfigError: its signature is not known.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            file = inspect.getsourcefile(function) or "Python"
+        except TypeError:  # an object that can be called has no source of its own
+            file = "Python"
+        try:
+            self._function = recognise(function, file, name)
+        except (TypeError, ValueError) as error:  # some that are written in C do not tell
+            raise ConfigError(
+                f"reward.sources: '{name}' does not tell the names of its parameters ({error}); "
+                "wrap it in a Python function of completions"
+            ) from error
+
+    def start(self) -> Mapping[str, Any]:
+        """Return the columns that the function looks at, and those it cannot do without."""
+        return {"columns": self._function.columns, "required": self._function.required}
+
+    def ask(
+        self, samples: Sequence[Mapping[str, Any]], timeout_s: float
+    ) -> tuple[list[Mapping[str, Any]], str | None]:
+        """Return verdicts on samples, and the error that concerns all of them, if any.
+
+        ``timeout_s`` is ignored: nothing ends a call in one's own process.
+        """
+        answers: list[Mapping[str, Any]] = []
+        trouble = self._function.run(samples, answers.append)
+        return answers, trouble
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""

@@ -14,26 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import ModelError
-from stretto.models.clone import with_own_structure
 from stretto.models.forward import (
     by_token_budget,
-    hidden_states,
+    last_hidden,
     microbatches,
     output_head,
     pad_right,
+    positions,
     response_hidden,
     response_tokens,
+    states_at,
     text_config,
     unwrapped,
 )
 from stretto.models.heads import apply_scalar_head, scalar_head
 from stretto.models.logits import token_logprobs
-from stretto.models.positions import positions
+from stretto.models.weights import with_own_structure
 from stretto.saying import Say
 from stretto.scoring.base import ModelScorer, warn
 from stretto.scoring.retokenise import Reading, StablePrefix
 from stretto.scoring.streamed import Piece, Stream, Streams
-from stretto.types import Prompt, Response, ScoreKind
+from stretto.types import Prompt, Response, ScoreKind, sampled_of
 from stretto.weights.channel import WeightChannel
 
 if TYPE_CHECKING:
@@ -60,21 +61,14 @@ class TokenScorer(ModelScorer):
         self._read = read
 
     def _take(self, pieces: Sequence[Piece], hidden: Tensor) -> None:
-        # The state at the prompt's last token, the first beyond ``stream.prompt``, predicts the
-        # response's first.
-        first = [max(p.start, len(p.stream.prompt)) for p in pieces]
-        states = [
-            h[f - p.start : p.stop - p.start] for h, f, p in zip(hidden, first, pieces, strict=True)
-        ]
-        tokens = [
-            t
-            for f, p in zip(first, pieces, strict=True)
-            for t in p.stream.tokens[f + 1 : p.stop + 1]
-        ]
+        places = [[at for at in p.stream.predicting if p.start <= at < p.stop] for p in pieces]
+        pairs = list(zip(pieces, places, strict=True))
+        tokens = [p.stream.tokens[at + 1] for p, own in pairs for at in own]
         if not tokens:
             return
-        numbers = self._read(torch.cat(states), torch.tensor(tokens, device=hidden.device))
-        for piece, part in zip(pieces, numbers.split([len(s) for s in states]), strict=True):
+        states = states_at(hidden, [[at - p.start for at in own] for p, own in pairs])
+        numbers = self._read(states, torch.tensor(tokens, device=hidden.device))
+        for piece, part in zip(pieces, numbers.split([len(own) for own in places]), strict=True):
             piece.stream.numbers.append(part)
 
     def _score(
@@ -85,7 +79,7 @@ class TokenScorer(ModelScorer):
             self.read_tokens += sum(r.total_tokens - 1 for r in part)
             hidden = response_hidden(self.model, part)
             numbers = self._read(hidden, response_tokens(part, hidden.device))
-            yield part, numbers.split([len(r) for r in part])
+            yield part, numbers.split([int(sampled_of(r).sum()) for r in part])
 
 
 def reference_scorer(
@@ -131,7 +125,7 @@ def reads_last_token(model: nn.Module) -> bool:
     tokens = [t for t in range(64) if t != config.pad_token_id and t < config.vocab_size]
     rows = [tokens[start::4] for start in range(4)]  # several, as one could agree by chance
     device = next(model.parameters()).device
-    ours = torch.stack([apply_scalar_head(model, hidden_states(model, [r])[0, -1]) for r in rows])
+    ours = torch.stack([apply_scalar_head(model, last_hidden(model, [r])[0]) for r in rows])
     each = [model(torch.tensor([row], device=device)).logits[0, 0] for row in rows]
     theirs = torch.stack(each).float()
     worst = (ours - theirs).abs().max().item()
@@ -284,9 +278,7 @@ class RewardModelScorer(ModelScorer):
     def _read(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Scores [b] of rows of token ids."""
         if self._causal:
-            hidden = hidden_states(self.model, rows)
-            last = torch.stack([h[len(row) - 1] for h, row in zip(hidden, rows, strict=True)])
-            return apply_scalar_head(self.model, last)
+            return apply_scalar_head(self.model, last_hidden(self.model, rows))
         ids = pad_right(rows, next(self.model.parameters()).device)
         mask = pad_right([[1] * len(row) for row in rows], ids.device)
         logits: Tensor = self.model(input_ids=ids, attention_mask=mask).logits

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from stretto.errors import ModelError
-from stretto.scoring.text import response_text
+from stretto.scoring.responses import response_text
 from stretto.tasks.encode import MARK, Encoder, Pieces
 from stretto.tasks.responses import continued, turn_of
 from stretto.types import FinishReason, Message, Prompt, Response

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from stretto.errors import EngineError
-from stretto.models.cached import CHECKED, CachedPass, check_cache
-from stretto.models.forward import by_token_budget
-from stretto.models.positions import following_frequencies
-from stretto.models.slots import SlotCache
+from stretto.models.cached import CHECKED, CachedPass, SlotCache, check_cache
+from stretto.models.forward import by_token_budget, following_frequencies
 from stretto.scoring.retokenise import StablePrefix
 
 
@@ -38,6 +36,7 @@ class Stream:
         tokens: what the model is to read, as far as it is known.
         goal: how many of the tokens to run through the model now.
         cached: how many have been.
+        predicting: places in ``tokens`` whose states predict sampled tokens.
         numbers: what came out so far: log-probabilities or values of the response's first tokens,
             or, at the end, the one reward; 1-dimensional each.
         text: where the tokens come from, if the model has a tokenizer of its own.
@@ -48,6 +47,7 @@ class Stream:
     tokens: list[int]
     goal: int = 0
     cached: int = 0
+    predicting: list[int] = field(default_factory=list)
     numbers: list[Tensor] = field(default_factory=list)
     text: StablePrefix | None = None
 

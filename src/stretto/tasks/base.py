@@ -147,3 +147,32 @@ class RowMarks:
         first = block * self._size
         last = min(first + self._size, self._rows) - 1
         return f"row {first}" if first == last else f"rows {first} to {last}"
+
+
+def content(row: TaskRow) -> str:
+    """Content of a row as text, equal for rows that ask the same.
+
+    The seed and the place of a row do not tell what it asks: the rows of procedural tasks repeat,
+    and files share rows. So a prompt is held out by its content alone, in every file, under every
+    seed and in every order.
+
+    Kinds of white space count as equal, and so do a text and a conversation of this one turn.
+    """
+    turns = row.prompt
+    said = (
+        [("user", turns)] if isinstance(turns, str) else [(t["role"], t["content"]) for t in turns]
+    )
+    return json.dumps([(role, " ".join(text.split())) for role, text in said])
+
+
+def is_held_out(row: TaskRow, share: float) -> bool:
+    """Return whether a row is for evaluation alone.
+
+    Args:
+        share: share of all different prompts to hold out, from 0 (none) to 1. Prompts that a
+            smaller share holds out, a larger one does too.
+    """
+    if not share:
+        return False
+    digest = hashlib.sha256(content(row).encode(errors="replace")).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64

@@ -11,8 +11,7 @@ import numpy as np
 
 from stretto.config import TaskConfig
 from stretto.errors import StateError, TaskError
-from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow
-from stretto.tasks.content import is_held_out
+from stretto.tasks.base import INDEX_KEY, SHA256, Task, TaskRow, is_held_out
 from stretto.tasks.encode import Encoder
 from stretto.types import Message, Prompt
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from stretto.config import TaskConfig
 from stretto.errors import TaskError, nearest, require
+from stretto.tasks.answers import extract
 from stretto.tasks.base import Task, TaskRow
-from stretto.tasks.extract import extract
 from stretto.tasks.procedural import DEFAULT_SIZE, SEED_STRIDE, check_names
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 from stretto.config import TaskConfig
 from stretto.errors import TaskError, nearest
+from stretto.tasks.answers import extract, same_answer
 from stretto.tasks.base import INDEX_KEY, RowMarks, Task, TaskRow
 from stretto.tasks.encode import utf8
-from stretto.tasks.extract import extract
 from stretto.tasks.files import read
-from stretto.tasks.maths import same_answer
 from stretto.types import Message
 
 _FINAL = re.compile(r"####\s*(\S.*?)\s*$", re.MULTILINE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from statistics import median
 
-from stretto.config import Config, recipes
+from stretto.config import recipes
 from stretto.models.memory import format_size
 from stretto.observe import RunDirectory
 from stretto.observe.progress import STEP_TIME
@@ -34,7 +34,7 @@ def page(run: RunDirectory, kept: bool) -> Iterator[str]:
     parameters = sum(p.numel() for p in models["actor"].parameters())
     metrics = run.read_metrics()
     found = stages(metrics, rollouts, config, parameters)
-    yield from _compute(found, config, parameters)
+    yield from _compute(found, config.training.epochs, parameters)
     yield from _placements(run, median(step[STEP_TIME] for step in metrics[1:]))
     yield "\n" + _onward(run, kept)
 
@@ -54,7 +54,7 @@ def _data_flow(records: Sequence[RolloutRecord], found: Sequence[Flow]) -> Itera
     yield paragraph(f"{weights / whole:.0%} of {format_size(whole)} are weights.") + "\n"
 
 
-def _compute(found: Sequence[Stage], config: Config, parameters: int) -> Iterator[str]:
+def _compute(found: Sequence[Stage], epochs: int, parameters: int) -> Iterator[str]:
     whole = sum(stage.seconds for stage in found)
     yield paragraph(
         "(b) Compute of a step, measured, means without the first step. Operations are counted: "
@@ -66,7 +66,7 @@ def _compute(found: Sequence[Stage], config: Config, parameters: int) -> Iterato
         rows.append(_cells(stage, whole))
     yield table(rows)
     sampled, scored = (_seconds_a_token(found, n) for n in ("generation", "score: reference"))
-    as_it_is, once = against_supervised(found, config.training.epochs)
+    as_it_is, once = against_supervised(found, epochs)
     text = (
         f"A token takes {sampled / scored:.0f} times as long to sample, prompts read, as to score: "
         "scorers read a response in one pass, and sampling makes a pass for each of its tokens. "

@@ -70,14 +70,15 @@ def flows(
     Args:
         models: those that are trained, by name.
     """
-    rollouts = [_rollout(record, config) for record in records]
+    scorers = list(_scorers(config))
+    rollouts = [_rollout(record, scorers) for record in records]
     asked = [Rollout(r.id, r.prompt, r.group).response() for r in rollouts]
     whole = [r.response() for r in rollouts]
     found = [
         Flow(DRIVER, "generator", "prompts", payload(asked)),
         Flow("generator", DRIVER, "tokens, log-probs", payload([_chunk(r) for r in rollouts])),
     ]
-    for source, kind in _scorers(config):
+    for source, kind in scorers:
         name = short_name(source)
         answers = [r.scores[source] for r in rollouts]
         what = {"reward": "rewards", "logprobs": "log-probs", "values": "values"}[kind]
@@ -116,7 +117,7 @@ def _chunk(rollout: Rollout) -> Chunk:
     return Chunk(rollout.id, 0, tokens, logprobs, rollout.versions[0], rollout.finish)
 
 
-def _rollout(record: RolloutRecord, config: Config) -> Rollout:
+def _rollout(record: RolloutRecord, scorers: Sequence[tuple[str, ScoreKind]]) -> Rollout:
     """Make a rollout of the recorded lengths; what stands in it is made up."""
     n = record.tokens
     rollout = Rollout(
@@ -128,7 +129,7 @@ def _rollout(record: RolloutRecord, config: Config) -> Rollout:
         versions=[0] * n,
         finish=FinishReason(record.finish or FinishReason.LENGTH),
     )
-    for source, kind in _scorers(config):
+    for source, kind in scorers:
         values = np.zeros(1 if kind == "reward" else n, np.float32)
         rollout.scores[source] = Score(record.id, source, kind, values)
     return rollout

@@ -10,7 +10,7 @@ from statistics import fmean
 import tomli_w
 
 from stretto.api import simulated
-from stretto.api.variants import Job
+from stretto.api.runs import Job
 from stretto.files import write_whole
 from stretto.runtime.sim.simulate import simulate
 

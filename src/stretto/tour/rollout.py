@@ -17,17 +17,23 @@ from transformers import PreTrainedTokenizerBase
 from stretto.algorithms.advantages import gae
 from stretto.algorithms.experience import Scored
 from stretto.algorithms.kl import kl_estimate
-from stretto.algorithms.prepare import prepare
+from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import make_rewards
 from stretto.api import changed
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import NOTHING, frozen_copy, load_actor, make_critic, prepare_torch
+from stretto.assembly.models import (
+    NO_OVERRIDES,
+    frozen_copy,
+    load_actor,
+    make_critic,
+    prepare_torch,
+)
 from stretto.assembly.scorers import model_scorers, reward_scorer
 from stretto.config import Config
 from stretto.models.heads import reward_model_from, scalar_head
 from stretto.models.load import load_tokenizer, quiet_transformers
 from stretto.models.tiny import make_tiny
-from stretto.rollout.engine import TorchEngine
+from stretto.rollout.base import Engine
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.scoring.base import ModelScorer
 from stretto.tour.page import heading, onward, paragraph, table
@@ -85,7 +91,7 @@ class Cast:
     tokenizer: PreTrainedTokenizerBase
     actor: nn.Module
     critic: nn.Module
-    engine: TorchEngine
+    engine: Engine
     scorers: Sequence[ModelScorer]
 
 
@@ -120,16 +126,16 @@ def make_cast(folder: Path, say: Callable[[str], None] = print) -> Cast:
     with quiet_transformers():
         make_tiny(folder)
     config = settings(folder)
-    prepare_torch(config)
+    prepare_torch(config.seed, config.threads)
     tokenizer = load_tokenizer(folder)
-    actor = load_actor(config, say)
+    actor = load_actor(config.model, say)
     reference = frozen_copy(actor)
     _move(actor)
     judge = reward_model_from(frozen_copy(reference), seed=1), tokenizer
     slots = config.rollout.batch
-    reward = reward_scorer(REWARD, config, tokenizer, say, loaded=judge, slots=slots)
-    critic = make_critic(config, actor, tokenizer, [reward], NOTHING, say)
-    assert critic is not None
+    reward = reward_scorer(REWARD, config, tokenizer, say, judge, slots=slots)
+    init = config.critic.init
+    critic = make_critic(config.model, init, actor, tokenizer, [reward], NO_OVERRIDES, say)
     scorers = [reward, *model_scorers(config, reference, critic, None, say)]
     engine = make_engine(config, actor, tokenizer, config.rollout.batch)
     return Cast(config, tokenizer, actor, critic, engine, scorers)
@@ -214,7 +220,7 @@ def _generation(cast: Cast, rollouts: Sequence[Rollout]) -> Generator[Stage, Non
     for scorer in scorers:
         scorer.admit(responses)
     calls = read = 0
-    while chunks := engine.decode(CHUNK):
+    while chunks := engine.decode(CHUNK).chunks:
         calls += 1
         read = _read_by(cast)
         for chunk in chunks:

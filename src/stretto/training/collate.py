@@ -1,7 +1,7 @@
 """A batch as tensors, and as metrics.
 
-Shapes: B responses, T tokens of the longest. Responses are left-aligned: entry [b, t] is response
-token t, its log-probability, and the value of the state before it.
+Shapes: B responses, T sampled tokens of the longest. Only sampled tokens are kept, left-aligned:
+entry [b, t] is the sampled token t, its log-probability, and the value of the state before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def collate(batch: TrainBatch, weights: Mapping[str, float]) -> Scored:
     """
 
     def padded(column: npt.NDArray[Any]) -> Tensor:
-        return _pad([torch.from_numpy(row) for row in batch.split(column)])
+        return _pad([torch.from_numpy(row) for row in batch.split_sampled(column)])
 
     reference, values = (batch.per_token.get(kind) for kind in ("logprobs", "values"))
     return Scored(
@@ -52,8 +52,9 @@ def staleness(batch: TrainBatch, version: int) -> dict[str, float]:
     A rollout's staleness is the version less the oldest one among its tokens; that of an empty
     response is 0.
     """
-    behind = [version - int(v.min(initial=version)) for v in batch.split(batch.versions)]
-    other = batch.versions != version
+    versions = batch.split_sampled(batch.versions)
+    behind = [version - int(v.min(initial=version)) for v in versions]
+    other = np.concatenate(versions) != version
     return {
         "staleness/mean": fmean(behind),
         "staleness/max": float(max(behind)),

@@ -16,8 +16,8 @@ from torch import Tensor
 from stretto.algorithms.experience import Experience, Part, Scored
 from stretto.algorithms.kl import AdaptiveKL
 from stretto.algorithms.policy import SQUARES, SUM, TOKENS
-from stretto.algorithms.prepare import prepare
 from stretto.algorithms.reductions import Metrics, response_weights, token_weights
+from stretto.algorithms.registry import prepare
 from stretto.config import Config
 from stretto.errors import LearnerError, nearest
 from stretto.training.agreement import Agreement, differences, is_coarse
@@ -298,7 +298,7 @@ class PolicyLearner:
 
     def _fresh(self, batch: TrainBatch) -> Tensor:
         """Mark the responses that the weights of the last hand-over sampled wholly: [B] bool."""
-        fresh = [bool((v == self._version).all()) for v in batch.split(batch.versions)]
+        fresh = [bool((v == self._version).all()) for v in batch.split_sampled(batch.versions)]
         return torch.tensor(fresh)
 
     def _own(self, fresh: Tensor) -> Tensor | None:

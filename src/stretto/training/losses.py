@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from stretto.algorithms import policy
 from stretto.algorithms.correction import settled
 from stretto.algorithms.experience import LossTerm, Part
+from stretto.algorithms.registry import FUNCTIONS
 from stretto.config import AlgorithmConfig
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
@@ -84,7 +85,7 @@ class Losses:
         logprobs, entropy = self.logprobs(head, hidden, targets, part.mask)
         part, metrics = settled(part, logprobs.detach(), a)
         metrics += policy.drift(logprobs, part) + policy.disagreement(logprobs, part)
-        term = a.definition.policy_loss(logprobs, part, a)
+        term = FUNCTIONS[a.name].policy_loss(logprobs, part, a)
         term += policy.entropy_bonus(entropy, part, a.entropy_coef)
         if a.kl_place == "loss" and a.kl_coef:
             term += policy.kl_penalty(logprobs, part, kl_coef, a.estimator)
@@ -96,7 +97,7 @@ class Losses:
         Args:
             hidden: [N, H], of the states before each response token.
         """
-        value_loss = self.algorithm.definition.value_loss
+        value_loss = FUNCTIONS[self.algorithm.name].value_loss
         assert value_loss is not None
         values = _at_responses(apply_scalar_head(critic, hidden), part.mask)
         return value_loss(values, part, self.algorithm)

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from stretto.algorithms.experience import Part
 from stretto.config import PipelineConfig
 from stretto.errors import ModelError
-from stretto.models.forward import by_token_budget, pad_right, response_tokens
+from stretto.models.forward import (
+    by_token_budget,
+    inputs,
+    pad_right,
+    predicting_response,
+    response_tokens,
+)
 from stretto.pipelines.executor.layout import Name
 from stretto.pipelines.executor.stages import check_cut
 from stretto.training.losses import MicroBatch
@@ -32,14 +38,13 @@ class PaddedBatch:
     Attributes:
         tokens: [b, L] ids of prompts and responses, right-padded; the last response token is never
             an input, as nothing is predicted from it.
-        rows, positions: [N], where the state that predicts each response token is.
-        targets: [N], the response tokens.
+        places: of the states in each sequence that predict sampled tokens.
+        targets: [N], the sampled tokens.
         part: what the losses need besides.
     """
 
     tokens: Tensor
-    rows: Tensor
-    positions: Tensor
+    places: Sequence[Sequence[int]]
     targets: Tensor
     part: Part
 
@@ -47,16 +52,9 @@ class PaddedBatch:
     def of(cls, micro_batch: MicroBatch) -> PaddedBatch:
         """Make a padded batch of responses, on the CPU."""
         cpu, responses = torch.device("cpu"), micro_batch.responses
-        places = [
-            (row, len(r.prompt.tokens) - 1 + t)
-            for row, r in enumerate(responses)
-            for t in range(len(r))
-        ]
-        at = torch.tensor(places, dtype=torch.long).reshape(-1, 2)
         return cls(
-            tokens=pad_right([[*r.prompt.tokens, *r.tokens[:-1].tolist()] for r in responses], cpu),
-            rows=at[:, 0].clone(),
-            positions=at[:, 1].clone(),
+            tokens=pad_right(inputs(responses), cpu),
+            places=[predicting_response(r) for r in responses],
             targets=response_tokens(responses, cpu),
             part=micro_batch.part.to(cpu),
         )
@@ -69,10 +67,6 @@ class PaddedBatch:
             like: the part of another micro-batch, for the kinds of tensors that losses take.
         """
         return cls.of(MicroBatch.blank(like))
-
-    def at_responses(self, hidden: Tensor) -> Tensor:
-        """Pick the hidden states that predict response tokens: [b, L, H] to [N, H]."""
-        return hidden[self.rows.to(hidden.device), self.positions.to(hidden.device)]
 
 
 def into_micro_batches(tokens: Sequence[int], count: int) -> list[list[int]]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
-from stretto.config import Config
 from stretto.config.training import token_budget
 from stretto.models.forward import (
     by_token_budget,
@@ -57,7 +56,7 @@ class Trained(Protocol):
     def logprobs(
         self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
     ) -> Tensor:
-        """Return log-probs [B, T]; see :meth:`stretto.training.whole.WholeModel.logprobs`."""
+        """Return log-probs [B, T]; see :meth:`stretto.training.trained.WholeModel.logprobs`."""
         ...
 
     def fingerprint(self) -> str:
@@ -146,6 +145,7 @@ class LocalPasses:
 
     Args:
         actor, critic: the models; ``None`` for algorithms without a critic.
+        microbatch_tokens: as in ``training.microbatch_tokens``.
         head: of the actor, where it cannot be found in a model that is not whole.
     """
 
@@ -153,14 +153,15 @@ class LocalPasses:
         self,
         actor: nn.Module,
         critic: nn.Module | None,
-        config: Config,
+        losses: Losses,
+        microbatch_tokens: int,
         head: OutputHead | None = None,
     ) -> None:
         self._actor, self._critic = actor, critic
         self._head = head or output_head(actor)
-        self._losses = Losses(config.algorithm, config.rollout.temperature)
+        self._losses = losses
         self._device = next(actor.parameters()).device
-        self._budget = token_budget(config.training.microbatch_tokens, self._device)
+        self._budget = token_budget(microbatch_tokens, self._device)
 
     def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
         """Divide by token budget; see :class:`Passes`."""

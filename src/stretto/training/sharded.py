@@ -18,14 +18,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from stretto.algorithms.experience import LossTerm
+from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.config.training import token_budget
 from stretto.models.forward import (
@@ -39,14 +43,15 @@ from stretto.models.forward import (
 from stretto.models.load import save_model
 from stretto.models.logits import OutputHead, token_logprobs
 from stretto.models.mapped import final, final_dtype
-from stretto.models.pieces import Piece, index, wholes_of
-from stretto.models.tensor_parallel import cut_linears, plan_cuts
+from stretto.models.pieces import Layout, Piece, Whole, index, shape, wholes_of
+from stretto.models.tensor_parallel import Slices, cut_linears, plan_cuts
 from stretto.models.weights import fingerprint_of_parts
-from stretto.training.grid import Grid
+from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import divided
+from stretto.training.passes import LocalPasses
 from stretto.training.shard_files import STEP, Stored
 from stretto.training.trained import TrainedModel
-from stretto.types import Response
+from stretto.types import Response, Stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -397,3 +402,122 @@ class ShardedModel(TrainedModel):
 
 def _local(tensor: Any) -> Tensor:
     return cast(Tensor, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+
+
+class Grid:
+    """All ranks of the default group, as fsdp x tp: those that hold one slice stand tp apart.
+
+    Attributes:
+        rank: of this process.
+        row: number among the ranks of its slice, which share rows and passes.
+        mesh: of these ranks.
+        rows: the group of these ranks.
+        slices: those that have a slice each; ``None`` where nothing is cut.
+    """
+
+    def __init__(self, device: str, layout: Layout) -> None:
+        self.layout, self.rank = layout, dist.get_rank()
+        self.row = self.rank // layout.tp
+        both = init_device_mesh(device, (layout.fsdp, layout.tp), mesh_dim_names=("fsdp", "tp"))
+        self.mesh = both["fsdp"]
+        self.rows = both.get_group("fsdp")
+        self.slices = Slices(both.get_group("tp")) if layout.tp > 1 else None
+        self._beside = dist.new_group(backend="gloo")
+
+    def on_first(self, whole: Whole, part: Tensor) -> Tensor | None:
+        """Return on the first rank's CPU the whole of a tensor; ``None`` on the others.
+
+        A collective, beside whatever else the ranks do.
+        """
+        here = part.detach().cpu()
+        if self.rank:
+            if self.layout.first(whole, self.rank) is not None:
+                dist.send(here.contiguous(), 0, group=self._beside)
+            return None
+        made = torch.empty(whole.shape, dtype=here.dtype)
+        for rank in range(self.layout.ranks):
+            box = self.layout.first(whole, rank)
+            if box is None:
+                continue
+            if rank:
+                here = torch.empty(shape(box), dtype=made.dtype)
+                dist.recv(here, rank, group=self._beside)
+            made[index(box)] = here
+        return made
+
+    def share(self, items: Sequence[T]) -> list[T | None]:
+        """Return this rank's share of a list, filled up with ``None`` to those of the others."""
+        by_row = self.shares(items)
+        own = by_row[self.row]
+        return [*own, *[None] * (len(by_row[0]) - len(own))]
+
+    def shares(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """Return the shares of all ranks of a slice, the last of which may have less."""
+        ranks = self.layout.fsdp
+        share = -(-len(items) // ranks)
+        return [items[row * share : (row + 1) * share] for row in range(ranks)]
+
+    @staticmethod
+    def sum_(tensor: Tensor) -> Tensor:
+        """Add up all ranks' tensors, in place. A collective."""
+        dist.all_reduce(tensor)
+        return tensor
+
+
+class ShardedPasses(LocalPasses):
+    """Passes of which every rank makes its share; see :class:`~stretto.training.passes.Passes`.
+    actor, critic: the models; ``None`` for algorithms without a critic.
+    """
+
+    def __init__(
+        self, actor: Sharded, critic: Sharded | None, losses: Losses, microbatch_tokens: int
+    ) -> None:
+        model = critic.model if critic else None
+        super().__init__(actor.model, model, losses, microbatch_tokens, actor.template)
+        self._grid = actor.grid
+        self._sharded = {s.model: s for s in (actor, critic) if s is not None}
+        self._ran: list[list[int]] = []  # tokens of each rank, by mini-batch
+
+    def divide(self, tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Divide into equally many micro-batches for each rank, of like sizes."""
+        return divided(tokens, len(by_token_budget(tokens, self._budget)), self._grid.layout.fsdp)
+
+    def run(
+        self, parts: Sequence[MicroBatch], kl_coef: float, *, trains_actor: bool
+    ) -> Mapping[str, Metrics]:
+        """Make this rank's passes, and add up all ranks' metrics; see :class:`Passes`."""
+        self._ran.append(
+            [
+                sum(max(r.total_tokens for r in p.responses) * len(p.responses) for p in share)
+                for share in self._grid.shares(parts)
+            ]
+        )
+        own = [part or MicroBatch.blank(parts[0].part) for part in self._grid.share(parts)]
+        by_model = super().run(own, kl_coef, trains_actor=trains_actor)
+        said: list[Any] = [None] * self._grid.layout.fsdp
+        # Of another rank's GPU nothing can be added here.
+        own_metrics = {name: m.on_cpu() for name, m in by_model.items()}
+        dist.all_gather_object(said, own_metrics, group=self._grid.rows)
+        return {name: sum((metrics[name] for metrics in said), Metrics()) for name in by_model}
+
+    def finish(self) -> Stats:
+        """Return how even the step's passes were.
+
+        Returns:
+            ``passes/balance``: tokens (padding counted) of an average rank, as a share of those of
+            the rank that has the most: 1 where no rank waits for another.
+        """
+        ran, self._ran = self._ran, []
+        most = sum(max(tokens) for tokens in ran)
+        return {"passes/balance": sum(map(fmean, ran)) / most} if most else {}
+
+    def _term(self, model: nn.Module, compute: Callable[[], LossTerm]) -> LossTerm:
+        def both() -> tuple[Tensor, LossTerm]:
+            term = compute()
+            return term.loss, term  # FSDP looks for losses in tuples, and not in other objects
+
+        return self._sharded[model](both)[1]
+
+    @property
+    def _output(self) -> OutputHead:
+        return self._sharded[self._actor].head

@@ -12,6 +12,7 @@ from torch import Tensor
 from stretto.algorithms.experience import LossTerm
 from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
+from stretto.models.forward import states_at
 from stretto.pipelines.executor.executor import (
     Name,
     PipelineExecutor,
@@ -113,7 +114,7 @@ class StageTrainer:
 
     def _loss(self, name: Name, batch: PaddedBatch, hidden: Tensor, kl_coef: float) -> LossTerm:
         stage, part = self._stages[name], batch.part.to(self._device)
-        chosen = batch.at_responses(hidden)
+        chosen = states_at(hidden, batch.places)
         if name == "critic":
             return self._losses.of_critic(stage, chosen, part)
         targets = batch.targets.to(self._device)

@@ -5,19 +5,30 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from stretto.config import OptimizerConfig
+from stretto.config.training import token_budget
 from stretto.errors import LearnerError
+from stretto.models.forward import microbatches, output_head, response_hidden, response_tokens
+from stretto.models.load import save_model
+from stretto.models.logits import OutputHead, token_logprobs
+from stretto.models.weights import fingerprint
 from stretto.training.shard_files import STEP, in_memory
-from stretto.training.whole import WholeModel
+from stretto.types import Response
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BLOCK = 1 << 20
 """Elements added at a time where types differ: torch converts them in a buffer of its own."""
@@ -88,13 +99,142 @@ class Snapshots:
         """
         free = next((s for s in self._taken if s[1]() is None), None)
         if free:
-            self._taken.remove(free)
+            self._taken = [taken for taken in self._taken if taken is not free]
         tensors = free[0] if free else [torch.empty_like(w) for w in self._weights.values()]
         if tensors:
             torch._foreach_copy_(tensors, [*self._weights.values()])
         taken = _Snapshot(zip(self._weights, tensors, strict=True))
         self._taken.append((tensors, weakref.ref(taken)))
         return taken
+
+
+PATIENCE_S = 30.0
+"""Seconds that the end of a run waits for an update that is under way."""
+
+
+class Gate:
+    """The gate that all changes of a model's weights in place go through, until it is closed.
+
+    Attributes:
+        agree: called with whether this gate is open, returns whether a change may begin; for
+            ranks that hold parts of one model, of which all change or none.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._closed, self._broken = Lock(), False, False
+        self.agree: Callable[[bool], bool] = lambda is_open: is_open
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Change the weights in the body of a ``with`` statement.
+
+        An error within it leaves them neither old nor new; the gate remembers that.
+
+        Raises:
+            LearnerError: the gate is closed.
+        """
+        with self._lock:
+            if not self.agree(not self._closed):
+                raise LearnerError("the run has ended, and with it all updates; start another")
+            self._broken = True
+            yield
+            self._broken = False
+
+    def close(self, patience_s: float) -> bool:
+        """Let nothing through any more; return whether all changes so far are whole."""
+        free = self._lock.acquire(timeout=patience_s)
+        self._closed = True
+        if free:
+            self._lock.release()
+        return free and not self._broken
+
+
+_GATES: weakref.WeakKeyDictionary[nn.Module, Gate] = weakref.WeakKeyDictionary()
+
+
+def new_gate(model: nn.Module) -> Gate:
+    """Make the gate for the trainer that trains the model from now on."""
+    gate = _GATES[model] = Gate()
+    return gate
+
+
+def end_updates(model: nn.Module, patience_s: float = PATIENCE_S) -> bool:
+    """Let no update of a model begin any more, and wait for one under way; from any thread.
+
+    Args:
+        model: that is trained.
+        patience_s: seconds to wait for that update.
+
+    Returns:
+        Whether the weights are whole, and stay as they are.
+    """
+    gate = _GATES.get(model)
+    return gate is None or gate.close(patience_s)
+
+
+class WholeModel:
+    """A model as the learner uses it, besides training it.
+
+    Args:
+        model: with or without adapters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._gate = model, new_gate(model)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the weights are on."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that the model computes in."""
+        return next(self.model.parameters()).dtype
+
+    @torch.no_grad()
+    def logprobs(
+        self, responses: Sequence[Response], mask: Tensor, temperature: float, budget: int = 0
+    ) -> Tensor:
+        """Log-probs [B, T] of sampled tokens, 0 outside the mask, on the CPU in float32.
+
+        Args:
+            mask: [B, T] bool, true where there is a sampled token.
+            budget: tokens of a forward pass, padding counted; 0 takes what suits the device.
+        """
+        logprobs = torch.zeros(mask.shape)
+        for rows in microbatches(responses, token_budget(budget, self.device)):
+            part = [responses[row] for row in rows]
+            hidden = response_hidden(self.model, part)
+            targets = response_tokens(part, hidden.device)
+            flat = token_logprobs(self._head, hidden, targets, temperature)[0].float().cpu()
+            here = mask[rows]
+            logprobs[rows] = torch.zeros(here.shape).masked_scatter(here, flat)
+        return logprobs
+
+    @cached_property
+    def _head(self) -> OutputHead:
+        return output_head(self.model)  # which checks it with a small pass
+
+    def fingerprint(self) -> str:
+        """A short hash of all parameters, frozen ones too."""
+        return fingerprint(self.model.named_parameters())
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return a snapshot, which is whole."""
+        return tensors
+
+    def divided(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return whole tensors, all of which are this process's."""
+        return tensors
+
+    def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Write model and tokenizer in Hugging Face format, whole or not at all."""
+        save_model(self.model, tokenizer, folder)
+
+    def end_updates(self) -> bool:
+        """End the updates; return whether the weights are whole, and stay as they are."""
+        return end_updates(self.model)
 
 
 @dataclass(frozen=True, slots=True)

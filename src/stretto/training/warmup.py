@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from stretto import files
-from stretto.config import Config
+from stretto.config import TrainingConfig
 from stretto.errors import ConfigError, StateError
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
@@ -26,7 +26,11 @@ _WEIGHT, _RANDOM = "weight ", "random "
 
 
 def warm_up(
-    model: nn.Module, examples: Sequence[Response], config: Config, advance: Advance = unseen
+    model: nn.Module,
+    examples: Sequence[Response],
+    lr: float,
+    optimizer: TrainingConfig,
+    advance: Advance = unseen,
 ) -> float:
     """Make one pass of cross-entropy over the examples' response tokens, :data:`BATCH` at a time.
 
@@ -39,8 +43,8 @@ def warm_up(
         The loss of the last batch, in nats a token.
     """
     batches = [examples[i : i + BATCH] for i in range(0, len(examples), BATCH)]
-    training = config.training.model_copy(update={"lr_schedule": "cosine"})
-    trained = TrainedModel(model, config.warmup_lr, training, updates=len(batches), warmup=0)
+    training = optimizer.model_copy(update={"lr_schedule": "cosine"})
+    trained = TrainedModel(model, lr, training, updates=len(batches), warmup=0)
     head = output_head(model)
     loss = torch.zeros(())
     for batch in batches:

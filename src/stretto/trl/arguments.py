@@ -8,14 +8,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from stretto.config import PRESETS
 from stretto.config.sections import MISSING_EOS
 from stretto.errors import ConfigError, is_installed, nearest
 from stretto.trl import vllm
-from stretto.trl.config import PPOConfig
-from stretto.trl.tables import ADAMW, ONE_PROCESS, REFUSALS, REMARKS
+from stretto.trl.config import OWN_ADAMW, PPOConfig, Refusal, Remark, Sets
 
 REWARD_MODEL = "model:reward_model"
 """Name of the reward model among the reward sources."""
@@ -25,6 +24,19 @@ _SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant"} | 
 }
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adamw_hf")
 _TRACKERS = ("tensorboard", "wandb")
+
+
+_DEFAULTS = {f.name: f.default for f in fields(PPOConfig) if f.default is not MISSING}
+
+TABLE: dict[str, Any] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(PPOConfig, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+"""What becomes of an argument, where :class:`PPOConfig` says it."""
+
+REMARKS = {name: entry.why for name, entry in TABLE.items() if isinstance(entry, Remark)}
+REFUSALS = {name: entry.why for name, entry in TABLE.items() if isinstance(entry, Refusal)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +158,10 @@ def check(args: PPOConfig) -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes > 1:
         raise ConfigError(
-            f"{processes} processes were started (WORLD_SIZE), and {ONE_PROCESS}: start the "
-            "script with 'python', not with torchrun or 'accelerate launch'"
+            f"{processes} processes were started (WORLD_SIZE), and training runs in one process: "
+            "start the script with 'python', not with torchrun or 'accelerate launch'"
         )
-    _require(args.optim in _OPTIMIZERS, args, "optim", ADAMW)
+    _require(args.optim in _OPTIMIZERS, args, "optim", OWN_ADAMW.why)
     _require(args.kl_estimator in ("k1", "k3"), args, "kl_estimator", "must be 'k1' or 'k3'")
     _require(
         args.vf_coef > 0, args, "vf_coef", "must be above 0: the value model has to be trained"
@@ -199,69 +211,47 @@ def settings(
     stops = bool(args.stop_token) or args.stop_token_id is not None
     penalty = args.missing_eos_penalty
     found: dict[str, Any] = {
-        "seed": args.seed,
         "steps": run.steps,
         "out": str(args.output_dir),
-        "model": {
-            "dtype": dtype,
-            "device": "cpu" if args.use_cpu or args.no_cuda else "auto",
-            "gradient_checkpointing": bool(args.gradient_checkpointing),
-        },
-        "task": {
-            "kind": "dataset",
-            "name": "train_dataset",
-            "chat": "off",
-            "max_prompt_tokens": longest,
-        },
-        "reward": {
-            "sources": (REWARD_MODEL,) if stops or penalty is None else (REWARD_MODEL, MISSING_EOS),
-            "missing_eos": "subtract" if stops and penalty is not None else "off",
-            "missing_eos_penalty": penalty or 0.0,
-        },
-        "rollout": {
-            "batch": run.batch,
-            "max_new_tokens": args.response_length,
-            "temperature": args.temperature,
-            "slots": args.local_rollout_forward_batch_size,
-        },
-        "schedule": _schedule(args),
         # vLLM needs a process of its own.
         "runtime": "local" if args.use_vllm and args.runtime == "inline" else args.runtime,
-        "algorithm": {
-            "name": "ppo",
-            "gamma": args.gamma,
-            "lam": args.lam,
-            "clip": args.cliprange,
-            "value_clip": args.cliprange_value,
-            "kl_coef": args.kl_coef,
-            "kl_in": "reward",
-            "kl_estimator": args.kl_estimator,
-            "whiten_rewards": args.whiten_rewards,
-        },
-        "training": _training(args, run, longest),
-        "observe": {
-            "progress": "plain" if args.disable_tqdm else "auto",
-            "trackers": _trackers(args),
-            "samples": 4 if args.num_sample_generations else 0,
-            "checkpoint_minutes": 0.0,  # save_strategy says when
-            "checkpoint_every": _checkpoint_every(args, run, rows),
-        },
+        "schedule": _schedule(args),
+        "model.dtype": dtype,
+        "model.device": "cpu" if args.use_cpu or args.no_cuda else "auto",
+        "model.gradient_checkpointing": bool(args.gradient_checkpointing),
+        "task.kind": "dataset",
+        "task.name": "train_dataset",
+        "task.chat": "off",
+        "task.max_prompt_tokens": longest,
+        "reward.sources": (REWARD_MODEL,)
+        if stops or penalty is None
+        else (REWARD_MODEL, MISSING_EOS),
+        "reward.missing_eos": "subtract" if stops and penalty is not None else "off",
+        "reward.missing_eos_penalty": penalty or 0.0,
+        "rollout.batch": run.batch,
+        "algorithm.name": "ppo",
+        "algorithm.kl_in": "reward",
+        "training.lr_schedule": _one_of(args, "lr_scheduler_type", _SCHEDULES),
+        "training.warmup_steps": _warmup(args, run.steps),
+        "training.betas": (args.adam_beta1, args.adam_beta2),
+        "training.grad_clip": args.max_grad_norm or 0.0,
+        "training.microbatch_tokens": args.per_device_train_batch_size
+        * (longest + args.response_length),
+        "observe.progress": "plain" if args.disable_tqdm else "auto",
+        "observe.trackers": _trackers(args),
+        "observe.samples": 4 if args.num_sample_generations else 0,
+        "observe.checkpoint_minutes": 0.0,  # save_strategy says when
+        "observe.checkpoint_every": _checkpoint_every(args, run, rows),
     }
-    return found | {name: found.get(name, {}) | part for name, part in vllm.settings(args).items()}
-
-
-def _training(args: PPOConfig, run: BatchSizes, longest: int) -> dict[str, Any]:
-    return {
-        "lr": args.learning_rate,
-        "critic_lr": args.learning_rate,
-        "lr_schedule": _one_of(args, "lr_scheduler_type", _SCHEDULES),
-        "warmup_steps": _warmup(args, run.steps),
-        "weight_decay": args.weight_decay,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "grad_clip": args.max_grad_norm or 0.0,
-        "epochs": args.num_ppo_epochs,
-        "minibatches": args.num_mini_batches,
-        "microbatch_tokens": args.per_device_train_batch_size * (longest + args.response_length),
+    for name, entry in TABLE.items():
+        if isinstance(entry, Sets):
+            found |= dict.fromkeys(entry.settings, getattr(args, name))
+    nested: dict[str, Any] = {}
+    for name, value in found.items():
+        section, dot, key = name.partition(".")
+        nested |= {section: nested.get(section, {}) | {key: value} if dot else value}
+    return nested | {
+        name: nested.get(name, {}) | part for name, part in vllm.settings(args).items()
     }
 
 
@@ -337,6 +327,3 @@ def _require(holds: bool, args: PPOConfig, name: str, rule: str) -> None:
 def _is_set(args: PPOConfig, name: str) -> bool:
     value = getattr(args, name)
     return value not in (_DEFAULTS[name], None, "", [], {})
-
-
-_DEFAULTS = {f.name: f.default for f in fields(PPOConfig) if f.default is not MISSING}

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from stretto.config import Section
 from stretto.errors import StrettoError
 from stretto.observe import Progress, Sample
 from stretto.saying import Advance
@@ -43,10 +42,9 @@ class CallbackProgress:
         self.state, self._control = TrainerState(), TrainerControl()
         self.state.max_steps = steps
 
-    def start(self, config: Any, headline: str) -> None:
+    def start(self, headline: str) -> None:
         """Show what will run."""
-        assert isinstance(config, Section)
-        self._display.start(config, headline)  # type: ignore[arg-type]
+        self._display.start(headline)
         self._call("on_train_begin")
 
     def step(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import Given, made_ready
+from stretto.assembly.models import Overrides, made_ready
 from stretto.config import Config
 from stretto.config.training import token_budget
 from stretto.evaluation.answers import completed
@@ -17,8 +17,10 @@ from stretto.trl.arguments import REWARD_MODEL
 from stretto.trl.prompts import TokenTask
 
 
-def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[dict[str, Any]]:
+def complete(config: Config, given: Overrides, task: TokenTask, most: int) -> list[dict[str, Any]]:
     """Greedy answers to the first prompts, scored.
+
+    Stretto's own engine answers, over the policy where it is: others would have to start first.
 
     Args:
         given: holds the policy, its tokenizer and the reward model.
@@ -27,13 +29,14 @@ def complete(config: Config, given: Given, task: TokenTask, most: int) -> list[d
     assert given.actor is not None
     assert given.tokenizer is not None
     tokenizer = given.tokenizer
-    greedy = config.rollout.model_copy(update={"temperature": 0.0})
+    own = {"temperature": 0.0, "engine": "torch", "engine_args": {}}
+    greedy = config.rollout.model_copy(update=own)
     config = config.model_copy(update={"rollout": greedy})
-    actor = made_ready(given.actor, config)
+    actor = made_ready(given.actor, config.model.device)
     model, _ = given.reward_models[REWARD_MODEL]
     budget = token_budget(config.training.microbatch_tokens, next(actor.parameters()).device)
     scorer = RewardModelScorer(
-        REWARD_MODEL, made_ready(model, config), tokenizer, tokenizer, budget
+        REWARD_MODEL, made_ready(model, config.model.device), tokenizer, tokenizer, budget
     )
     rollouts = [
         Rollout(i, render(task.row(i), config.task, tokenizer, i), i)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedTokenizerBase
 
-    from stretto.assembly.models import Given
+    from stretto.assembly.models import Overrides
     from stretto.runs import TrainResult
 
 
@@ -225,10 +225,10 @@ class PPOTrainer:
         dtype = next(self.policy_model.parameters()).dtype
         return "bfloat16" if dtype is torch.bfloat16 else "float32"
 
-    def _given(self) -> Given:
-        from stretto.assembly.models import Given
+    def _given(self) -> Overrides:
+        from stretto.assembly.models import Overrides
 
-        return Given(
+        return Overrides(
             actor=self.policy_model,
             tokenizer=self.processing_class,
             reference=self.ref_model,

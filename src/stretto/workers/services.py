@@ -32,12 +32,14 @@ class Service:
 
     role: ClassVar[type] = object
     shelf: Shelf | None = None
+    reads: frozenset[str] = frozenset()
+    waits: frozenset[str] = frozenset()
 
     def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
         self.worker, self._clock = worker, clock or RealClock()
         methods = self._methods = remote_methods(self.role)
-        self.reads = frozenset(name for name, method in methods.items() if method.reads)
-        self.waits = frozenset(name for name, method in methods.items() if method.waits)
+        self.reads |= frozenset(name for name, method in methods.items() if method.reads)
+        self.waits |= frozenset(name for name, method in methods.items() if method.waits)
         for name, method in methods.items():
             if not hasattr(type(self), name):
                 setattr(self, name, partial(self._serve, name, method))

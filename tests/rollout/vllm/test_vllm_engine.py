@@ -9,132 +9,17 @@ import numpy as np
 import pytest
 import torch
 from packaging.version import Version
-from torch import Tensor
 
-from stretto.config import RolloutConfig
+from engine_helpers import END, LIMIT, STAND_IN_MODEL, StandIn, following, logprob
+from engine_helpers import stand_in_engine as engine
 from stretto.errors import EngineError, StrettoError
 from stretto.models.weights import fingerprint
-from stretto.rollout.stop import StopStrings
+from stretto.rollout.base import StopStrings
 from stretto.rollout.vllm import llm
-from stretto.rollout.vllm.engine import Output, VllmEngine
-from stretto.rollout.vllm.source import WholeWeights
-from stretto.types import Chunk, FinishReason, FloatArray, KVTransfer, Prompt, Response, WeightsRef
+from stretto.types import Chunk, FinishReason, Prompt, Response, WeightsRef
 from stretto.weights.channel import SharedChannel
 
-END, LIMIT, BLOCK = 7, 12, 4
-
-
-def following(tokens: Sequence[int]) -> int:
-    """The one token that follows in the language of the stand-in."""
-    return (3 * sum(tokens) + 5 * len(tokens) + 1) % 11
-
-
-def logprob(token: int) -> float:
-    return -0.1 * (token + 1)
-
-
-class StandIn:
-    """Requests to a model that knows :func:`following`; it reads one prompt in an iteration."""
-
-    longest, kv_bytes_per_token, seeds_positions = 40, 64, False
-
-    def __init__(self, ends_early: str = "") -> None:
-        self.tokens: dict[str, list[int]] = {}
-        self.left: dict[str, int] = {}
-        self.read: dict[str, int] = {}
-        self.salts: dict[str, str] = {}
-        self.added: list[tuple[str, int, int, str]] = []  # name, tokens, seed, salt
-        self.cache: set[tuple[str, tuple[int, ...]]] = set()
-        self.loaded: dict[str, Tensor] = {}
-        self.steps, self.ends_early = 0, ends_early
-        self.sleeps, self.slept = False, list[str]()
-
-    def add(
-        self, request: str, tokens: Sequence[int], salt: str, seed: int, max_tokens: int
-    ) -> None:
-        assert request not in self.tokens
-        self.tokens[request], self.left[request] = list(tokens), max_tokens
-        self.salts[request] = salt
-        self.added.append((request, len(tokens), seed, salt))
-
-    def abort(self, requests: Sequence[str]) -> None:
-        for request in requests:
-            for of in (self.tokens, self.left, self.salts):
-                del of[request]
-            self.read.pop(request, None)
-
-    def _cached(self, request: str) -> int:
-        tokens, salt = self.tokens[request], self.salts[request]
-        hits = 0
-        for end in range(BLOCK, len(tokens), BLOCK):
-            hits = end if (salt, tuple(tokens[:end])) in self.cache else hits
-        return hits
-
-    def step(self) -> Sequence[Output]:
-        self.steps += 1
-        for request in self.tokens:
-            if request not in self.read:
-                self.read[request] = self._cached(request)
-                break
-        found = []
-        for request in [r for r in self.tokens if r in self.read]:
-            tokens = self.tokens[request]
-            token = following(tokens)
-            tokens.append(token)
-            for end in range(BLOCK, len(tokens), BLOCK):
-                self.cache.add((self.salts[request], tuple(tokens[:end])))
-            self.left[request] -= 1
-            ended = "stop" if token == END else "length" if not self.left[request] else ""
-            ended = ended or self.ends_early
-            found.append(Output(request, [token], [logprob(token)], self.read[request], ended))
-            if ended:
-                self.abort([request])
-        return found
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.tokens)
-
-    def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
-        assert not self.busy
-        return np.array([100 * len(p) + t for p, t in zip(prefixes, tokens, strict=True)], "f4")
-
-    def prefill_tokens_per_s(self) -> float:
-        assert not self.busy
-        return 123.0
-
-    def sleep(self) -> None:
-        assert not self.busy
-        self.slept.append("sleep")
-
-    def wake(self, what: Sequence[str]) -> None:
-        self.slept += what
-
-    def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        assert not self.busy
-        self.slept.append("load")
-        self.loaded = dict(tensors)
-
-
-MODEL = torch.nn.Linear(2, 2)
-
-
-def engine(
-    stand_in: StandIn | None = None,
-    carry: Literal["recompute", "reuse"] = "recompute",
-    stop: StopStrings | None = None,
-    channel: SharedChannel | None = None,
-) -> VllmEngine:
-    return VllmEngine(
-        stand_in or StandIn(),
-        WholeWeights(MODEL),
-        RolloutConfig(max_new_tokens=LIMIT),
-        end_tokens=frozenset({END}),
-        seed=3,
-        stop=stop,
-        carry=carry,
-        channel=channel,
-    )
+MODEL = STAND_IN_MODEL
 
 
 def response(id_: int, tokens: Sequence[int] = (), prompt: Sequence[int] = ()) -> Response:
@@ -163,56 +48,14 @@ def together(chunks: Iterable[Chunk]) -> dict[int, list[int]]:
 IDS = range(5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 100])
-def test_chunks_of_any_size_make_the_same_responses(size: int) -> None:
-    one = engine()
-    one.admit([response(i) for i in IDS])
-    chunks: list[Chunk] = []
-    while not one.decode(0) and one._rows:
-        new = one.decode(size)
-        assert all(len(c.tokens) <= size for c in new)
-        chunks += new
-    assert together(chunks) == {i: whole(i) for i in IDS}
-    ends = {c.rollout_id: c.finish for c in chunks if c.finish}
-    assert ends == {
-        i: FinishReason.STOP if whole(i)[-1] == END else FinishReason.LENGTH for i in IDS
-    }
-    assert {FinishReason.STOP, FinishReason.LENGTH} == set(ends.values())
-
-
-def test_it_returns_as_soon_as_enough_have_finished_and_these_come_first() -> None:
-    one = engine()
-    one.admit([response(i) for i in IDS])
-    chunks = one.decode(100, stop_after=2)
-    done = [c for c in chunks if c.finish]
-    assert chunks[: len(done)] == done
-    assert 2 <= len(done) < len(IDS)  # several may end in one iteration
-    rest = [c.rollout_id for c in chunks[len(done) :]]
-    assert rest == sorted(rest)
-    assert together([*chunks, *one.decode(100)]) == {i: whole(i) for i in IDS}
-
-
 def test_a_prompt_that_is_being_read_is_no_step() -> None:
     """The stand-in reads one prompt an iteration: each but the first waits for its turn."""
     stand_in = StandIn()
     one = engine(stand_in)
     one.admit([response(0), response(1)])
-    assert [len(c.tokens) for c in one.decode(1)] == [1]
-    assert [len(c.tokens) for c in one.decode(1)] == [1, 1]
+    assert [len(c.tokens) for c in one.decode(1).chunks] == [1]
+    assert [len(c.tokens) for c in one.decode(1).chunks] == [1, 1]
     assert stand_in.steps == 2
-
-
-@pytest.mark.parametrize("after", [1, 3])
-def test_nothing_that_was_decoded_is_lost_when_a_request_ends(after: int) -> None:
-    """Released and admitted again with what calls have returned, a rollout goes on after it."""
-    one, two = engine(), engine()
-    one.admit([response(0)])
-    first = one.decode(after)
-    have = together(first)[0]
-    one.release([0, 99])
-    assert not one._requests.busy
-    two.admit([response(0, have)])
-    assert together([*first, *two.decode(100)])[0] == whole(0)
 
 
 def test_no_number_is_drawn_twice() -> None:
@@ -222,7 +65,7 @@ def test_no_number_is_drawn_twice() -> None:
     one.admit([response(i) for i in IDS])
     for _ in range(3):
         one.decode(2)
-        one._withdraw(one._rows.values())
+        one._withdraw(one._held.values())
     # A request that ended before its first token has drawn nothing: the next may have its seed.
     by_place = {(name.split(".")[0], tokens): seed for name, tokens, seed, _ in stand_in.added}
     seeds = list(by_place.values())
@@ -241,7 +84,7 @@ def test_a_seed_that_counts_positions_stays() -> None:
     one.admit([response(0), response(1)])
     for _ in range(2):
         one.decode(1)
-        one._withdraw(one._rows.values())
+        one._withdraw(one._held.values())
     one.decode(1)
     by_rollout = {(name.split(".")[0], seed) for name, _, seed, _ in stand_in.added}
     assert len(by_rollout) == 2
@@ -270,14 +113,14 @@ def test_after_a_hand_over_no_prefix_of_older_weights_is_found(
     stand_in = StandIn()
     one = engine(stand_in, carry, channel=channel)
     one.admit([response(0)])
-    first = one.decode(3)
+    first = one.decode(3).chunks
     assert one.prefilled_tokens == 5
     one.admit([response(1)])
     one.load(ref)
     assert one.version == 4
     assert all(t.eq(4).all() for t in stand_in.loaded.values())
     one.admit([response(2, prompt=response(0).prompt.tokens)])
-    chunks = one.decode(100)
+    chunks = one.decode(100).chunks
     assert {c.version for c in chunks} == {4}
     assert together([c for c in [*first, *chunks] if c.rollout_id == 0]) == {0: whole(0)}
     newest = {name.split(".")[0]: (tokens, salt) for name, tokens, _, salt in stand_in.added}
@@ -292,12 +135,6 @@ def test_rollouts_of_one_prompt_share_its_prefix() -> None:
     assert one.prefilled_tokens == 9 + 1 + 1  # two blocks of 4 are shared
 
 
-def test_other_weights_than_the_learners_are_refused() -> None:
-    channel, ref = weights(1)
-    with pytest.raises(EngineError, match="handed over with fingerprint other"):
-        engine(channel=channel).load(WeightsRef("actor", 1, "other", ref.channel))
-
-
 def test_stop_strings_end_a_response_by_the_runs_own_rule() -> None:
     class Digits:
         def decode(self, tokens: Sequence[int], **_: Any) -> str:
@@ -307,29 +144,10 @@ def test_stop_strings_end_a_response_by_the_runs_own_rule() -> None:
     stop = text[2:4]
     one = engine(stop=StopStrings([stop], Digits()))
     one.admit([response(0)])
-    (chunk,) = one.decode(100)
+    (chunk,) = one.decode(100).chunks
     assert chunk.finish is FinishReason.STOP
     assert chunk.tokens.tolist() == whole(0)[: text.index(stop) + 2]
     assert not one._requests.busy
-
-
-def test_rollouts_move_without_their_cache() -> None:
-    one, two = engine(), engine()
-    one.admit([response(0), response(1)])
-    first = one.decode(2)
-    have = together(first)
-    transfers = one.export([1, 0], with_cache=True)
-    assert transfers == [KVTransfer(1), KVTransfer(0)]
-    two.accept([response(1, have[1]), response(0, have[0])], transfers)
-    assert together([*first, *two.decode(100)]) == {i: whole(i) for i in (0, 1)}
-    with pytest.raises(EngineError, match="are not in this engine"):
-        one.export([0], with_cache=False)
-    with pytest.raises(EngineError, match="give each rollout its own transfer"):
-        two.accept([response(3)], [KVTransfer(4)])
-    with pytest.raises(EngineError, match="is in the engine already"):
-        one.admit([response(5), response(5)])
-    with pytest.raises(EngineError, match="the model has positions for 40"):
-        one.admit([response(6, prompt=range(1, 31))])
 
 
 def test_an_end_that_no_rule_knows_is_an_error() -> None:
@@ -342,11 +160,11 @@ def test_an_end_that_no_rule_knows_is_an_error() -> None:
 def test_the_probe_does_not_disturb_rollouts() -> None:
     one = engine()
     one.admit([response(0)])
-    first = one.decode(2)
+    first = one.decode(2).chunks
     found = one.logprobs(np.array([[1, 2, 3], [4, 5, 6]], np.int32))
     assert found.tolist() == [[102, 203], [105, 206]]
     assert one.prefill_tokens_per_s() == 123.0
-    assert together([*first, *one.decode(100)]) == {0: whole(0)}
+    assert together([*first, *one.decode(100).chunks]) == {0: whole(0)}
 
 
 def test_it_sleeps_while_it_holds_nothing_and_wakes_in_order() -> None:
@@ -378,10 +196,6 @@ def test_what_steps_have_looked_back_on_is_counted() -> None:
     one.admit([response(0)])
     one.decode(3)
     assert one.context_tokens == 5 + 6 + 7
-    state = one.state_dict()
-    other = engine()
-    other.load_state_dict({**state, "version": 9})
-    assert other.version == 9
 
 
 @pytest.mark.parametrize(

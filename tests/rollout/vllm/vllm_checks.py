@@ -22,15 +22,17 @@ from stretto.errors import ConfigError
 from stretto.evaluation.answers import completed
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint_of
+from stretto.rollout.base import EngineSettings
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.vllm.engine import VllmEngine
-from stretto.rollout.vllm.llm import LlmRequests, LlmSettings, check_options, open_requests
+from stretto.rollout.vllm.llm import LlmRequests, check_options, open_requests
 from stretto.rollout.vllm.source import source_of
 from stretto.schedules.rollout import Rollout
 from stretto.types import IntArray, Prompt, WeightsRef
 from stretto.weights.channel import SharedChannel
 
 VOCABULARY, END, LIMIT, TEMPERATURE = 61, 60, 24, 0.8
+KV_BYTES = 2 * 2 * 64 * 4
 PROMPTS = [(3, 4, 5), (10,), tuple(range(20, 60)), (7, 7, 9, 11)]
 
 
@@ -45,20 +47,25 @@ def rollout_config(**given: Any) -> RolloutConfig:
     return RolloutConfig(max_new_tokens=LIMIT, engine="vllm", engine_args=options, **given)
 
 
-def opened(folder: Path, config: RolloutConfig) -> LlmRequests:
-    return open_requests(
-        LlmSettings(
-            folder=folder,
-            rollout=config,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            rows=8,
-            longest=120,
-            kv_bytes_per_token=2 * 2 * 64 * 4,
-            end_tokens=frozenset({END}),
-            threads=1,
-        )
+def settings_of(folder: Path, config: RolloutConfig) -> EngineSettings:
+    return EngineSettings(
+        rollout=config,
+        seed=5,
+        end_tokens=frozenset({END}),
+        stop=None,
+        rows=8,
+        carry="recompute",
+        channel=None,
+        longest=120,
+        folder=str(folder),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        threads=1,
     )
+
+
+def opened(folder: Path, config: RolloutConfig) -> LlmRequests:
+    return open_requests(settings_of(folder, config), KV_BYTES)
 
 
 class Learner:
@@ -98,7 +105,7 @@ def answers(engine: Any, size: int = 1000, cut: Any = None) -> list[list[int]]:
     engine.admit([r.response() for r in mine])
     done = 0
     while done < len(mine):
-        for chunk in engine.decode(size):
+        for chunk in engine.decode(size).chunks:
             mine[chunk.rollout_id].append(chunk)
             done += chunk.finish is not None
         if cut:
@@ -135,7 +142,7 @@ def greedy_by_transformers(module: Any) -> list[list[int]]:
 
 def greedy(requests: LlmRequests, found: dict[str, Any]) -> None:
     config, learner = rollout_config(temperature=0.0), Learner()
-    same = LlmRequests(requests._engine, replace(requests._settings, rollout=config))
+    same = LlmRequests(requests._engine, replace(requests._settings, rollout=config), KV_BYTES)
     engine = engine_of(same, config, learner)
     learner.hand_over(engine, model())
     own = TorchEngine(model(), config, end_tokens=frozenset({END}), seed=5)
@@ -156,7 +163,7 @@ def greedy(requests: LlmRequests, found: dict[str, Any]) -> None:
 
 def sampled(engine: VllmEngine, module: Any, found: dict[str, Any]) -> None:
     mine = rollouts(PROMPTS * 2)
-    list(completed(engine, mine))  # type: ignore[arg-type]
+    list(completed(engine, mine))
     gaps = []
     for r in mine:
         tokens = [*r.prompt.tokens, *r.tokens]
@@ -193,7 +200,7 @@ def seeds(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
         parts = []
         engine.admit([mine.response()])
         for _ in range(2):
-            chunks = engine.decode(8)
+            chunks = engine.decode(8).chunks
             for chunk in chunks:
                 mine.append(chunk)
             parts.append([int(t) for chunk in chunks for t in chunk.tokens])
@@ -220,7 +227,7 @@ def broken(engine: VllmEngine, learner: Learner, found: dict[str, Any]) -> None:
         def fingerprint(self) -> str:
             return source.fingerprint()
 
-    engine._source = Breaking()
+    engine._source = Breaking()  # type: ignore[assignment]
     try:
         learner.hand_over(engine, model(7))
     except OSError as error:

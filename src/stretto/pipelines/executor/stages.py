@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from stretto.errors import ModelError
 from stretto.models import attention
-from stretto.models.clone import with_own_structure
 from stretto.models.forward import backbone, output_head, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
+from stretto.models.weights import with_own_structure
 
 _TOLERANCE = 1e-3
 """Largest error of the cut model's hidden states, relative to the largest state."""

@@ -11,10 +11,8 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +20,8 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import Tensor
 
-from stretto.config import RolloutConfig
 from stretto.errors import ConfigError, EngineError, MissingExtraError, first_line
-from stretto.rollout.vllm.engine import Output
+from stretto.rollout.base import EngineSettings
 from stretto.types import FloatArray
 
 OLDEST, UNTESTED = Version("0.32"), Version("0.33")
@@ -49,33 +46,22 @@ OURS = frozenset(
 """Engine arguments that follow from other settings, or that the engine could not do without."""
 
 
-@dataclass(frozen=True, slots=True)
-class LlmSettings:
-    """The facts that vLLM starts from.
+class Output(NamedTuple):
+    """The part of one iteration that is a request's.
 
     Attributes:
-        folder: of the model's config; no weights are read.
-        rollout: how to sample.
-        dtype: of the weights.
-        device: that it computes on.
-        rows: rollouts decoded at a time, at most.
-        longest: tokens of prompt and response, at most.
-        kv_bytes_per_token: of keys and values.
-        end_tokens: ids that end a response.
-        threads: of the CPU; 0 leaves vLLM's choice.
-        trust_remote_code: whether a model may bring code.
+        request: its name.
+        tokens: that it got.
+        logprobs: of each, under the distribution that was sampled.
+        cached: of its prompt's tokens, how many were read from the prefix cache.
+        ended: why vLLM ended it; empty while it goes on.
     """
 
-    folder: Path | str
-    rollout: RolloutConfig
-    dtype: torch.dtype
-    device: torch.device
-    rows: int
-    longest: int
-    kv_bytes_per_token: int
-    end_tokens: frozenset[int]
-    threads: int = 0
-    trust_remote_code: bool = False
+    request: str
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    cached: int
+    ended: str
 
 
 def check_version() -> None:
@@ -111,7 +97,7 @@ def installed() -> Version | None:
     return None
 
 
-def open_requests(settings: LlmSettings) -> LlmRequests:
+def open_requests(settings: EngineSettings, kv_bytes_per_token: int) -> LlmRequests:
     """Start vLLM in this process, with random weights.
 
     Raises:
@@ -120,13 +106,12 @@ def open_requests(settings: LlmSettings) -> LlmRequests:
     """
     check_version()
     _prepare_environment(settings)
-    arguments = _arguments(settings)
+    arguments = _arguments(settings, kv_bytes_per_token)
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from stretto.rollout.vllm.executor import RankExecutor, forget_shared_memory
-    from stretto.rollout.vllm.transfer import register
+    from stretto.rollout.vllm.inside import RankExecutor, forget_shared_memory, register
 
     register()
     of_group = arguments["distributed_executor_backend"] == "external_launcher"
@@ -136,7 +121,7 @@ def open_requests(settings: LlmSettings) -> LlmRequests:
             executor_class=RankExecutor if of_group else UniProcExecutor,
             log_stats=False,
         )
-        opened = LlmRequests(engine, settings)
+        opened = LlmRequests(engine, settings, kv_bytes_per_token)
         opened.logprobs([[1]], [1])  # kernels may refuse a model's sizes when they are first used
         if of_group:
             forget_shared_memory()
@@ -161,7 +146,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
-def _prepare_environment(settings: LlmSettings) -> None:
+def _prepare_environment(settings: EngineSettings) -> None:
     """Set what vLLM reads from the environment when it is imported; the user's values win."""
     # Of its own imports, and nothing that its user could do about.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
@@ -178,17 +163,17 @@ def _prepare_environment(settings: LlmSettings) -> None:
     os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if on_gpu else 0)
 
 
-def _arguments(settings: LlmSettings) -> dict[str, Any]:
+def _arguments(settings: EngineSettings, kv_bytes_per_token: int) -> dict[str, Any]:
     """Return vLLM's engine arguments."""
     from vllm.config import WeightTransferConfig
 
-    from stretto.rollout.vllm.transfer import BACKEND
+    from stretto.rollout.vllm.inside import BACKEND
 
     rollout, rows = settings.rollout, settings.rows
     check_options(rollout.engine_args)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     arguments = {
-        "model": str(settings.folder),
+        "model": settings.folder,
         "skip_tokenizer_init": True,
         "load_format": "dummy",  # all weights come from the learner
         "dtype": str(settings.dtype).removeprefix("torch."),
@@ -213,7 +198,7 @@ def _arguments(settings: LlmSettings) -> dict[str, Any]:
     if settings.device.type == "cpu":
         block = int(rollout.engine_args.get("block_size", CPU_BLOCK))  # type: ignore[arg-type]
         blocks = rows * -(-settings.longest // block) + 1
-        arguments["kv_cache_memory_bytes"] = blocks * block * settings.kv_bytes_per_token
+        arguments["kv_cache_memory_bytes"] = blocks * block * kv_bytes_per_token
         arguments["block_size"] = block
     return arguments | dict(rollout.engine_args)
 
@@ -223,21 +208,27 @@ CPU_BLOCK = 128
 
 
 class LlmRequests:
-    """Requests to an engine of vLLM; see :class:`~stretto.rollout.vllm.engine.Requests`."""
+    """Requests to an engine of vLLM.
 
-    def __init__(self, engine: Any, settings: LlmSettings) -> None:
+    Attributes:
+        longest: tokens of prompt and response that a request may have.
+        kv_bytes_per_token: of keys and values.
+        seeds_positions: whether a random number is a function of the seed and the token's position.
+            If not, a new request with an old one's seed draws its numbers again.
+        sleeps: whether it leaves its memory to others while it holds no request.
+    """
+
+    def __init__(self, engine: Any, settings: EngineSettings, kv_bytes_per_token: int) -> None:
         self._engine, self._settings = engine, settings
-        self._temperature = settings.rollout.temperature
         self._probes = 0
-        self.longest = settings.longest
-        self.kv_bytes_per_token = settings.kv_bytes_per_token
+        self.longest, self.kv_bytes_per_token = settings.longest, kv_bytes_per_token
         self.seeds_positions = bool(engine.vllm_config.use_v2_model_runner)
         self.sleeps = bool(settings.rollout.engine_args.get("enable_sleep_mode"))
 
     def add(
         self, request: str, tokens: Sequence[int], salt: str, seed: int, max_tokens: int
     ) -> None:
-        """Queue a request."""
+        """Queue a request; only those of one salt share a prefix."""
         rollout = self._settings.rollout
         parameters = self._parameters(
             seed=seed,
@@ -250,11 +241,11 @@ class LlmRequests:
         self._add(request, tokens, salt, parameters)
 
     def abort(self, requests: Sequence[str]) -> None:
-        """End requests."""
+        """End requests that vLLM has not ended itself."""
         if requests:
             self._engine.abort_request(list(requests))
 
-    def step(self) -> list[Output]:
+    def step(self) -> Sequence[Output]:
         """Make one iteration."""
         return [_output(found) for found in self._engine.step()]
 
@@ -264,7 +255,10 @@ class LlmRequests:
         return bool(self._engine.has_unfinished_requests())
 
     def logprobs(self, prefixes: Sequence[Sequence[int]], tokens: Sequence[int]) -> FloatArray:
-        """Log-probs of a token after each prefix: a request each, of which one token is sampled."""
+        """Log-probs [n], under the distribution that is sampled, of a token after each prefix.
+
+        Each prefix is a request, of which one token is sampled.
+        """
         self._probes += 1
         for i, (prefix, token) in enumerate(zip(prefixes, tokens, strict=True)):
             parameters = self._parameters(max_tokens=1, logprobs=1, logprob_token_ids=[token])
@@ -277,7 +271,7 @@ class LlmRequests:
         return found
 
     def prefill_tokens_per_s(self) -> float:
-        """Measure on one prompt, after a rehearsal."""
+        """Measure how fast one prompt is read, after a rehearsal."""
         tokens, seconds = min(PREFILLED, self.longest - 1), 0.0
         for _ in range(2):
             start_s = time.perf_counter()
@@ -286,7 +280,7 @@ class LlmRequests:
         return tokens / seconds
 
     def load(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Take new weights, by vLLM's own protocol for that."""
+        """Take new weights, whole tensors by their names in the model's files."""
         tell = self._engine.collective_rpc
         tell("start_weight_update")
         tell("update_weights", args=({"tensors": tensors},))
@@ -294,11 +288,14 @@ class LlmRequests:
         self._engine.set_weight_version(str(version))
 
     def sleep(self) -> None:
-        """Sleep at level 1: at 2 weights would be gone where the next call is no hand-over."""
+        """Move weights to the host's memory, and drop keys and values.
+
+        It is level 1: at 2 weights would be gone where the next call is no hand-over.
+        """
         self._engine.sleep(level=1)
 
-    def wake(self, what: Sequence[str]) -> None:
-        """Wake up, in whole or in part."""
+    def wake(self, what: Sequence[Literal["weights", "kv_cache"]]) -> None:
+        """Take memory again."""
         self._engine.wake_up(list(what))
 
     def _parameters(self, **given: Any) -> Any:
@@ -306,7 +303,7 @@ class LlmRequests:
         from vllm.sampling_params import RequestOutputKind
 
         return SamplingParams(
-            temperature=self._temperature,
+            temperature=self._settings.rollout.temperature,
             ignore_eos=True,  # the rules for the end of a response are the run's
             detokenize=False,
             flat_logprobs=True,

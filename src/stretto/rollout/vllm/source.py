@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +18,6 @@ from stretto.models.lora import trained_names
 from stretto.models.mapped import final
 from stretto.models.pieces import Part
 from stretto.models.weights import Spread, copy_into, fingerprint_of
-
-
-class Source(Protocol):
-    """The way from what is handed over to what is loaded."""
-
-    def tensors(self, arriving: Mapping[str, Tensor | Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors of the model, while those that travel arrive; each is the taker's."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the learner's model, of what was yielded last."""
-        ...
-
-
-def source_of(model: nn.Module) -> Source:
-    """Return the source of a model's weights.
-
-    Args:
-        model: as training starts, on the CPU. With adapters it is kept, and changed.
-    """
-    return MergedWeights(model) if hasattr(model, "peft_config") else WholeWeights(model)
 
 
 class WholeWeights:
@@ -56,13 +35,13 @@ class WholeWeights:
         self._spread = Spread(named)
 
     def tensors(self, arriving: Mapping[str, Tensor | Part]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that do not change, then those that arrive."""
+        """Yield all tensors, each the taker's: those that do not change, then those that arrive."""
         for name, tensor in chain(self._still.items(), self._whole(arriving)):
             self._spread.take(name, tensor)
             yield name, tensor
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of all that was yielded."""
+        """Return the fingerprint of the learner's model, of what was yielded last."""
         return self._spread.mark()
 
     def _whole(self, arriving: Mapping[str, Tensor | Part]) -> Iterator[tuple[str, Tensor]]:
@@ -116,3 +95,15 @@ class MergedWeights:
     def fingerprint(self) -> str:
         """Return the fingerprint of the model with its adapters."""
         return fingerprint_of(self._model)
+
+
+Source = WholeWeights | MergedWeights
+
+
+def source_of(model: nn.Module) -> Source:
+    """Return the source of a model's weights.
+
+    Args:
+        model: as training starts, on the CPU. With adapters it is kept, and changed.
+    """
+    return MergedWeights(model) if hasattr(model, "peft_config") else WholeWeights(model)

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from stretto.assembly.controls import most_in_flight
 from stretto.config import Config
 from stretto.config.cluster import LEARNER
-from stretto.config.sections import MODEL
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
 from stretto.models.memory import described, format_size, measure
@@ -92,9 +90,7 @@ class Shapes:
         _, adapters = measure(config.model)
         if config.model.lora_rank and adapters is None:
             raise ModelError(f"the layers of '{config.model.name}' are not known by name")
-        rewards = {
-            s: _valued(s.removeprefix(MODEL)) for s in config.reward.sources if s.startswith(MODEL)
-        }
+        rewards = {source.name: _valued(source.model) for source in config.reward.models}
         known = {source: shape for source, shape in rewards.items() if shape}
         if init == "actor":
             return cls(actor, actor.valued(), known, adapters)
@@ -202,7 +198,7 @@ def _add_follower(
     if follows and shapes.adapters is not None:
         weights[f"{seat.role}'s weights"] += round(travelling)
     if not seat.scorer:
-        rows = -(-most_in_flight(config) // config.rollout.engines)
+        rows = -(-config.most_in_flight // config.rollout.engines)
         positions = config.task.max_prompt_tokens + config.rollout.max_new_tokens
         token = memory.cache_bytes(model, ranks) * width / memory.HALF
         load.held[CACHE] += round((config.rollout.slots or rows) * positions * token)

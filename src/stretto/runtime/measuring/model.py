@@ -13,8 +13,8 @@ import torch
 
 from stretto.config import Config
 from stretto.errors import ModelError
-from stretto.models.architectures import known
 from stretto.models.attention import use_short_attention
+from stretto.models.info import known
 from stretto.models.load import architecture, pick_device, pick_dtype
 from stretto.models.memory import described
 from stretto.models.resolve import is_known

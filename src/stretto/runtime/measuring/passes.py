@@ -14,16 +14,16 @@ import torch
 
 from stretto.algorithms.experience import Part
 from stretto.config import AlgorithmConfig, RolloutConfig
-from stretto.models.positions import positions
+from stretto.models.forward import positions
 from stretto.planning import compute
 from stretto.planning.layout import Mesh
+from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
 from stretto.runtime.measuring.model import Subject
 from stretto.runtime.measuring.points import Point
-from stretto.training.losses import MicroBatch
+from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses
-from stretto.training.trained import TrainedModel
-from stretto.training.whole import WholeModel
+from stretto.training.trained import TrainedModel, WholeModel
 from stretto.types import Prompt, Response
 
 ENOUGH_S, PATIENCE_S = 0.3, 5.0
@@ -113,7 +113,7 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
         engine = TorchEngine(subject.model, config, end_tokens=frozenset(), seed=0, slots=rows)
         prompts = [Prompt(i, tuple(_ids(subject, context, i).tolist()), "") for i in range(rows)]
         engine.admit([Response(p.id, p.id, p, np.zeros(0, np.int32)) for p in prompts])
-        while len(engine.decode(1)) < rows:  # until all prompts are in the cache
+        while len(engine.decode(1).chunks) < rows:  # until all prompts are in the cache
             pass
         seconds, read = _steps(engine, subject.device, sizes)
         shape, each = subject.shape, read / rows
@@ -128,9 +128,10 @@ def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
 
 def trainings(subject: Subject, sizes: Sizes) -> Iterator[Point]:
     """Yield forward and backward passes of micro-batches, and then an update of the weights."""
-    config = subject.config.model_copy(update={"algorithm": AlgorithmConfig()})
-    trained = TrainedModel(subject.model, 1e-6, config.training, updates=10**6, warmup=0)
-    passes = LocalPasses(subject.model, None, config)
+    training, temperature = subject.config.training, subject.config.rollout.temperature
+    trained = TrainedModel(subject.model, 1e-6, training, updates=10**6, warmup=0)
+    losses = Losses(AlgorithmConfig(), temperature)
+    passes = LocalPasses(subject.model, None, losses, training.microbatch_tokens)
     for tokens in sizes.training:
         batch = _micro_batch(subject, _responses(subject, tokens, sizes.length))
         seconds = timed(
@@ -182,7 +183,7 @@ def _decoded(sizes: Sizes) -> int:
     return sizes.steps * (DECODED * sizes.repeats + 1) + ADMITTED
 
 
-def _steps(engine: TorchEngine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
+def _steps(engine: Engine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
     """Return seconds of a step, and cache positions that it reads, those of the median repeat."""
     found: list[tuple[float, float]] = []
 

@@ -6,6 +6,7 @@ Tokens are placeholders, and lengths come from a distribution. Calls that break 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from heapq import merge
 from typing import Literal
@@ -16,7 +17,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.decoding import Replica, SimRow, decode
 from stretto.runtime.sim.devices import SimWorker
-from stretto.types import Chunk, FinishReason, KVTransfer, Response, WeightsRef
+from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Response, WeightsRef
 
 _TOKENS, _LOGPROBS = np.zeros(1 << 17, np.int32), np.full(1 << 17, -1.0, np.float32)
 """Stand-ins for sampled tokens and their log-probabilities; longer than any response."""
@@ -69,7 +70,7 @@ class SimGenerator:
             for response in responses:
                 self._add(response, 0)
 
-    async def decode(self, max_tokens: int, stop_after: int = 0) -> Sequence[Chunk]:
+    async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
         async with self._worker.turn:
             ended, work = decode(self._replicas, max_tokens, stop_after)
@@ -87,7 +88,7 @@ class SimGenerator:
                     context=work.context,
                     uneven_s=work.uneven_s,
                 )
-            return chunks
+            return Decoded(chunks, work.steps)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         """Forget rollouts; unknown ids are ignored."""
@@ -100,13 +101,14 @@ class SimGenerator:
         """Let go of rollouts; the time that moving a cache takes is the receiver's.
 
         Raises:
-            EngineError: a rollout is not here.
+            EngineError: a rollout is not here, or is named twice; nothing has been let go.
         """
         async with self._worker.turn:
+            wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._home]
+            if wrong:
+                raise EngineError(f"rollouts {wrong} are not in this engine, or were named twice")
             transfers = []
             for id_ in rollout_ids:
-                if id_ not in self._home:
-                    raise EngineError(f"rollout {id_} is not in this engine; it cannot leave it")
                 replica = self._home.pop(id_)
                 decoded = id_ in replica.rows
                 row = replica.take_out(id_)

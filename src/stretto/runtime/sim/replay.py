@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from stretto.assembly.controls import most_in_flight
-from stretto.assembly.cores import share_cores
+from stretto.assembly.controls import share_cores
 from stretto.config import Config, recipes
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, StateError
@@ -30,7 +29,7 @@ from stretto.runtime.sim.cluster import (
 from stretto.runtime.sim.costs import SampleCost
 from stretto.runtime.sim.lengths import Replayed
 from stretto.runtime.sim.roles import LearningCurve
-from stretto.scoring.worthwhile import worthwhile_tokens
+from stretto.scoring.responses import worthwhile_tokens
 from stretto.types import ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024
@@ -153,7 +152,7 @@ class Recording:
                     threads=seat.threads,
                     cost=costs.generator.model_copy(update={"padded": True}),  # as engines do
                     slots=config.rollout.slots,
-                    best_batch=most_in_flight(config),  # as a run takes it
+                    best_batch=config.most_in_flight,  # as a run takes it
                 )
                 for seat in seats["generator"]
             ),
@@ -251,7 +250,7 @@ def _threads(config: Config, threads_here: int, models: Iterable[str]) -> dict[s
     if not knobs.overlaps(engines):
         one = [Seat((0,), cores)]
         return {"generator": one, **dict.fromkeys(models, one), "learner": one, FUNCTION: one}
-    threads = share_cores(config, cores)
+    threads = share_cores(config.schedule, engines, cores)
     if knobs.hosts_scorers(engines):
         scoring = [Seat((i,), threads.scoring, i) for i in range(engines)]
     else:

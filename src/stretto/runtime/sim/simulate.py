@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from stretto.assembly.controls import Filtering, RunSizes, controls
+from stretto.assembly.controls import controls
+from stretto.config import RolloutConfig
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
@@ -148,17 +149,20 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     migrates = cluster.schedule.knobs.migrates(engines)
     turned = controls(
         cluster.schedule,
-        RunSizes(
-            batch=w.batch,
-            samples_per_prompt=w.samples_per_prompt,
-            max_new_tokens=w.max_new_tokens,
-            steps=w.steps,
-            engines=engines,
+        cluster.schedule.settings(
+            RolloutConfig(
+                batch=w.batch,
+                samples_per_prompt=w.samples_per_prompt,
+                max_new_tokens=w.max_new_tokens,
+            ),
+            w.steps,
+            drop_failures=w.on_failure == "drop",
+            group_at_least=w.group_at_least,
+            restarts=cluster.restarts,
         ),
-        Filtering(drop_failures=w.on_failure == "drop", group_at_least=w.group_at_least),
-        seed=w.seed,
-        migrating=cluster.migrating if migrates else None,
-        restarts=cluster.restarts,
+        engines,
+        w.seed,
+        cluster.migrating if migrates else None,
     )
     if w.chunks and not cluster.schedule.chunk_tokens:
         turned = replace(turned, chunk=ReplayedChunk(w.chunks))

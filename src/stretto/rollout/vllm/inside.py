@@ -1,18 +1,23 @@
-"""A backend of vLLM's weight transfer: tensors that come through Stretto's own channels.
+"""The classes that vLLM itself calls: its executor, and a backend of its weight transfer.
 
-vLLM's worker asks it to begin, to receive and to end, as it asks its own backends. Layers are
-loaded one by one, as on a CPU and with quantized weights they are packed anew: a tensor that was
-written into a packed layer would be read by nobody. (:mod:`vllm.distributed.weight_transfer`.)
+The executor is for a process that is one of several ranks, or has a device of its own. The backend
+takes tensors that come through Stretto's own channels: vLLM's worker asks it to begin, to receive
+and to end, as it asks its own backends. Layers are loaded one by one, as on a CPU and with
+quantized weights they are packed anew: a tensor that was written into a packed layer would be read
+by nobody. (:mod:`vllm.distributed.weight_transfer`.)
 """
 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -21,6 +26,7 @@ from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from stretto.errors import EngineError
 
@@ -119,3 +125,34 @@ def register() -> None:
     """Make the backend known to vLLM, in this process."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, ChannelTransfer)
+
+
+_names: list[str] = []
+
+
+class RankExecutor(ExecutorWithExternalLauncher):  # type: ignore[misc]
+    """An executor whose ranks have joined their process group before.
+
+    On CPUs vLLM names shared memory by how the group was joined, which would be the same for all
+    groups of a machine, and for what a killed one has left.
+    """
+
+    def _distributed_args(self) -> tuple[str, int, int]:
+        method, rank, local_rank = super()._distributed_args()
+        name = [f"stretto-{uuid.uuid4().hex}"]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(name)
+        _names.extend(name)
+        return f"{method}:{name[0]}", rank, local_rank
+
+
+def forget_shared_memory() -> None:
+    """Remove the names of memory that all ranks have mapped: nobody could once they are killed.
+
+    That is vLLM's on CPUs, and its queues (of :mod:`multiprocessing.shared_memory`).
+    """
+    dist.barrier()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, found, name = line.partition("/dev/shm/")
+        if found and (name.startswith("psm_") or any(own in name for own in _names)):
+            Path("/dev/shm", name).unlink(missing_ok=True)

@@ -1,29 +1,20 @@
-"""Online DPO (Guo et al. 2024; Rafailov et al. 2023): best against worst of fresh responses.
-
-With K responses to a prompt, asynchronous RLHF's training-bound setting trains on the best and the
-worst of them.
-"""
+"""Algorithms that rank the responses to a prompt: Online DPO and best-of-n."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+from torch import Tensor
 
-from stretto.algorithms.algorithm import Algorithm
-from stretto.algorithms.deferred import torch
+from stretto.algorithms.advantages import best_and_worst, group_stats
 from stretto.algorithms.experience import LossTerm, Part, Scored, Targets
-from stretto.algorithms.groups import best_and_worst, group_stats
 from stretto.algorithms.policy import policy_term
 from stretto.algorithms.reductions import weighted_sums
 from stretto.algorithms.rewards import Rewards
+from stretto.config import AlgorithmConfig
 from stretto.errors import LearnerError
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-    from stretto.config import AlgorithmConfig
-
-
-def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
+def dpo_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
     """Pairs of rows: the best of each group, and its worst.
 
     A group whose scores are all the same has no preference and is left out. So is a pair with an
@@ -43,10 +34,10 @@ def targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Target
     )
 
 
-def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
-    """The logistic loss on the pairs' margins; rows are best, worst, best, worst, ...
+def dpo_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+    """Online DPO (Guo et al. 2024; Rafailov et al. 2023): the logistic loss on pairs' margins.
 
-    ::
+    Rows are best, worst, best, worst, ... ::
 
         margin = beta (log pi(y+)/pi_ref(y+) - log pi(y-)/pi_ref(y-))
         L      = -sum_pairs w log sigmoid(margin)
@@ -71,12 +62,15 @@ def policy_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> Loss
     return policy_term(loss, weighted_sums(w, figures))
 
 
-ONLINE_DPO = Algorithm(
-    name="online-dpo",
-    targets=targets,
-    policy_loss=policy_loss,
-    kl_in="implicit",
-    aggregation=None,
-    corrects=False,
-    per_group=True,
-)
+def best_targets(data: Scored, rewards: Rewards, settings: AlgorithmConfig) -> Targets:
+    """The best row of each group; the others are left out. Of equals the first is best."""
+    return Targets(
+        advantages=torch.zeros_like(data.logprobs),
+        units=[(best,) for best, _ in best_and_worst(rewards.totals, data.groups)],
+        stats=group_stats(rewards.scores, data.groups),
+    )
+
+
+def best_loss(logprobs: Tensor, part: Part, settings: AlgorithmConfig) -> LossTerm:
+    """``-sum_t w_t log pi(y_t)``: the cross-entropy of the best responses."""
+    return policy_term(-(part.weights[part.mask] * logprobs[part.mask]).sum(), {})

@@ -1,0 +1,317 @@
+"""The contract of generation engines, and the bookkeeping that they share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+
+from stretto.config import RolloutConfig
+from stretto.errors import EngineError
+from stretto.types import (
+    Capabilities,
+    Chunk,
+    Decoded,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    KVTransfer,
+    Response,
+    WeightsRef,
+)
+from stretto.weights.channel import WeightChannel
+
+Carry = Literal["recompute", "reuse"]
+
+
+class StopStrings:
+    """A check whether the newest token completed one of several strings."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
+        self._strings = tuple(strings)
+        self._tokenizer = tokenizer
+        # Every token stands for at least one byte of text, so a string that was just completed
+        # lies within this many tokens; a few more keep multi-byte characters whole.
+        self._window = max(len(s.encode()) for s in strings) + 4
+
+    def ends(self, tokens: Sequence[int], start: int = 0) -> bool:
+        """Return whether the response, ``tokens[start:]``, holds a stop string near its end."""
+        tail = tokens[max(start, len(tokens) - self._window) :]
+        text = self._tokenizer.decode(list(tail), skip_special_tokens=False)
+        return any(s in text for s in self._strings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The facts that an engine is opened with, besides its model.
+
+    Attributes:
+        rollout: how to sample.
+        seed: of the run.
+        end_tokens: ids that end a response.
+        stop: strings that end a response.
+        rows: rollouts decoded at a time, at most.
+        carry: see :class:`Engine`.
+        channel: where new weights come from; ``None`` where the learner trains the same module.
+        longest: tokens of prompt and response, at most.
+        folder: of the model's config.
+        dtype: of the weights.
+        device: that it computes on.
+        threads: of the CPU; 0 leaves the engine's choice.
+        trust_remote_code: whether a model may bring code.
+    """
+
+    rollout: RolloutConfig
+    seed: int
+    end_tokens: frozenset[int]
+    stop: StopStrings | None
+    rows: int
+    carry: Carry
+    channel: WeightChannel | None
+    longest: int
+    folder: str
+    dtype: torch.dtype
+    device: torch.device
+    threads: int = 0
+    trust_remote_code: bool = False
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row:
+    """A rollout that an engine holds.
+
+    Attributes:
+        prompt: its tokens.
+        tokens: prompt and response so far.
+        reported: response tokens that earlier calls have returned, or that it came with.
+        logprobs: of the response tokens that no call has returned yet.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    reported: int
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def generated(self) -> int:
+        """Response tokens."""
+        return len(self.tokens) - len(self.prompt)
+
+
+class Engine(ABC):
+    """What generates: it decodes the rollouts that it holds, chunk by chunk.
+
+    Stored log-probabilities are of the distribution that was sampled (temperature and truncation
+    applied), unless the capabilities say otherwise.
+
+    State: none to save but the version. Rollouts in flight are the schedule's: admitted again with
+    the tokens they have, they go on.
+
+    Args:
+        end_tokens: ids that end a response.
+        stop: strings that end a response.
+        carry: what becomes of the keys and values of unfinished rollouts when new weights arrive.
+            ``recompute`` makes them again, so that every token is sampled from the present policy.
+            ``reuse`` keeps them, which costs nothing, but then the later tokens of these rollouts
+            are sampled from a mixture of policies, and a resumed run does not repeat them exactly.
+            A prompt is never carried: a response whose tokens are all of one version is then wholly
+            that policy's, and a learner may call it on-policy.
+        channel: where new weights come from; ``None`` where the learner trains the same module.
+        longest: tokens of prompt and response that it can hold; ``None`` for no limit.
+
+    Attributes:
+        version: of the weights.
+        prefilled_tokens: read without sampling, in all; those found in a cache not counted.
+        context_tokens: that decode steps have looked back on, in all.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        end_tokens: frozenset[int],
+        seed: int,
+        stop: StopStrings | None,
+        carry: Carry,
+        channel: WeightChannel | None,
+        longest: int | None,
+    ) -> None:
+        self._config, self._seed, self._longest = config, seed, longest
+        self._end_tokens, self._stop = end_tokens, stop
+        self._carry, self._channel = carry, channel
+        self._held: dict[int, Any] = {}  # rows by rollout
+        self._done: list[Chunk] = []
+        self.version = self.prefilled_tokens = self.context_tokens = 0
+
+    def admit(self, responses: Sequence[Response]) -> None:
+        """Queue responses; each goes on after the tokens it already has.
+
+        Raises:
+            EngineError: a rollout is here already, has ended, has an empty prompt, or does not fit
+                the model's positions.
+        """
+        for r in responses:
+            self._add(r)
+
+    def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
+        """Give every rollout that there is room for up to ``max_tokens`` more.
+
+        Args:
+            max_tokens: decode steps of this call, at most; only those in which tokens come count.
+            stop_after: return after the step in which this many rollouts have finished; 0 goes on.
+
+        Returns:
+            The number of steps, and a chunk for each rollout that advanced: first the finished
+            ones in the order in which they ended (those of one step by id), then the others by id.
+
+        Raises:
+            EngineError: a rollout has ended that goes on by the rules for responses.
+
+        An interrupted call leaves the model as it was, but the rollouts in doubt: release them, and
+        admit them again with the tokens that earlier calls have returned.
+        """
+        steps = self._decode_steps(max_tokens, stop_after)
+        done, self._done = self._done, []
+        going_on = sorted((r for r in self._held.values() if r.logprobs), key=lambda row: row.id)
+        return Decoded([*done, *(self._chunk(row, None) for row in going_on)], steps)
+
+    def release(self, rollout_ids: Iterable[int]) -> None:
+        """Forget rollouts; unknown ids are ignored."""
+        gone = set(rollout_ids)
+        self._done = [c for c in self._done if c.rollout_id not in gone]  # of an interrupted call
+        self._held = {id_: row for id_, row in self._held.items() if id_ not in gone}
+        self._drop()
+
+    def export(self, rollout_ids: Sequence[int], with_cache: bool) -> list[KVTransfer]:
+        """Let go of unfinished rollouts that go on in another engine, in the order asked.
+
+        Args:
+            rollout_ids: which; all must be here.
+            with_cache: copy their keys and values, where the engine can. Without them the other
+                engine prefills prompt and response again.
+
+        Raises:
+            EngineError: a rollout is not here, or is named twice; nothing has been let go.
+        """
+        if wrong := [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._held]:
+            raise EngineError(
+                f"rollouts {wrong} are not in this engine, or were named twice; export only those "
+                "that were admitted and have not finished, each once"
+            )
+        transfers = [self._transfer_of(self._held[i], with_cache) for i in rollout_ids]
+        self.release(rollout_ids)
+        return transfers
+
+    def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
+        """Go on with rollouts that another engine of the same model has exported.
+
+        They join the queue. What was computed with older weights than this engine's is treated as
+        at a hand-over.
+
+        Raises:
+            EngineError: a transfer is not its rollout's, or one cannot be admitted.
+        """
+        for r, transfer in zip(responses, transfers, strict=True):
+            if transfer.rollout_id != r.id or transfer.cached_tokens >= r.total_tokens:
+                raise EngineError(
+                    f"rollout {r.id} with {r.total_tokens} tokens came with the "
+                    f"transfer of rollout {transfer.rollout_id}, whose cache covers "
+                    f"{transfer.cached_tokens}; give each rollout its own transfer, and append "
+                    "every chunk before it moves"
+                )
+            self._add(r, transfer)
+
+    @abstractmethod
+    def load(self, weights: WeightsRef) -> None:
+        """Decode with these weights from now on; ``carry`` says what becomes of rows in flight.
+
+        Raises:
+            EngineError: a tensor has no place to go to, or the model's fingerprint is then not the
+                one handed over.
+        """
+
+    @abstractmethod
+    def logprobs(self, sequences: IntArray) -> FloatArray:
+        """Log-probs [n, t - 1] of given tokens [n, t], all but the first of each sequence.
+
+        They are of the distribution that the engine samples from; rollouts in flight stay.
+        """
+
+    @abstractmethod
+    def prefill_tokens_per_s(self) -> float:
+        """Measure how fast one prompt is read, after a rehearsal; rollouts in flight stay."""
+
+    @property
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of a token's keys and values; 0 while they are not known."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the version, which is all the state there is."""
+        return {"version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.version = state["version"]
+
+    @abstractmethod
+    def _row(self, r: Response, tokens: list[int], transfer: KVTransfer | None) -> Row:
+        """Make the row of a response, and queue it."""
+
+    @abstractmethod
+    def _decode_steps(self, max_tokens: int, stop_after: int) -> int:
+        """Take steps, until there are enough of them or of :attr:`_done`; return how many."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Stop decoding rows that are no longer held."""
+
+    def _transfer_of(self, row: Any, with_cache: bool) -> KVTransfer:
+        return KVTransfer(row.id)
+
+    def _add(self, r: Response, transfer: KVTransfer | None = None) -> None:
+        most = self._config.max_new_tokens
+        if r.id in self._held:
+            raise EngineError(f"rollout {r.id} is in the engine already; release it first")
+        if not r.prompt.tokens:
+            raise EngineError(f"prompt {r.prompt.id} has no tokens; put a start token before it")
+        if r.finish or len(r) >= most:
+            raise EngineError(
+                f"rollout {r.id} has ended, at {len(r)} tokens; admit only those that go on"
+            )
+        if self._longest is not None and len(r.prompt.tokens) + most > self._longest:
+            raise EngineError(
+                f"prompt {r.prompt.id} has {len(r.prompt.tokens)} tokens and may get "
+                f"{most} more, but the model has positions for "
+                f"{self._longest}; lower rollout.max_new_tokens or task.max_prompt_tokens"
+            )
+        self._held[r.id] = self._row(r, [*r.prompt.tokens, *r.tokens.tolist()], transfer)
+
+    def _append(self, row: Row, token: int, logprob: float) -> Chunk | None:
+        """Add a token to a row; if that ends the row, let go of it and return its last chunk."""
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        if token in self._end_tokens or (
+            self._stop and self._stop.ends(row.tokens, len(row.prompt))
+        ):
+            finish = FinishReason.STOP
+        elif row.generated >= self._config.max_new_tokens:
+            finish = FinishReason.LENGTH
+        else:
+            return None
+        del self._held[row.id]
+        return self._chunk(row, finish)
+
+    def _chunk(self, row: Row, finish: FinishReason | None) -> Chunk:
+        start, row.reported = row.reported, row.generated
+        logprobs, row.logprobs = np.array(row.logprobs, np.float32), []
+        tokens = np.array(row.tokens[len(row.prompt) + start :], np.int32)
+        return Chunk(row.id, start, tokens, logprobs, self.version, finish)

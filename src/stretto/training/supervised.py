@@ -1,0 +1,393 @@
+"""Supervised training: one loop, and two losses.
+
+Fine-tuning learns what the assistant says (:class:`CrossEntropy`); a reward model learns
+preferences (:class:`BradleyTerry`; Bradley and Terry 1952; Stiennon et al. 2020, section 3.4).
+
+Shapes: b rows or pairs of a pass, L padded tokens, N learned tokens of all of them, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stretto import signals
+from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
+from stretto.config.training import token_budget
+from stretto.errors import ModelError, TaskError
+from stretto.models.forward import (
+    backbone,
+    by_token_budget,
+    last_hidden,
+    output_head,
+    pad_right,
+    predicting,
+    states_at,
+    text_config,
+    unwrapped,
+)
+from stretto.models.heads import apply_scalar_head
+from stretto.models.logits import token_logprobs
+from stretto.tasks.pairs import PairTokens
+from stretto.tasks.responses import Example
+from stretto.training.trained import TrainedModel
+from stretto.types import Stats
+
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
+
+After = Callable[[int, Stats], None]
+"""Called after each update with its number, from 1, and its metrics."""
+
+
+# -- the loop ------------------------------------------------------------------------------------
+
+
+class Objective(Protocol[T_contra]):
+    """A loss that is a mean over a batch, however the batch is split into passes."""
+
+    def learn(self, batch: Sequence[T_contra]) -> Stats:
+        """Add the gradient of the batch's loss to the model's; return metrics."""
+        ...
+
+
+def train(
+    model: nn.Module,
+    rows: Sequence[T],
+    objective: Objective[T],
+    config: SupervisedConfig,
+    after: After,
+) -> None:
+    """Train a model in place, with an update for each batch.
+
+    Args:
+        model: ``objective`` is a loss of it; with adapters where only those are to be trained.
+        rows: at least one.
+        after: called after each update, with the objective's metrics, the gradient norm and the
+            learning rate. What it raises ends the training after a whole update.
+
+    Raises:
+        LearnerError: a gradient is not finite.
+    """
+    t = config.training
+    trained = TrainedModel(
+        model, t.lr, t, updates=updates(config, len(rows)), warmup=t.warmup_steps
+    )
+    try:
+        for step, batch in enumerate(batches(rows, config), start=1):
+            with trained.training():
+                metrics = objective.learn(batch)
+            lr = trained.lr
+            with signals.held():  # the weights of half an update would be worth nothing
+                norm = trained.update()
+            after(step, {**metrics, "optimizer/lr": lr, "optimizer/grad_norm": norm})
+    finally:
+        trained.close()
+
+
+def updates(config: SupervisedConfig, rows: int) -> int:
+    """Return how many updates a run takes on ``rows`` rows."""
+    return config.steps or config.training.epochs * -(-rows // config.batch)
+
+
+def batches(rows: Sequence[T], config: SupervisedConfig) -> Iterator[list[T]]:
+    """Yield the batches of a run.
+
+    An epoch is all rows in a seeded order of its own; its last batch may be smaller.
+    """
+    left = updates(config, len(rows))
+    epoch = 0
+    while left:
+        order = np.random.default_rng([config.seed % 2**64, epoch]).permutation(len(rows))
+        epoch += 1
+        for start in range(0, len(rows), config.batch)[:left]:
+            left -= 1
+            yield [rows[i] for i in order[start : start + config.batch]]
+
+
+def hold_out(
+    rows: Sequence[T], key: Callable[[T], Hashable], share: float, seed: int
+) -> tuple[list[T], list[T]]:
+    """Split rows into those to train on and those to measure on.
+
+    Rows with one key (a prompt) go to one side, so that what is measured on has not been seen.
+
+    Args:
+        rows: at least one.
+        share: of the rows to hold out, rounded up; at least so many are.
+        seed: of the choice, which does not depend on the order of training.
+
+    Returns:
+        Rows to train on and rows held out, each in their order.
+
+    Raises:
+        TaskError: nothing is left to train on.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(key(row), []).append(index)
+    members = list(groups.values())
+    wanted, held = share * len(rows), set[int]()
+    for at in np.random.default_rng([seed % 2**64, 2**32]).permutation(len(members)):
+        if len(held) >= wanted:
+            break
+        held.update(members[at])
+    if len(held) == len(rows):
+        raise TaskError(
+            f"data.held_out = {share} of {len(rows)} rows with {len(members)} different prompts "
+            "leaves nothing to train on; lower it (0 holds none out), or give more rows"
+        )
+    return (
+        [row for i, row in enumerate(rows) if i not in held],
+        [row for i, row in enumerate(rows) if i in held],
+    )
+
+
+# -- fine-tuning ---------------------------------------------------------------------------------
+
+PackedRow = Sequence[Example]
+"""Examples that lie behind one another in one row of a pass; one alone without packing."""
+
+
+class CrossEntropy:
+    """Mean negative log-likelihood of the learned tokens of a causal language model.
+
+    Every token counts the same, whichever example, pass or row it is in.
+
+    Args:
+        row_tokens: pack examples into rows of at most so many tokens; 0 gives each its own row.
+
+    Raises:
+        ModelError: packed sequences see one another in this model, or its logits are not a plain
+            head's.
+    """
+
+    def __init__(self, model: nn.Module, token_budget: int, *, row_tokens: int = 0) -> None:
+        self._model, self._head = model, output_head(model)
+        self._budget, self._row_tokens = token_budget, row_tokens
+        if row_tokens:
+            _check_packing(model)
+
+    @classmethod
+    def of(cls, model: nn.Module, config: SftConfig) -> CrossEntropy:
+        """Make the loss that the settings ask for."""
+        row_tokens = config.data.max_tokens * config.packing
+        return cls(model, _budget(model, config), row_tokens=row_tokens)
+
+    def learn(self, batch: Sequence[Example]) -> Stats:
+        """Add the gradient of the batch's loss; return the loss and the token counts."""
+        count = sum(sum(e.trained) for e in batch)
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in self._passes(batch):
+            loss = -self._logprobs(rows).sum()
+            (loss / count).backward()
+            total += loss.detach().double().cpu()
+        return {
+            "train/loss": total.item() / count,
+            "data/tokens": float(sum(len(e.tokens) for e in batch)),
+            "data/learned_tokens": float(count),
+        }
+
+    @torch.no_grad()
+    def measure(self, examples: Sequence[Example]) -> float:
+        """The loss of all examples together, in nats a learned token."""
+        total = sum(-self._logprobs(rows).double().sum().item() for rows in self._passes(examples))
+        return total / sum(sum(e.trained) for e in examples)
+
+    def _passes(self, examples: Sequence[Example]) -> list[list[PackedRow]]:
+        rows = pack(examples, self._row_tokens) if self._row_tokens else [[e] for e in examples]
+        lengths = [sum(map(_inputs, row)) for row in rows]
+        return [[rows[i] for i in part] for part in by_token_budget(lengths, self._budget)]
+
+    def _logprobs(self, rows: Sequence[PackedRow]) -> Tensor:
+        """Log-probabilities [N] of the learned tokens."""
+        hidden = row_hidden(self._model, rows)
+        places = []
+        for row in rows:
+            before, own = 0, list[int]()
+            for example in row:
+                own += predicting(example.trained, before)
+                before += _inputs(example)
+            places.append(own)
+        targets = [
+            token
+            for row in rows
+            for e in row
+            for token, learned in zip(e.tokens, e.trained, strict=True)
+            if learned
+        ]
+        tokens = torch.tensor(targets, device=hidden.device)
+        return token_logprobs(self._head, states_at(hidden, places), tokens)[0]
+
+
+def _inputs(example: Example) -> int:
+    return len(example.tokens) - 1
+
+
+def _budget(model: nn.Module, config: SupervisedConfig) -> int:
+    return token_budget(config.training.microbatch_tokens, next(model.parameters()).device)
+
+
+def pack(examples: Sequence[Example], row_tokens: int) -> list[list[Example]]:
+    """Pack examples into as few rows as first-fit decreasing finds (Johnson 1973), longest first.
+
+    Args:
+        row_tokens: that a row holds at most; a longer example has a row of its own.
+    """
+    rows: list[list[Example]] = []
+    room: list[int] = []
+    for example in sorted(examples, key=lambda e: -len(e.tokens)):
+        size = _inputs(example)
+        at = next((i for i, free in enumerate(room) if free >= size), None)
+        if at is None:
+            rows.append([example])
+            room.append(row_tokens - size)
+        else:
+            rows[at].append(example)
+            room[at] -= size
+    return rows
+
+
+def row_hidden(model: nn.Module, rows: Sequence[PackedRow]) -> Tensor:
+    """Hidden states [b, L, H] of rows in which no example sees another; its last token is not read.
+
+    Positions start anew with each example, by which transformers' attention, of every kind, knows
+    the examples of a row from one another.
+    """
+    device = next(model.parameters()).device
+    ids = pad_right([[t for e in row for t in e.tokens[:-1]] for row in rows], device)
+    places = {}
+    if any(len(row) > 1 for row in rows):
+        starts = [[p for e in row for p in range(_inputs(e))] for row in rows]
+        places = {"position_ids": pad_right(starts, device)}
+    hidden: Tensor = backbone(model)(input_ids=ids, use_cache=False, **places).last_hidden_state
+    return hidden
+
+
+@torch.no_grad()
+def _check_packing(model: nn.Module) -> None:
+    """Refuse a model in which the second example of a row has other states than alone.
+
+    In bfloat16 the states differ by rounding, which is large for arbitrary tokens. So the
+    difference is compared with that of an example that does see the first one.
+
+    Raises:
+        ModelError: the states differ by more than rounding.
+    """
+    config = text_config(model)
+    first, second = (
+        Example(tuple((start + 97 * i) % config.vocab_size for i in range(9)), (False,) * 9)
+        for start in (config.vocab_size // 7, config.vocab_size // 3)
+    )
+    length = _inputs(second)
+    alone = row_hidden(model, [[second]])[0].float()
+    packed = row_hidden(model, [[first, second]])[0, -length:].float()
+    joined = Example(first.tokens[:-1] + second.tokens, first.trained[:-1] + second.trained)
+    seeing = row_hidden(model, [[joined]])[0, -length:].float()
+    off = ((packed - alone).norm() / (seeing - alone).norm()).item()
+    if not off <= max(1e-3, 64 * torch.finfo(next(model.parameters()).dtype).eps):
+        raise ModelError(
+            f"packing = true: in {type(unwrapped(model)).__name__} sequences of one row see one "
+            f"another ({off:.0%} as much as within one sequence); set packing = false"
+        )
+
+
+# -- reward models -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """Metrics of a reward model on pairs.
+
+    Attributes:
+        loss: mean -log sigmoid(r_chosen - r_rejected), in nats a pair.
+        accuracy: share of the pairs whose chosen response has the higher reward; a tie counts half.
+        margin: mean r_chosen - r_rejected.
+        reward_mean: mean reward of all responses, chosen and rejected.
+        reward_std: standard deviation of the same.
+        pairs: number of pairs.
+    """
+
+    loss: float
+    accuracy: float
+    margin: float
+    reward_mean: float
+    reward_std: float
+    pairs: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, rejected: Tensor) -> Preferences:
+        """Compute the metrics from the rewards [pairs] of both sides."""
+        chosen, rejected = chosen.detach().double(), rejected.detach().double()
+        margin = chosen - rejected
+        both = torch.cat([chosen, rejected])
+        return cls(
+            loss=-F.logsigmoid(margin).mean().item(),
+            accuracy=((margin > 0).double() + 0.5 * (margin == 0)).mean().item(),
+            margin=margin.mean().item(),
+            reward_mean=both.mean().item(),
+            reward_std=both.std(correction=0).item(),
+            pairs=len(margin),
+        )
+
+    def stats(self, prefix: str) -> dict[str, float]:
+        """Return them as metrics."""
+        return {f"{prefix}/{k}": v for k, v in asdict(self).items() if k != "pairs"}
+
+
+class BradleyTerry:
+    """Mean over the pairs of -log sigmoid(r_c - r_r) + center_coef (r_c + r_r)^2.
+
+    The second term fixes the constant that the first leaves free, at zero (Eisenstein et al. 2023,
+    section 2). Subtracting the mean reward after the training would need a bias in the head, which
+    sequence classifiers of most architectures have not; and there is no other weight that shifts
+    all rewards by the same.
+
+    Args:
+        model: a causal backbone with a scalar head.
+        center_coef: 0 leaves the second term out.
+    """
+
+    def __init__(self, model: nn.Module, token_budget: int, center_coef: float) -> None:
+        self._model, self._budget, self._center_coef = model, token_budget, center_coef
+
+    @classmethod
+    def of(cls, model: nn.Module, config: RewardModelConfig) -> BradleyTerry:
+        """Make the loss that the settings ask for."""
+        return cls(model, _budget(model, config), config.center_coef)
+
+    def learn(self, batch: Sequence[PairTokens]) -> Stats:
+        """Add the gradient of the batch's loss; return metrics from before the update."""
+        seen = []
+        for part in self._passes(batch):
+            chosen, rejected = self._rewards(part)
+            loss = -F.logsigmoid(chosen - rejected)
+            if self._center_coef:
+                loss = loss + self._center_coef * (chosen + rejected).square()
+            (loss.sum() / len(batch)).backward()
+            seen.append(torch.stack([chosen, rejected]).detach().cpu())
+        tokens = sum(2 * len(p.prompt) + len(p.chosen) + len(p.rejected) for p in batch)
+        return {**Preferences.of(*torch.cat(seen, 1)).stats("train"), "data/tokens": float(tokens)}
+
+    @torch.no_grad()
+    def measure(self, pairs: Sequence[PairTokens]) -> Preferences:
+        """Return the model's metrics on all of the pairs."""
+        seen = [torch.stack(self._rewards(part)).cpu() for part in self._passes(pairs)]
+        return Preferences.of(*torch.cat(seen, 1))
+
+    def _passes(self, pairs: Sequence[PairTokens]) -> Iterator[list[PairTokens]]:
+        for part in by_token_budget([2 * p.longest for p in pairs], self._budget):
+            yield [pairs[i] for i in part]
+
+    def _rewards(self, pairs: Sequence[PairTokens]) -> tuple[Tensor, Tensor]:
+        """Rewards [b] of the chosen and of the rejected responses, read at the end token."""
+        rows = [[*p.prompt, *p.chosen] for p in pairs]
+        rows += [[*p.prompt, *p.rejected] for p in pairs]
+        rewards = apply_scalar_head(self._model, last_hidden(self._model, rows))
+        return cast(tuple[Tensor, Tensor], rewards.split(len(pairs)))

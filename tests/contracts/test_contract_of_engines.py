@@ -1,0 +1,308 @@
+"""What every generation engine must do, and the simulated one with them.
+
+An engine joins by a line of :data:`SUBJECTS`. Whatever has its name in ``rollout.engine`` is in
+:data:`~stretto.rollout.registry.ENGINES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from engine_helpers import STAND_IN_MODEL, Virtual, stand_in_engine
+from helpers import llama, told
+from stretto.config import Config, ModelConfig, RolloutConfig
+from stretto.errors import EngineError
+from stretto.models.weights import fingerprint
+from stretto.rollout.base import Engine
+from stretto.rollout.engine import TorchEngine
+from stretto.rollout.registry import ENGINES
+from stretto.rollout.vllm.llm import installed
+from stretto.runtime.sim.costs import GeneratorCost
+from stretto.runtime.sim.devices import Device, SimWorker
+from stretto.runtime.sim.generator import SimGenerator
+from stretto.schedules.rollout import Rollout
+from stretto.testing import World
+from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Prompt, WeightsRef
+from stretto.weights.channel import SharedChannel
+
+LIMIT, END = 12, 14
+IDS = range(5)
+CHANNEL = SharedChannel()
+
+
+def simulated(**options: Any) -> Any:
+    worker = SimWorker("generator", [Device(0)], World([]))
+    lengths = {0: 3, 1: 20, 2: 5, 3: 12, 4: 1}.__getitem__
+    return Virtual(SimGenerator(worker, GeneratorCost(), lengths, max_new_tokens=LIMIT, **options))
+
+
+def own(**options: Any) -> Engine:
+    config = RolloutConfig(batch=4, max_new_tokens=LIMIT)
+    ends = frozenset({END})
+    return TorchEngine(llama(), config, end_tokens=ends, seed=5, channel=CHANNEL, **options)
+
+
+def vllm_itself(**_: Any) -> Engine:
+    """Greedy, as its samples depend on their company; the process is vLLM's from here on."""
+    from stretto.assembly.engines import make_engine
+
+    options = {"block_size": 32}
+    config = Config.model_construct(
+        model=ModelConfig(dtype="float32", device="cpu"),
+        rollout=RolloutConfig(
+            batch=4, max_new_tokens=LIMIT, engine="vllm", engine_args=options, temperature=0.0
+        ),
+    )
+    tokenizer: Any = None
+    model, ends = llama(hidden=64), frozenset({END})
+    return make_engine(config, model, tokenizer, 4, ends, brought=True)
+
+
+SUBJECTS: dict[str, Callable[..., Any]] = {
+    "torch": own,
+    "torch, one slot": partial(own, slots=1),
+    "vllm, stand-in": lambda **_: stand_in_engine(channel=CHANNEL),
+    "vllm": vllm_itself,
+    "simulated": simulated,
+}
+without_vllm = pytest.mark.skipif(not installed(), reason="vLLM is not installed")
+NAMES = [pytest.param(n, marks=without_vllm) if n == "vllm" else n for n in SUBJECTS]
+ENGINES_ALONE = [p for p in NAMES if p != "simulated"]
+
+
+def rollouts(ids: Sequence[int] = IDS) -> list[Rollout]:
+    return [Rollout(i, Prompt(i, (i + 1, 2, 3, 4, 5), ""), i) for i in ids]
+
+
+def take(decoded: Decoded, made: Sequence[Rollout], version: int = 0) -> list[int]:
+    """Append what came; return the ids of those that ended, in order."""
+    by_id, ended = {r.id: r for r in made}, list[int]()
+    for c in decoded.chunks:
+        assert len(c.tokens) == len(c.logprobs) > 0
+        assert all(c.logprobs <= 0)
+        assert c.version == version
+        by_id[c.rollout_id].append(c)  # refuses gaps, overlaps and what follows an end
+        ended += [c.rollout_id] if c.finish else []
+    return ended
+
+
+def finish(subject: Any, made: Sequence[Rollout], size: int = 5, version: int = 0) -> None:
+    for _ in range(500):
+        if all(r.finish for r in made):
+            decoded = subject.decode(3)
+            assert (list(decoded.chunks), decoded.steps) == ([], 0)
+            return
+        take(subject.decode(size), made, version)
+    raise AssertionError("the engine never finished")
+
+
+def expected(name: str) -> list[Rollout]:
+    """All responses, each decoded alone and whole."""
+    made = rollouts()
+    for r in made:
+        subject = SUBJECTS[name]()
+        subject.admit(told([r]))
+        finish(subject, [r], 1000)
+    return made
+
+
+def assert_same(made: Sequence[Rollout], others: Sequence[Rollout]) -> None:
+    by_id = {r.id: r for r in others}
+    for r in made:
+        assert (r.tokens, r.finish) == (by_id[r.id].tokens, by_id[r.id].finish)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_of_any_size_make_the_same_responses(name: str, size: int) -> None:
+    subject, made = SUBJECTS[name](), rollouts()
+    subject.admit(told(made))
+    while not all(r.finish for r in made):
+        before = {r.id: len(r) for r in made}
+        decoded = subject.decode(size)
+        assert 0 < decoded.steps <= size
+        new = {c.rollout_id: len(c.tokens) for c in decoded.chunks}
+        assert len(new) == len(decoded.chunks)
+        assert max(new.values()) <= decoded.steps
+        take(decoded, made)
+        assert all(len(r) == before[r.id] + new.get(r.id, 0) for r in made)
+    assert_same(made, expected(name))
+    ends = {r.finish for r in made}
+    assert all(len(r) == LIMIT for r in made if r.finish is FinishReason.LENGTH)
+    assert ends <= set(FinishReason)
+    finish(subject, made)  # nothing is left
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_decoded_of_nothing_or_for_no_tokens(name: str) -> None:
+    subject = SUBJECTS[name]()
+    assert tuple(subject.decode(5)) == ([], 0)
+    subject.admit(told(rollouts()))
+    assert tuple(subject.decode(0)) == ([], 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_returns_as_soon_as_enough_have_finished_and_these_come_first(name: str) -> None:
+    subject, made = SUBJECTS[name](), rollouts()
+    subject.admit(told(made))
+    while not all(r.finish for r in made):
+        decoded = subject.decode(1000, stop_after=1)
+        done = [c for c in decoded.chunks if c.finish]
+        assert done
+        assert list(decoded.chunks[: len(done)]) == done
+        rest = [c.rollout_id for c in decoded.chunks[len(done) :]]
+        assert rest == sorted(rest)
+        take(decoded, made)
+    assert_same(made, expected(name))
+
+
+@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_released_and_admitted_again_a_rollout_goes_on(name: str, after: int) -> None:
+    """In the same engine and in another, after what calls have returned."""
+    one, two, made = SUBJECTS[name](), SUBJECTS[name](), rollouts()
+    one.admit(told(made))
+    take(one.decode(after), made)
+    one.release([0, 1, 2, 99])
+    back = [r for r in made if r.id in (0, 1, 2) and not r.finish]
+    one.admit(told(back[:1]))
+    two.admit(told(back[1:]))
+    finish(two, back[1:], 2)
+    finish(one, [r for r in made if r not in back[1:]], 2)
+    assert_same(made, expected(name))
+    one.release([r.id for r in made])
+
+
+@pytest.mark.parametrize("with_cache", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_rollouts_move(name: str, with_cache: bool) -> None:
+    one, two, made = SUBJECTS[name](), SUBJECTS[name](), rollouts()
+    one.admit(told(made))
+    take(one.decode(2), made)
+    moving = [r for r in made if not r.finish][::-1]
+    transfers = one.export([r.id for r in moving], with_cache)
+    assert [t.rollout_id for t in transfers] == [r.id for r in moving]
+    if (
+        not with_cache
+        or not getattr(one, "capabilities", ENGINES["torch"].capabilities).moves_cache
+    ):
+        assert all(t.cache is None and not t.cached_tokens for t in transfers)
+    assert tuple(one.decode(5)) == ([], 0)
+    two.accept(told(moving), transfers)
+    finish(two, moving)
+    assert_same(made, expected(name))
+
+
+@pytest.mark.parametrize("ids", [[0, 9], [1, 1]])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_not_there_cannot_leave(name: str, ids: list[int]) -> None:
+    subject, made = SUBJECTS[name](), rollouts()
+    subject.admit(told(made))
+    with pytest.raises(EngineError, match=f"rollouts .{ids[1]}. are not in this engine"):
+        subject.export(ids, False)
+    finish(subject, made)
+    assert_same(made, expected(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_cannot_go_on_is_refused(name: str) -> None:
+    subject, (ended, full, twice) = SUBJECTS[name](), rollouts([1, 3, 0])
+    tokens, logprobs = np.full(LIMIT, 3, np.int32), np.full(LIMIT, -1.0, np.float32)
+    ended.append(Chunk(1, 0, tokens[:1], logprobs[:1], 0, FinishReason.STOP))
+    full.append(Chunk(3, 0, tokens, logprobs, 0))
+    for r in (ended, full):
+        with pytest.raises(EngineError, match=f"rollout {r.id} has ended, at {len(r)} tokens"):
+            subject.admit(told([r]))
+    subject.admit(told([twice]))
+    with pytest.raises(EngineError, match="rollout 0 is in the engine already"):
+        subject.admit(told([twice]))
+    finish(subject, [twice])
+
+
+@contextmanager
+def handed_over(subject: Any, version: int) -> Iterator[WeightsRef]:
+    model = getattr(subject, "model", STAND_IN_MODEL)
+    new = {n: p.detach().clone() for n, p in model.named_parameters()}
+    ref = WeightsRef("actor", version, fingerprint(new.items()), CHANNEL.name)
+    CHANNEL.put(ref, new)
+    yield ref
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if isinstance(n, str)])
+def test_tokens_bear_the_version_that_sampled_them(name: str) -> None:
+    """The weights are the same, so that responses are."""
+    subject, made = SUBJECTS[name](), rollouts()
+    subject.admit(told(made))
+    take(subject.decode(2), made)
+    with handed_over(subject, 4) as ref:
+        subject.load(ref)
+    assert subject.version == 4
+    finish(subject, [r for r in made if not r.finish], version=4)
+    assert_same(made, expected(name))
+
+
+# -- engines alone ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_prompts_and_transfers_are_looked_at(name: str) -> None:
+    engine, (r,) = SUBJECTS[name](), rollouts([0])
+    with pytest.raises(EngineError, match="prompt 7 has no tokens"):
+        engine.admit(told([Rollout(7, Prompt(7, (), ""), 7)]))
+    for wrong in (KVTransfer(4), KVTransfer(0, None, 5)):
+        with pytest.raises(EngineError, match="give each rollout its own transfer"):
+            engine.accept(told([r]), [wrong])
+    if engine._longest is not None:
+        long = Rollout(8, Prompt(8, (1,) * engine._longest, ""), 8)
+        with pytest.raises(EngineError, match=f"the model has positions for {engine._longest}"):
+            engine.admit(told([long]))
+    engine.admit(told([r]))
+    finish(engine, [r])
+
+
+@pytest.mark.parametrize("name", [n for n in ENGINES_ALONE if isinstance(n, str)])
+def test_other_weights_than_the_learners_are_refused(name: str) -> None:
+    engine = SUBJECTS[name]()
+    with handed_over(engine, 1) as ref:
+        wrong = WeightsRef("actor", 1, "other", ref.channel)
+        with pytest.raises(EngineError, match="fingerprint"):
+            engine.load(wrong)
+    assert engine.version == 0
+    with pytest.raises(EngineError, match="no access"):
+        engine.load(WeightsRef("actor", 1, "x", "elsewhere"))
+
+
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_what_is_measured_disturbs_no_rollout(name: str) -> None:
+    engine, made = SUBJECTS[name](), rollouts()
+    engine.admit(told(made))
+    take(engine.decode(2), made)
+    prompts = sum(len(r.prompt.tokens) for r in made if len(r))
+    assert 0 < engine.prefilled_tokens <= prompts
+    assert engine.context_tokens > 0
+    found = engine.logprobs(np.array([[1, 2, 3], [4, 5, 6]], np.int32))
+    assert found.shape == (2, 2)
+    assert engine.prefill_tokens_per_s() > 0
+    assert engine.kv_bytes_per_token > 0
+    finish(engine, [r for r in made if not r.finish])
+    assert_same(made, expected(name))
+
+
+@pytest.mark.parametrize("name", ENGINES_ALONE)
+def test_state_is_the_version(name: str) -> None:
+    one, two = SUBJECTS[name](), SUBJECTS[name]()
+    one.version = 9
+    two.load_state_dict(one.state_dict())
+    assert two.version == 9
+
+
+def test_each_name_of_the_settings_is_an_engine() -> None:
+    names = get_args(RolloutConfig.model_fields["engine"].annotation)
+    assert set(names) == set(ENGINES)
+    assert set(names) <= {name.split(",")[0] for name in SUBJECTS}

@@ -1,0 +1,121 @@
+"""What every scorer must do, and the simulated one with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine_helpers import Virtual
+from helpers import critic_of, llama, told
+from scorer_helpers import begun, byte_rollout, chunk, reward_model
+from stretto.config import TaskConfig
+from stretto.config.sections import reward_source
+from stretto.models.tiny import byte_tokenizer
+from stretto.runtime.sim.costs import PrefillCost
+from stretto.runtime.sim.devices import Device, SimWorker
+from stretto.runtime.sim.roles import SimScorer
+from stretto.schedules.rollout import Rollout
+from stretto.scoring.functions import FunctionScorer
+from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
+from stretto.testing import World
+
+Make = Callable[..., Any]
+
+
+def simulated(kind: Any) -> Any:
+    worker = SimWorker("it", [Device(0)], World([]))
+    reward = lambda id_, _: id_ / 2  # noqa: E731
+    return Virtual(SimScorer(worker, PrefillCost(), kind, reward=reward))
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Make a scorer by name; ``slots`` are rollouts that a model follows while they grow."""
+    stack, tokenizer = ExitStack(), byte_tokenizer()
+
+    def function() -> Any:
+        file = tmp_path / "judge.py"
+        file.write_text("def f(completions, **_):\n    return [len(c) / 2 for c in completions]\n")
+        scorer = FunctionScorer(reward_source(f"{file}:f"), TaskConfig(), 0, tokenizer)
+        stack.callback(scorer.close)
+        return scorer
+
+    def made(name: str, slots: int = 0) -> Any:
+        actor = llama(vocabulary=259)
+        if name == "reward model":
+            return RewardModelScorer("it", reward_model(), tokenizer, tokenizer, 64, slots=slots)
+        if name == "reference":
+            return reference_scorer(actor, 1.0, 64, slots=slots)
+        if name == "critic":
+            return critic_scorer(critic_of(actor), 64, slots=slots)
+        return function() if name == "function" else simulated(name.split()[1])
+
+    yield made
+    stack.close()
+
+
+NAMES = [
+    "reward model",
+    "reference",
+    "critic",
+    "function",
+    "simulated reward",
+    "simulated values",
+]
+
+
+def rollouts() -> list[Rollout]:
+    texts = ["be", "a longer one", "", "off", "be"]
+    return [byte_rollout(i, f"p{i}", text, stop=i != 3) for i, text in enumerate(texts)]
+
+
+def values(scorer: Any, made: list[Rollout], size: int = 0) -> list[Any]:
+    """Scores, with responses told whole, or chunk by chunk from a first token on."""
+    if not size:
+        scorer.admit(told(made))
+    else:
+        scorer.admit(told([begun(r) for r in made]))
+        for start in range(0, max(map(len, made)), size):
+            scorer.extend([chunk(r, start, start + size) for r in made if start < len(r)])
+    return list(scorer.finish([r.id for r in made]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_is_one_score_each_in_the_order_asked(name: str, make: Make) -> None:
+    scorer, made = make(name), rollouts()[::-1]
+    scores = values(scorer, made)
+    assert [s.rollout_id for s in scores] == [r.id for r in made]
+    for score, r in zip(scores, made, strict=True):
+        assert (score.source, score.kind, score.failure) == (scorer.name, scorer.kind, None)
+        assert len(score.values) == (1 if scorer.kind == "reward" else len(r))
+        assert np.isfinite(score.values).all()
+
+
+@pytest.mark.parametrize("slots", [0, 2, 8])
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks_of_any_size_make_the_same_scores(
+    name: str, size: int, slots: int, make: Make
+) -> None:
+    """Whoever has a slot while it grows."""
+    scorer, whole = make(name, slots), values(make(name), rollouts())
+    for score, expected in zip(values(scorer, rollouts(), size), whole, strict=True):
+        assert score.values == pytest.approx(expected.values, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_released_is_forgotten(name: str, make: Make) -> None:
+    scorer, made = make(name, 8), rollouts()
+    expected = values(make(name), made)
+    scorer.admit(told([begun(r) for r in made]))
+    scorer.extend([chunk(r, 0, 1) for r in made])
+    scorer.release([r.id for r in made] + [99])
+    scores = values(scorer, made, 2)  # admitted again, and again when they were scored
+    for again in (scores, values(scorer, made)):
+        for score, of in zip(again, expected, strict=True):
+            assert score.values == pytest.approx(of.values, abs=1e-4)
