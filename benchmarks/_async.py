@@ -10,8 +10,9 @@ from typing import Any
 
 from _papers import EAGER_S_A_LAYER, PADDED, scheduled, step_s
 from stretto.config import ScheduleConfig
-from stretto.planning.layout import Layout, Mesh
-from stretto.planning.shapes import Models, shape_of
+from stretto.planner.layout import Layout, Mesh
+from stretto.planner.layout import Models
+from stretto.models.shapes import shape_of
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -20,8 +21,8 @@ from stretto.runtime.sim.cluster import (
     Workload,
 )
 from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, SampleCost, TrainCost
-from stretto.runtime.sim.hardware import Efficiency
-from stretto.runtime.sim.layouts import Setting, cluster_of
+from stretto.planner.formulas import Efficiency
+from stretto.planner.layouts import Setting, cluster_of
 from stretto.runtime.sim.lengths import Lognormal, Uniform
 from stretto.runtime.sim.simulate import SimResult
 

@@ -12,13 +12,13 @@ from typing import Any, Literal
 from _papers import EAGER_S_A_LAYER, scheduled
 from _table3 import ROWS, Row
 from stretto.pipelines.solve import solve
-from stretto.planning import memory, wire
-from stretto.planning.hardware import Hardware
-from stretto.planning.layout import Mesh
-from stretto.planning.shapes import Shape
+from stretto.planner import memory, wire
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Mesh
+from stretto.models.shapes import Shape
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
-from stretto.runtime.sim.hardware import (
+from stretto.planner.formulas import (
     Efficiency,
     Passes,
     exchange_s,

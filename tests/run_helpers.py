@@ -17,7 +17,7 @@ from stretto import runs
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
-from stretto.runtime.measuring.passes import Sizes
+from stretto.planner.measuring import Sizes
 from stretto.workers.forkserver import NAME
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")

@@ -24,12 +24,12 @@ from stretto.api.planning import (
 from stretto.cli.main import main as stretto
 from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
-from stretto.planning import hardware_file
-from stretto.planning.hardware import GPUS
-from stretto.planning.shapes import shape_of
-from stretto.runtime.groups.fitting import Shapes, loads
+from stretto.planner import hardware_file
+from stretto.planner.hardware import GPUS
+from stretto.models.shapes import shape_of
+from stretto.planner.fitting import Shapes, loads
 from stretto.runtime.groups.placement import PROCESS_BYTES, places
-from stretto.runtime.plans.candidates import Space, candidates, memory_by_phase
+from stretto.planner.candidates import Space, candidates, memory_by_phase
 
 PPO = recipes.build(
     {

@@ -21,7 +21,8 @@ from stretto.config import (
 )
 from stretto.config.base import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError
-from stretto.models.memory import format_plan, measure, memory_plan, parse_parameters, plan_for
+from stretto.planner.states import format_plan, memory_plan, parse_parameters, plan_for
+from stretto.models.info import measure
 from stretto.observe.progress import headline
 
 

@@ -25,7 +25,7 @@ from stretto.config import Config
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.planning import hardware_file
+from stretto.planner import hardware_file
 from stretto.rollout.vllm.llm import installed
 from stretto.runtime.sim.cluster import Cluster
 

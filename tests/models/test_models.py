@@ -34,7 +34,7 @@ from stretto.models.load import (
     save_model,
 )
 from stretto.models.lora import add_lora
-from stretto.models.memory import described, measure
+from stretto.models.info import described, measure
 from stretto.models.rates import cpu_has_bfloat16
 from stretto.models.resolve import cache_dir, resolve
 from stretto.models.tiny import make_tiny

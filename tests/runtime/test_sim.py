@@ -18,12 +18,13 @@ from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.observe.spans import Span, Spans
-from stretto.planning import layout as planning
-from stretto.planning import wire
-from stretto.planning.estimate import estimate
-from stretto.planning.layout import Layout, Mesh
-from stretto.planning.shapes import Models, shape_of
-from stretto.runtime.sim.calibration import calibrate, fit_costs
+from stretto.planner import layout as planning
+from stretto.planner import wire
+from _estimate import estimate
+from stretto.planner.layout import Layout, Mesh
+from stretto.planner.layout import Models
+from stretto.models.shapes import shape_of
+from stretto.planner.calibration import calibrate, fit_costs
 from stretto.runtime.sim.costs import (
     DecodeCost,
     GeneratorCost,
@@ -36,7 +37,7 @@ from stretto.runtime.sim.decoding import Replica, SimRow, decode
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
 from stretto.runtime.sim.generator import SimGenerator
-from stretto.runtime.sim.hardware import (
+from stretto.planner.formulas import (
     Efficiency,
     Passes,
     generator_cost,

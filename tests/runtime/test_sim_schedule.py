@@ -34,10 +34,10 @@ from stretto.runtime.sim.costs import (
     TransferCost,
 )
 from stretto.runtime.sim.faults import Faults, InjectedError
-from stretto.runtime.sim.hardware import Efficiency
+from stretto.planner.formulas import Efficiency
 from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.runtime.sim.replay import Recording
+from stretto.planner.replay import Recording
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
 from stretto.schedules.feedback import DecodeSample
 from stretto.types import FinishReason

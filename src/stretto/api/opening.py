@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from stretto.checks import disk
 from stretto.config import Config, SupervisedConfig
 from stretto.models.info import model_info
-from stretto.models.memory import format_count, measure
+from stretto.saying import format_count
+from stretto.models.info import measure
 from stretto.observe import RunDirectory
 from stretto.observe.progress import headline
 

@@ -102,7 +102,7 @@ def recorded(folder: str, placement: str = "") -> Simulation:
         ConfigError: it is no run's folder, or the placement is impossible.
         StateError: the run has recorded too little.
     """
-    from stretto.runtime.sim.replay import Recording
+    from stretto.planner.replay import Recording
 
     run = Recording.read(folder)
     config = run.config

@@ -28,7 +28,7 @@ from stretto.models.load import (
     pick_dtype,
 )
 from stretto.models.lora import add_lora, merge_lora, trained_names
-from stretto.models.memory import format_size
+from stretto.saying import format_size
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
 from stretto.saying import Say, working

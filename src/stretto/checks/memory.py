@@ -5,7 +5,8 @@ from __future__ import annotations
 from stretto.config import Config
 from stretto.errors import ConfigError, ModelError
 from stretto.machine import free_memory, usable_gpus
-from stretto.models.memory import format_size, plan_for
+from stretto.saying import format_size
+from stretto.planner.states import plan_for
 
 
 def check(config: Config) -> None:

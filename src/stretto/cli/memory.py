@@ -12,19 +12,15 @@ import tyro
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
-from stretto.models.memory import (
-    described,
-    format_plan,
-    format_size,
-    measure,
-    memory_plan,
-    parse_parameters,
-)
-from stretto.planning.estimate import Estimate, estimate
-from stretto.planning.hardware import Hardware, Links, gpu_of
-from stretto.planning.layout import Layout, Mesh, Workload
-from stretto.planning.memory import rows_in_flight
-from stretto.planning.shapes import LLAMAS, Models, Shape
+from stretto.models.info import described, measure
+from stretto.planner.states import format_plan, memory_plan, parse_parameters
+from stretto.saying import format_size
+from _estimate import Estimate, estimate
+from stretto.planner.hardware import Hardware, Links, gpu_of
+from stretto.planner.layout import Layout, Mesh, Workload
+from stretto.planner.memory import rows_in_flight
+from stretto.planner.layout import Models
+from stretto.models.shapes import LLAMAS, Shape
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -19,17 +19,17 @@ from stretto.cli.settings import (
 )
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
-from stretto.models.memory import format_size
+from stretto.saying import format_size
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
-from stretto.planning import hardware_file
-from stretto.planning.hardware import GPUS
-from stretto.planning.layout import Mesh
+from stretto.planner import hardware_file
+from stretto.planner.hardware import GPUS
+from stretto.planner.layout import Mesh
 from stretto.saying import Saying
 
 if TYPE_CHECKING:
-    from stretto.runtime.plans.candidates import Candidate
-    from stretto.runtime.plans.outcome import Outcome
+    from stretto.planner.candidates import Candidate
+    from stretto.planner.outcome import Outcome
 
 MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""

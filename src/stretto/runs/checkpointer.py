@@ -15,7 +15,7 @@ from stretto import files
 from stretto.clock import Clock, RealClock
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError
-from stretto.models.memory import format_size
+from stretto.saying import format_size
 from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs import checkpoint

@@ -22,7 +22,7 @@ from stretto.machine import usable_cores
 from stretto.models.load import pick_device, pick_dtype
 from stretto.rollout.vllm.llm import check_version
 from stretto.runtime import learner, services
-from stretto.runtime.groups import fitting, vllm
+from stretto.runtime.groups import vllm
 from stretto.runtime.groups.launchers import launcher_of
 from stretto.runtime.messages import Ready, Setting, probe_of
 from stretto.runtime.placement import Place, Seat, learner_layout, lends, places, remarks

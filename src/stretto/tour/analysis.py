@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from stretto.config import Config, recipes
-from stretto.models.memory import format_size
+from stretto.saying import format_size
 from stretto.observe import RunDirectory
 from stretto.observe.progress import STEP_TIME
 from stretto.observe.run_directory import RolloutRecord

@@ -19,9 +19,9 @@ from pydantic import Field, ValidationError, model_validator
 from stretto.assembly.controls import Migrating
 from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
 from stretto.errors import ConfigError
-from stretto.planning.layout import Mesh
-from stretto.planning.shapes import shape_of
-from stretto.planning.wire import broadcast_bytes
+from stretto.planner.layout import Mesh
+from stretto.models.shapes import shape_of
+from stretto.planner.wire import broadcast_bytes
 from stretto.runtime.sim.costs import (
     DriverCost,
     GeneratorCost,
@@ -30,7 +30,7 @@ from stretto.runtime.sim.costs import (
     TrainCost,
 )
 from stretto.runtime.sim.faults import Faults
-from stretto.runtime.sim.hardware import (
+from stretto.planner.formulas import (
     Efficiency,
     Passes,
     generator_cost,
