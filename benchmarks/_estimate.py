@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from stretto.errors import ConfigError
-from stretto.planner import memory, wire, work as compute
-from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Workload
 from _phases import Phase, Work, added
-from stretto.planner.layout import Models
+from stretto.errors import ConfigError
 from stretto.models.shapes import Shape
+from stretto.planner import memory, wire
+from stretto.planner import work as compute
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models, Workload
 from stretto.planner.wire import CHECKPOINTED, FORWARD, TRAINED
 
 

@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 
-from stretto.errors import ConfigError
 from _estimate import Estimate
+from stretto.errors import ConfigError
 
 HOUR_S = 3600.0
 

@@ -11,13 +11,9 @@ from typing import Any, Literal
 
 from _papers import EAGER_S_A_LAYER, scheduled
 from _table3 import ROWS, Row
+from stretto.models.shapes import Shape
 from stretto.pipelines.solve import solve
 from stretto.planner import memory, wire
-from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Mesh
-from stretto.models.shapes import Shape
-from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
 from stretto.planner.formulas import (
     Efficiency,
     Passes,
@@ -26,6 +22,10 @@ from stretto.planner.formulas import (
     prefill_cost,
     train_cost,
 )
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Mesh
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
+from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Lengths, Lognormal, Uniform
 from stretto.types import ScoreKind
 
@@ -131,7 +131,7 @@ class Run:
         """The GPUs."""
         a = self.assumed
         step_s = a.layer_s * SHAPES[self.actor].layers if a.system == "zero" else a.step_s
-        return Efficiency(training=a.training, step_s=step_s).on("h100")
+        return Hardware.of("h100", Efficiency(training=a.training, step_s=step_s))
 
     @property
     def workload(self) -> Workload:

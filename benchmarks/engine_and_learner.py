@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
+from stretto.runtime.inline import InlineRun, start
 from torch import Tensor
 
 from _shared import parse
@@ -20,7 +21,6 @@ from stretto.config import Config, recipes
 from stretto.evaluation.answers import completed
 from stretto.models.forward import output_head, response_hidden, response_tokens
 from stretto.models.logits import token_logprobs
-from stretto.runtime.inline import InlineRun, start
 from stretto.schedules.rollout import Rollout, train_batch
 
 

@@ -17,9 +17,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from _shared import parse
-from scaling import apart, preference, table
-from stretto.planner import memory
 from _estimate import Estimate, estimate
 from _fleet import (
     HOUR_S,
@@ -30,10 +27,12 @@ from _fleet import (
     young_interval_s,
 )
 from _goodput import CAUSES, Summary, summarize
-from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Workload
-from stretto.planner.layout import Models
+from _shared import parse
+from scaling import apart, preference, table
 from stretto.models.shapes import LLAMAS
+from stretto.planner import memory
+from stretto.planner.hardware import GPUS, Hardware, Links
+from stretto.planner.layout import Models, Workload
 
 GPU_COUNT = 1024
 WORKLOAD = Workload(responses=2048, prompt_tokens=512, response_tokens=1024)

@@ -28,12 +28,12 @@ from stretto.allocator import keep_freed_memory
 keep_freed_memory()  # before torch is imported, as the command line does
 
 import torch
+from stretto.runtime.inline import start
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from _shared import parse
 from stretto.assembly.models import Given
 from stretto.config import Config
-from stretto.runtime.inline import start
 from stretto.workers.drive import drive
 
 SMOKE = {"steps": 2, "prompts_per_step": 2, "response_tokens": 4}

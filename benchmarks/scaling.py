@@ -14,13 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from _shared import parse
-from stretto.planner import wire
 from _estimate import Estimate, estimate
-from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, Workload
-from stretto.planner.layout import Models
+from _shared import parse
 from stretto.models.shapes import LLAMAS, Shape
+from stretto.planner import wire
+from stretto.planner.hardware import GPUS, Hardware, Links
+from stretto.planner.layout import Layout, Mesh, Models, Workload
 
 COUNTS = (8, 16, 32, 64, 128)
 TENSOR = (1, 2, 4, 8)

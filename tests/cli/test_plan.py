@@ -8,6 +8,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
+from stretto.runtime.groups.placement import PROCESS_BYTES, places
 
 from run_helpers import SMALL_SIZES
 from stretto.api import calibrating
@@ -24,12 +25,10 @@ from stretto.api.planning import (
 from stretto.cli.main import main as stretto
 from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
-from stretto.planner import hardware_file
-from stretto.planner.hardware import GPUS
 from stretto.models.shapes import shape_of
-from stretto.planner.fitting import Shapes, loads
-from stretto.runtime.groups.placement import PROCESS_BYTES, places
 from stretto.planner.candidates import Space, candidates, memory_by_phase
+from stretto.planner.fitting import Shapes, loads
+from stretto.planner.hardware import GPUS, read_hardware
 
 PPO = recipes.build(
     {
@@ -275,7 +274,7 @@ def test_a_calibration_is_what_plans_take(
     monkeypatch.chdir(tmp_path)
     told: list[str] = []
     found = calibrate("tiny", "here.toml", sizes=SMALL_SIZES, command="a test", say=told.append)
-    assert hardware_file.read("here.toml") == found
+    assert read_hardware("here.toml") == found
     for figures in (found.gpu, found.links, found.assumed):
         numbers = [value for value in astuple(figures) if not isinstance(value, str)]
         assert all(math.isfinite(value) and value >= 0 for value in numbers)

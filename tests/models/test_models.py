@@ -22,7 +22,7 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.architectures import known
-from stretto.models.info import ModelInfo, built
+from stretto.models.info import ModelInfo, built, described, measure
 from stretto.models.load import (
     architecture,
     end_token_ids,
@@ -34,7 +34,6 @@ from stretto.models.load import (
     save_model,
 )
 from stretto.models.lora import add_lora
-from stretto.models.info import described, measure
 from stretto.models.rates import cpu_has_bfloat16
 from stretto.models.resolve import cache_dir, resolve
 from stretto.models.tiny import make_tiny

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from stretto.runtime.groups.placement import PROCESS_BYTES, places
 
 from stretto.config import Config
 from stretto.errors import ConfigError
@@ -23,7 +24,6 @@ from stretto.planner.fitting import (
     planned,
     table,
 )
-from stretto.runtime.groups.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
     layers=2, hidden=8, inner=16, heads=2, kv_heads=2, vocabulary=32, outputs=32, tied=True

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import ConfigError
-from stretto.planner import hardware_file
-from stretto.planner.hardware import Assumptions, Gpu, Hardware, Links
+from stretto.planner.hardware import Gpu, Hardware, Links, read_hardware, write_hardware
+from stretto.runtime.sim.costs import Efficiency
 
 GPU = """
 [gpu]
@@ -33,20 +33,20 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     hardware = Hardware(
         MINE,
         Links(3e10, 1e9, 2e10, 4),
-        Assumptions(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, step_s=0.7, reduce_s=0.8, call_s=0.0),
+        Efficiency(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, step_s=0.7, reduce_s=0.8, call_s=0.0),
     )
     file = tmp_path / "mine.toml"
-    hardware_file.write(file, hardware, {"points": [{"kind": "copy"}]}, "Mine.\nOf today.")
-    assert hardware_file.read(file) == hardware
+    write_hardware(file, hardware, {"points": [{"kind": "copy"}]}, "Mine.\nOf today.")
+    assert read_hardware(file) == hardware
     assert file.read_text().startswith("# Mine.\n# Of today.\n\n[gpu]\n")
     assert tomllib.loads(file.read_text())["measured"] == {"points": [{"kind": "copy"}]}
 
 
 def test_links_and_shares_may_be_left_out(tmp_path: Path) -> None:
-    assert hardware_file.read(file_with(tmp_path, GPU)) == Hardware(MINE, Links.of(MINE))
+    assert read_hardware(file_with(tmp_path, GPU)) == Hardware(MINE, Links.of(MINE))
     some = f"{GPU}[links]\ngpus_per_node = 2\n[assumed]\nlink = 1\n[measured]\nwhatever = true\n"
-    found = hardware_file.read(file_with(tmp_path, some))
-    assert found == Hardware(MINE, Links.of(MINE, gpus_per_node=2), Assumptions(link=1.0))
+    found = read_hardware(file_with(tmp_path, some))
+    assert found == Hardware(MINE, Links.of(MINE, gpus_per_node=2), Efficiency(link=1.0))
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_links_and_shares_may_be_left_out(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        hardware_file.read(file_with(tmp_path, text))
+        read_hardware(file_with(tmp_path, text))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'stretto plan --calibrate .*none\.toml' makes one"):
-        hardware_file.read(tmp_path / "none.toml")
+        read_hardware(tmp_path / "none.toml")

@@ -10,22 +10,25 @@ import torch
 from run_helpers import SMALL_SIZES
 from stretto.config import recipes
 from stretto.errors import ModelError, StateError
-from stretto.planner import work as compute
-from stretto.planner.hardware import Assumptions, Gpu, Hardware, Links
-from stretto.planner.layout import Mesh
-from stretto.planner.memory import cache_bytes
 from stretto.models.shapes import shape_of
-from stretto.planner import measuring as passes, moves, subject as model
-from stretto.planner.subject import subject_of
-from stretto.planner.measuring import Sizes
-from stretto.planner.points import Kind, Place, Point, fitted, predicted_s
+from stretto.planner import measuring as passes
+from stretto.planner import moves
+from stretto.planner import subject as model
+from stretto.planner import work as compute
 from stretto.planner.formulas import Passes, generator_cost, prefill_cost, train_cost
+from stretto.planner.hardware import Gpu, Hardware, Links
+from stretto.planner.layout import Mesh
+from stretto.planner.measuring import Sizes
+from stretto.planner.memory import cache_bytes
+from stretto.planner.points import Kind, Place, Point, fitted, predicted_s
+from stretto.planner.subject import subject_of
+from stretto.runtime.sim.costs import Efficiency
 
 PLACE = Place("a box", 32e9, 2)
 TRUE = Hardware(
     Gpu("a box", 1e11, 2e10, 32e9, 1e9, 4e9),
     Links(1e9, 50e9, 4e9, 2),
-    Assumptions(
+    Efficiency(
         memory=0.25,
         prefill=0.5,
         training=0.4,

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from stretto.errors import ConfigError
-from stretto.planner import memory, wire
 from _estimate import estimate
-from stretto.planner.hardware import Assumptions, Gpu, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, Workload
 from _phases import Phase, Work
-from stretto.planner.layout import Models
+from stretto.errors import ConfigError
 from stretto.models.shapes import Shape
+from stretto.planner import memory, wire
+from stretto.planner.hardware import Gpu, Hardware, Links
+from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.runtime.sim.costs import Efficiency
 
 SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=2, vocabulary=10, outputs=10)
 """Attention 4 x 16, the MLP 96, norms 8: 168 a layer; around them 84."""
@@ -22,7 +22,7 @@ CRITIC = P - 40 + 4
 USED, CRITIC_USED = P - 40, CRITIC - 40
 """Parameters that tokens are multiplied with."""
 MODELS = Models.of_one_size(SMALL)
-ALL = Assumptions(1, 1, 1, 1, 1, 1, step_s=0.5, reduce_s=0)
+ALL = Efficiency(1, 1, 1, 1, 1, 1, step_s=0.5, reduce_s=0)
 """Everything reaches its peak; a decode step takes half a second beside."""
 FAST = 1e30
 FOUR = Mesh(4)

@@ -9,7 +9,6 @@ from itertools import islice, takewhile
 
 import pytest
 
-from stretto.errors import ConfigError
 from _estimate import estimate
 from _fleet import (
     HOUR_S,
@@ -35,10 +34,10 @@ from _goodput import (
     simulate,
     summarize,
 )
-from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, Workload
-from stretto.planner.layout import Models
+from stretto.errors import ConfigError
 from stretto.models.shapes import LLAMAS
+from stretto.planner.hardware import GPUS, Hardware, Links
+from stretto.planner.layout import Layout, Mesh, Models, Workload
 
 ALONE = Fleet((Group("learner", 1, 8, 10.0),))
 APART = Fleet(

@@ -8,12 +8,12 @@ import pytest
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
-from stretto.planner import memory, wire, work as compute
-from stretto.planner.hardware import GPUS, Assumptions, Links
-from stretto.planner.layout import Layout, Mesh, Workload
-from stretto.planner.layout import Models
 from stretto.models.shapes import LLAMAS, Shape, shape_of
-from stretto.planner.formulas import Efficiency
+from stretto.planner import memory, wire
+from stretto.planner import work as compute
+from stretto.planner.hardware import GPUS, Links
+from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.runtime.sim.costs import Efficiency
 
 SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=1, vocabulary=10, outputs=10)
 """A layer: Q and O 2 x 16, K and V 2 x 4 x 2, the MLP 3 x 4 x 8, norms 8: 152. Around them 84."""
@@ -100,7 +100,7 @@ def test_shards_of_tensor_parallel_learners_have_fewer_members_a_node() -> None:
 
 
 def test_what_is_assumed_is_what_the_simulator_assumes() -> None:
-    assumed, simulated = Assumptions(), Efficiency()
+    assumed, simulated = Efficiency(), Efficiency()
     assert Efficiency.of(assumed) == simulated
     assert simulated.on("h100").assumed == assumed
     assert Links.of(GPUS["h100"]) == Links(450e9, 50e9, 64e9, 8)
@@ -298,7 +298,7 @@ def test_layouts_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="0 responses of 512 and 512 tokens"):
         Workload(responses=0)
     with pytest.raises(ConfigError, match="shares are above 0"):
-        Assumptions(link=1.2)
+        Efficiency(link=1.2)
 
 
 def test_models_that_cannot_be_divided() -> None:

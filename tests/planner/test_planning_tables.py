@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scaling import EIGHTHS, WORKLOAD, apart, cells, preference, rows_of, tables, together
 from _estimate import Estimate, estimate
-from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh
-from stretto.planner.layout import Models
+from scaling import EIGHTHS, WORKLOAD, apart, cells, preference, rows_of, tables, together
 from stretto.models.shapes import LLAMAS
+from stretto.planner.hardware import GPUS, Hardware, Links
+from stretto.planner.layout import Layout, Mesh, Models
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 H100 = Hardware(GPUS["h100"], Links.of(GPUS["h100"]))

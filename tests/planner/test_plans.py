@@ -9,13 +9,11 @@ import pytest
 
 from stretto.config import PRESETS, ScheduleConfig
 from stretto.errors import ConfigError
+from stretto.models.shapes import Shape, shape_of
 from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
 from stretto.pipelines.bounds import latency_bound
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import solve
-from stretto.planner.layout import Layout, Mesh
-from stretto.planner.layout import Models
-from stretto.models.shapes import Shape, shape_of
 from stretto.planner.bounds import Bounds
 from stretto.planner.candidates import (
     BASELINE,
@@ -25,13 +23,14 @@ from stretto.planner.candidates import (
     fits,
     memory_by_phase,
 )
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models
+from stretto.planner.layouts import Setting
 from stretto.planner.outcome import ROUNDS, WARM, outcome_of
 from stretto.planner.pipelining import bubble
 from stretto.planner.rounds import Round, rounds
 from stretto.planner.search import WITHIN, search
 from stretto.runtime.sim.cluster import Workload
-from stretto.planner.formulas import Efficiency
-from stretto.planner.layouts import Setting
 from stretto.runtime.sim.lengths import Lognormal, Uniform
 
 SMALL = Shape(24, 2048, 8192, 16, 4, 32_000, 32_000)
@@ -42,7 +41,7 @@ WORK = Workload(
     prompt_tokens=Uniform(low=20, high=60),
     response_tokens=Lognormal(median=40, p95=200),
 )
-SETTING = Setting(Models.of_one_size(SMALL), WORK, Efficiency().on("h100"))
+SETTING = Setting(Models.of_one_size(SMALL), WORK, Hardware.of("h100"))
 VARIANTS: dict[str, ScheduleConfig] = {
     **{name: ScheduleConfig(preset=name) for name in PRESETS},
     "inter": ScheduleConfig(preset="oppo", score_on="batch"),

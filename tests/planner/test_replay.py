@@ -15,6 +15,7 @@ from stretto.machine import Machine, usable_cores
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import HANDOVER, Span, Spans
 from stretto.planner.calibration import calibrate, undisturbed
+from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -26,7 +27,6 @@ from stretto.runtime.sim.costs import (
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
 from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording
 from stretto.runtime.sim.simulate import simulate
 from stretto.schedules.rollout import Rollout
 from stretto.scoring.worthwhile import worthwhile_tokens

@@ -8,13 +8,10 @@ import pytest
 
 from stretto.config import ScheduleConfig
 from stretto.errors import ConfigError
-from stretto.planner import memory
-from stretto.planner.layout import Layout, Mesh, Sharing
-from stretto.planner.layout import Models
 from stretto.models.shapes import shape_of
-from stretto.runtime.sim.cluster import Workload
-from stretto.runtime.sim.costs import SampleCost
-from stretto.planner.formulas import Efficiency
+from stretto.planner import memory
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models, Sharing
 from stretto.planner.layouts import (
     Setting,
     cluster_of,
@@ -25,6 +22,8 @@ from stretto.planner.layouts import (
     slots_of,
     swap_s,
 )
+from stretto.runtime.sim.cluster import Workload
+from stretto.runtime.sim.costs import Efficiency, SampleCost
 from stretto.runtime.sim.lengths import Uniform
 from stretto.runtime.sim.simulate import simulate
 
@@ -39,7 +38,7 @@ WORK = Workload(
     prompt_tokens=Uniform(low=100, high=100),
     response_tokens=Uniform(low=1, high=256),
 )
-SETTING = Setting(Models.of_one_size(QWEN), WORK, PERFECT.on("h200"))
+SETTING = Setting(Models.of_one_size(QWEN), WORK, Hardware.of("h200", PERFECT))
 
 
 FOUR = Mesh(4)
@@ -133,7 +132,7 @@ def test_where_not_all_fit_a_copy_has_slots() -> None:
     """Of 62 GB beside weights and a prefill's activations, at 57,344 bytes a token and row."""
     place = Layout(Mesh(2), Mesh(2), Mesh(2), "none")
     long = WORK.model_copy(update={"batch": 256, "max_new_tokens": 16_284})
-    on = PERFECT.on("h100")
+    on = Hardware.of("h100", PERFECT)
     setting = replace(SETTING, workload=long, hardware=on)
     cost = cost_of_generator(setting, place)
     assert setting.sizes().length == 16_384
@@ -172,6 +171,8 @@ def test_runs_without_critic_or_reward_model() -> None:
 
 
 def test_no_room_for_keys_and_values() -> None:
-    big = replace(SETTING, models=Models(shape_of("llama-65b")), hardware=PERFECT.on("h100"))
+    big = replace(
+        SETTING, models=Models(shape_of("llama-65b")), hardware=Hardware.of("h100", PERFECT)
+    )
     with pytest.raises(ConfigError, match="beside 131 GB of weights and of what others keep"):
         cluster_of(big, replace(layout("none"), generator=FOUR), ScheduleConfig())

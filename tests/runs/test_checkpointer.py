@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from stretto.runtime.base import Running
 
 from run_helpers import Notes, lines, run, settings, weights
 from stretto import runs
@@ -23,7 +24,6 @@ from stretto.observe.spans import Spans
 from stretto.runs import checkpoint
 from stretto.runs.checkpointer import Checkpointer
 from stretto.runtime import state
-from stretto.runtime.base import Running
 from stretto.runtime.state import Staged
 
 STEPS = 100

@@ -18,6 +18,7 @@ from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfi
 from stretto.errors import ConfigError, RewardError, RoleLostError, StalledError
 from stretto.machine import Machine
 from stretto.observe.spans import Span, Spans
+from stretto.planner.replay import Recording
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -27,6 +28,7 @@ from stretto.runtime.sim.cluster import (
 )
 from stretto.runtime.sim.costs import (
     DecodeCost,
+    Efficiency,
     GeneratorCost,
     PrefillCost,
     SampleCost,
@@ -34,10 +36,8 @@ from stretto.runtime.sim.costs import (
     TransferCost,
 )
 from stretto.runtime.sim.faults import Faults, InjectedError
-from stretto.planner.formulas import Efficiency
 from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.planner.replay import Recording
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
 from stretto.schedules.feedback import DecodeSample
 from stretto.types import FinishReason

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.api.settings import Settings, config_of
 from stretto.machine import Machine, usable_cores
-from stretto.planner import hardware_file
-from stretto.planner.hardware import Hardware
+from stretto.planner.hardware import Hardware, write_hardware
 from stretto.saying import LOADING, Say, working
 
 if TYPE_CHECKING:
-    from stretto.planner.subject import Subject
     from stretto.planner.measuring import Sizes
     from stretto.planner.points import Place, Point
+    from stretto.planner.subject import Subject
 
 NOT_MEASURED = "Not measured: links.between_bytes_per_s (between machines), assumed.usable"
 NOTE = f"""Figures of a machine, for 'stretto plan --hardware FILE'; they may be edited.
@@ -40,7 +39,7 @@ def calibrate(
 
     Args:
         settings: see :mod:`stretto.api`.
-        file: that is written, see :mod:`stretto.planner.hardware_file`.
+        file: that is written, see :mod:`stretto.planner.hardware`.
         sizes: how much is measured; ``None`` for what suits the device.
         command: by which it was asked for, to be written beside the figures.
         say: told what was measured, a line at a time.
@@ -58,9 +57,9 @@ def calibrate(
 
         from stretto.assembly.models import prepare_torch
         from stretto.models.load import pick_device
-        from stretto.planner.subject import subject_of
         from stretto.planner.measuring import Sizes
         from stretto.planner.points import fitted
+        from stretto.planner.subject import subject_of
 
     config, began_s = config_of(settings), time.perf_counter()
     threads = torch.get_num_threads()
@@ -82,7 +81,7 @@ def calibrate(
     for line in _summary(hardware, points):
         say(line)
     took_s = time.perf_counter() - began_s
-    hardware_file.write(file, hardware, _measured(subject, points, hardware, command, took_s), NOTE)
+    write_hardware(file, hardware, _measured(subject, points, hardware, command, took_s), NOTE)
     say(NOT_MEASURED)
     return hardware
 
@@ -90,7 +89,8 @@ def calibrate(
 def _points(subject: Subject, sizes: Sizes) -> Iterator[Point]:
     import torch
 
-    from stretto.planner import measuring as passes, moves
+    from stretto.planner import measuring as passes
+    from stretto.planner import moves
 
     device, dtype = subject.device, subject.dtype
     yield from moves.peaks(device, dtype, sizes)

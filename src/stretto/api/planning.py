@@ -15,16 +15,16 @@ from stretto.api.settings import Settings, config_of
 from stretto.api.variants import REPLACED, VARIANTS, schedule_of
 from stretto.config import Config, ModelConfig, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError, StrettoError
+from stretto.models.shapes import SHAPES, Shape, shape_of
 from stretto.planner.hardware import Hardware, Links, gpu_of
 from stretto.planner.layout import Models
-from stretto.models.shapes import SHAPES, Shape, shape_of
 from stretto.saying import Say, silent, working
 from stretto.types import short_name
 
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate
-    from stretto.planner.search import Found
     from stretto.planner.layouts import Setting
+    from stretto.planner.search import Found
 
 PLANNED = (
     "sync",
@@ -134,9 +134,9 @@ def setting_of(config: Config, question: Question) -> tuple[Setting, list[str]]:
     Raises:
         ConfigError: a model, a GPU or a length is unknown.
     """
+    from stretto.planner.layouts import Setting
     from stretto.runtime.sim.cluster import Workload
     from stretto.runtime.sim.costs import SampleCost
-    from stretto.planner.layouts import Setting
 
     assumed: list[str] = []
     if config.model.lora_rank:
@@ -186,8 +186,8 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
         ConfigError: it cannot run this one; the message says why.
     """
     from stretto.config.cluster import generator_names
-    from stretto.runtime.placement import model_scorers
     from stretto.planner.layouts import slots_of
+    from stretto.runtime.placement import model_scorers
 
     if candidate.on_paper:
         raise ConfigError(f"the plan is one on paper: {candidate.on_paper}")

@@ -80,9 +80,10 @@ def described(file: str) -> Simulation:
     Raises:
         ConfigError: the description cannot be read, or is wrong.
     """
+    from stretto.planner.formulas import priced
     from stretto.runtime.sim.cluster import Cluster
 
-    cluster = Cluster.read(file)
+    cluster = priced(Cluster.read(file))
 
     def of(job: Job) -> Cluster:
         changed = {"schedule": schedule_of(cluster.schedule, job.variant)}

@@ -28,10 +28,9 @@ from stretto.models.load import (
     pick_dtype,
 )
 from stretto.models.lora import add_lora, merge_lora, trained_names
-from stretto.saying import format_size
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
-from stretto.saying import Say, working
+from stretto.saying import Say, format_size, working
 from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource

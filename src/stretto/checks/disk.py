@@ -8,9 +8,9 @@ from pathlib import Path
 from stretto import files
 from stretto.config import Config, SupervisedConfig
 from stretto.errors import ModelError, StorageError
+from stretto.observe.run_directory import CHECKPOINTS, KEPT
 from stretto.planner.states import TRAINED_ROLES, plan_for, plan_for_one, width
 from stretto.saying import format_size
-from stretto.observe.run_directory import CHECKPOINTS, KEPT
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from stretto.config import Config
 from stretto.errors import ConfigError, ModelError
 from stretto.machine import free_memory, usable_gpus
-from stretto.saying import format_size
 from stretto.planner.states import plan_for
+from stretto.saying import format_size
 
 
 def check(config: Config) -> None:

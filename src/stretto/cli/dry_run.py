@@ -29,8 +29,8 @@ def describe_run(config: Config) -> str:
         StrettoError: what :func:`~stretto.checks.check_run` finds.
     """
     from stretto.assembly.controls import most_in_flight
-    from stretto.planner.states import format_plan, plan_for
     from stretto.observe.progress import headline
+    from stretto.planner.states import format_plan, plan_for
 
     check_run(config, ask_hub=False)
     r, t = config.rollout, config.training
@@ -90,8 +90,8 @@ def _pipelines(config: Config) -> Iterator[str]:
 
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     """Describe which roles stand where, and what each process holds."""
-    from stretto.planner.states import width
     from stretto.planner import fitting
+    from stretto.planner.states import width
     from stretto.runtime.placement import places, remarks, table
 
     if config.runtime == "inline":

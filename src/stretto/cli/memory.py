@@ -10,17 +10,16 @@ from typing import Annotated
 
 import tyro
 
+from _estimate import Estimate, estimate
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.info import described, measure
+from stretto.models.shapes import LLAMAS, Shape
+from stretto.planner.hardware import Hardware, Links, gpu_of
+from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.planner.memory import rows_in_flight
 from stretto.planner.states import format_plan, memory_plan, parse_parameters
 from stretto.saying import format_size
-from _estimate import Estimate, estimate
-from stretto.planner.hardware import Hardware, Links, gpu_of
-from stretto.planner.layout import Layout, Mesh, Workload
-from stretto.planner.memory import rows_in_flight
-from stretto.planner.layout import Models
-from stretto.models.shapes import LLAMAS, Shape
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -19,13 +19,11 @@ from stretto.cli.settings import (
 )
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
-from stretto.saying import format_size
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
-from stretto.planner import hardware_file
-from stretto.planner.hardware import GPUS
+from stretto.planner.hardware import GPUS, read_hardware
 from stretto.planner.layout import Mesh
-from stretto.saying import Saying
+from stretto.saying import Saying, format_size
 
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate
@@ -87,7 +85,7 @@ def _question(own: dict[str, Any]) -> Question:
     return Question(
         gpus=own["gpus"],
         gpu=own["gpu"],
-        hardware=hardware_file.read(own["hardware"]) if own["hardware"] else None,
+        hardware=read_hardware(own["hardware"]) if own["hardware"] else None,
         model=own["model_shape"],
         reward_model=own["reward_shape"],
         prompt_tokens=own["prompt_tokens"],

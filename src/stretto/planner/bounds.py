@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from stretto.config import ScheduleConfig
-from stretto.planner.layout import Layout
 from stretto.planner.candidates import Candidate
-from stretto.planner.rounds import Round, rounds
-from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
+from stretto.planner.layout import Layout
 from stretto.planner.layouts import (
     Setting,
     cost_of_generator,
     cost_of_learner,
     scorers_of,
 )
+from stretto.planner.rounds import Round, rounds
+from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Lengths
 
 CARRIED = 0.95

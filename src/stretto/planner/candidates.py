@@ -14,9 +14,9 @@ from itertools import product
 from stretto.config import ScheduleConfig
 from stretto.planner import memory
 from stretto.planner.layout import Layout, Mesh
+from stretto.planner.layouts import Setting, cost_of_learner, memory_of
 from stretto.planner.memory import Parts
 from stretto.planner.pipelining import Pipelining, bubble
-from stretto.planner.layouts import Setting, cost_of_learner, memory_of
 
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)
 """Tokens of a learner's micro-batches."""

@@ -20,11 +20,11 @@ from stretto.config.sections import MODEL
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
 from stretto.models.info import described, measure
-from stretto.saying import format_size
+from stretto.models.shapes import Shape
 from stretto.planner import memory
 from stretto.planner.layout import Mesh
-from stretto.models.shapes import Shape
 from stretto.runtime.placement import PROCESS_BYTES, Place, Seat, published
+from stretto.saying import format_size
 
 PHASES = ("generation", "scoring", "training", "hand-over")
 CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"

@@ -7,19 +7,19 @@ real system reaches is assumed, and so a setting of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-from pydantic import Field
-
-from stretto.config import NonNegative, Section
+from stretto.config import Section
 from stretto.errors import ConfigError
-from stretto.planner import memory, wire, work as compute
-from stretto.planner.hardware import Assumptions, Hardware, Links, gpu_of
+from stretto.models.shapes import Shape, shape_of
+from stretto.planner import memory, wire
+from stretto.planner import work as compute
+from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Mesh
-from stretto.models.shapes import Shape
 from stretto.planner.wire import CHECKPOINTED, FORWARD, TRAINED
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import (
     DecodeCost,
     GeneratorCost,
@@ -28,47 +28,7 @@ from stretto.runtime.sim.costs import (
     TransferCost,
 )
 
-Share = Annotated[float, Field(gt=0, le=1)]
-
-
-class Efficiency(Section):
-    """Shares of a device's peak that software reaches. Assumptions, every one; vary them."""
-
-    memory: Share = 0.7
-    """Share of the memory bandwidth that a decode step reaches."""
-    prefill: Share = 0.5
-    """Share of the peak operations in a forward pass over known tokens."""
-    training: Share = 0.4
-    """Share of the peak operations in forward and backward passes."""
-    link: Share = 0.7
-    """Share of the link's bandwidth."""
-    usable: Share = 0.9
-    """Share of a device's memory that can be filled."""
-    optimizer: Share = 0.7
-    """Share of the memory bandwidth that an update of the weights reaches."""
-    step_s: NonNegative = 0.002
-    """Seconds of a decode step beside the device's own work: scheduling, sampling, launches.
-
-    About 0.002 with CUDA graphs; launching every kernel from Python takes about 0.0008 a layer.
-    """
-    reduce_s: NonNegative = 0.00002
-    """Seconds of one all-reduce among tensor-parallel devices; a decode step has two a layer."""
-    call_s: NonNegative = 0.005
-    """Seconds of a prefill call beside the device's own work."""
-
-    def on(self, gpu: str) -> Hardware:
-        """Return GPUs of this kind, linked as in their makers' servers.
-
-        Raises:
-            ConfigError: the kind is unknown.
-        """
-        device = gpu_of(gpu)
-        return Hardware(device, Links.of(device), Assumptions(**dict(self)))
-
-    @classmethod
-    def of(cls, assumed: Assumptions) -> Efficiency:
-        """Return what is assumed elsewhere, as settings."""
-        return cls(**dict(zip(cls.model_fields, astuple(assumed), strict=True)))
+R = TypeVar("R", GeneratorRole, ScorerRole, LearnerRole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +69,7 @@ def generator_cost(
     """Return the cost of one copy of a generator: rows of different copies do not share a step.
 
     A decode step reads the weights once, and keys and values of its rows (Pope et al. 2022), while
-    it computes: it takes the longer of the two, as in :class:`~_phases.Work`. New
+    it computes: it takes the longer of the two, as in :class:``. New
     weights cost nothing here, see the hand-overs of ``layouts.py``.
 
     Args:
@@ -189,6 +149,55 @@ def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes
         token_s += passes.epochs * each_s / mesh.data
         step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * each_s)
     return TrainCost(step_s=step_s, token_s=token_s)
+
+
+def priced(cluster: Cluster) -> Cluster:
+    """Return a cluster whose roles' costs are numbers, where they followed from models.
+
+    Raises:
+        ConfigError: a model or the GPU is unknown, or a model does not fit.
+    """
+    w, on = cluster.workload, Hardware.of(cluster.gpu, cluster.efficiency)
+
+    def generator(role: GeneratorRole) -> GeneratorCost:
+        shape = shape_of(role.model)
+        try:
+            cost = generator_cost(
+                shape, role.tensor_parallel, on, length=w.prompt_tokens.quantile(0.5, 0)
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{role.model}: {error}") from None
+        size = wire.broadcast_bytes(shape) / role.tensor_parallel
+        return cost.model_copy(update={"load_s": cost.transfer.seconds(size)})
+
+    def scorer(role: ScorerRole) -> PrefillCost:
+        shape, split = shape_of(role.model), role.tensor_parallel
+        mesh = Mesh(len(role.devices) // split, split)
+        shape = shape if role.kind == "logprobs" else shape.valued()
+        return prefill_cost(shape, mesh, on, length=w.mean_tokens)
+
+    def learner(role: LearnerRole) -> TrainCost:
+        actor, *critics = map(shape_of, role.models)
+        tokens, split = w.mean_tokens, role.tensor_parallel
+        passes = Passes(w.batch * tokens, tokens, epochs=role.epochs, updates=role.updates)
+        mesh = Mesh(len(role.devices) // split, split)
+        cost = train_cost((actor, *(c.valued() for c in critics)), mesh, on, passes)
+        link = on.gpu.link_bytes_per_s * on.assumed.link
+        return cost.model_copy(update={"publish_s": wire.broadcast_bytes(actor) / link})
+
+    def put(role: R, cost: Callable[[R], Section]) -> R:
+        if role.cost is not None:
+            return role
+        none = {"models": ()} if isinstance(role, LearnerRole) else {"model": ""}
+        return role.model_copy(update={"cost": cost(role), **none})
+
+    return cluster.model_copy(
+        update={
+            "generators": tuple(put(role, generator) for role in cluster.generators),
+            "scorers": tuple(put(role, scorer) for role in cluster.scorers),
+            "learner": put(cluster.learner, learner),
+        }
+    )
 
 
 def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: Passes) -> float:

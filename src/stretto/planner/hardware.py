@@ -1,17 +1,29 @@
-"""Peak figures of GPUs and of what links them, and the shares of them that software reaches.
+"""Peak figures of GPUs and of their links: published ones, and those of a file.
 
-Peaks are published; the shares are assumptions, every one, and so fields that can be set.
+A file of figures is measured by ``stretto plan --calibrate``, or written by hand.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic.dataclasses import dataclass
 
 from stretto.errors import ConfigError, nearest
+from stretto.files import write_whole
+from stretto.runtime.sim.costs import Efficiency
+
+T = TypeVar("T")
+_CHECKED = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CHECKED)
 class Gpu:
     """A device's peak figures, by its data sheet.
 
@@ -25,11 +37,11 @@ class Gpu:
     """
 
     name: str
-    flops: float
-    memory_bytes_per_s: float
-    memory_bytes: float
-    link_bytes_per_s: float
-    host_bytes_per_s: float
+    flops: PositiveFloat
+    memory_bytes_per_s: PositiveFloat
+    memory_bytes: PositiveFloat
+    link_bytes_per_s: PositiveFloat
+    host_bytes_per_s: PositiveFloat
 
 
 GPUS: Mapping[str, Gpu] = {
@@ -58,7 +70,7 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_CHECKED)
 class Links:
     """What connects GPUs, in bytes a second and one direction.
 
@@ -70,10 +82,10 @@ class Links:
         gpus_per_node: GPUs of a node.
     """
 
-    within_bytes_per_s: float
-    between_bytes_per_s: float = 50e9
-    host_bytes_per_s: float = 64e9
-    gpus_per_node: int = 8
+    within_bytes_per_s: PositiveFloat
+    between_bytes_per_s: PositiveFloat = 50e9
+    host_bytes_per_s: PositiveFloat = 64e9
+    gpus_per_node: PositiveInt = 8
 
     @classmethod
     def of(cls, gpu: Gpu, between_bytes_per_s: float = 50e9, gpus_per_node: int = 8) -> Links:
@@ -93,48 +105,104 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Assumptions:
-    """What software reaches of the peaks. The defaults were not measured; vary them.
-
-    Attributes:
-        memory: share of the memory bandwidth that a decode step reaches.
-        prefill: share of the peak operations in a forward pass over known tokens.
-        training: share of the peak operations in forward and backward passes.
-        link: share of the bandwidth of links.
-        usable: share of a GPU's memory that can be filled: the rest is for CUDA's and NCCL's own
-            and for what is lost between allocations.
-        optimizer: share of the memory bandwidth that an update of the weights reaches.
-        step_s: seconds of a decode step beside the device's own work, with CUDA graphs.
-        reduce_s: seconds of an all-reduce among tensor-parallel devices, beside its bytes'.
-        call_s: seconds of a call of a generator or scorer to prefill tokens, beside the device's
-            work.
-    """
-
-    memory: float = 0.7
-    prefill: float = 0.5
-    training: float = 0.4
-    link: float = 0.7
-    usable: float = 0.9
-    optimizer: float = 0.7
-    step_s: float = 0.002
-    reduce_s: float = 0.00002
-    call_s: float = 0.005
-
-    def __post_init__(self) -> None:
-        *shares, step_s, reduce_s, call_s = astuple(self)
-        if not all(0 < share <= 1 for share in shares) or min(step_s, reduce_s, call_s) < 0:
-            raise ConfigError(f"{self}: shares are above 0 and at most 1, seconds 0 or more")
-
-
-@dataclass(frozen=True, slots=True)
 class Hardware:
     """GPUs of one kind, their links, and what is assumed of both."""
 
     gpu: Gpu
     links: Links
-    assumed: Assumptions = field(default_factory=Assumptions)
+    assumed: Efficiency = field(default_factory=Efficiency)
+
+    @classmethod
+    def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
+        """Return GPUs of a kind by their published figures, linked as in their makers' servers.
+
+        Raises:
+            ConfigError: the kind is unknown.
+        """
+        found = gpu_of(gpu)
+        return cls(found, Links.of(found), assumed or Efficiency())
 
     @property
     def usable_bytes(self) -> float:
         """Bytes of a GPU that can be filled."""
         return self.assumed.usable * self.gpu.memory_bytes
+
+
+MEASURED = "measured"
+"""The table of what was measured, which is for people: nothing reads it back."""
+TABLES = ("gpu", "links", "assumed", MEASURED)
+
+
+def read_hardware(file: str | Path) -> Hardware:
+    """Read GPUs, their links and what software reaches of both.
+
+    ``[gpu]`` needs all of its keys. Links that are not given follow from it, as
+    :meth:`Links.of` has them; shares and seconds that are not given in ``[assumed]`` take their
+    defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value in it is wrong.
+    """
+    try:
+        tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read '{file}': {error.strerror or error}; 'stretto plan --calibrate {file}' "
+            "makes one"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{file}' is no TOML file: {error}") from error
+    for name in tables:
+        if name not in TABLES:
+            raise ConfigError(f"unknown table [{name}] in '{file}'. {nearest(name, TABLES)}")
+    gpu = _table(file, "gpu", tables.get("gpu", {}), Gpu)
+    links = _table(file, "links", tables.get("links", {}), Links, asdict(Links.of(gpu)))
+    return Hardware(gpu, links, _table(file, "assumed", tables.get("assumed", {}), Efficiency))
+
+
+def write_hardware(
+    file: str | Path, hardware: Hardware, measured: Mapping[str, Any], head: str = ""
+) -> None:
+    """Write a file for :func:`read_hardware`.
+
+    Args:
+        measured: what they come from, as plain data.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    tables = {
+        "gpu": asdict(hardware.gpu),
+        "links": asdict(hardware.links),
+        "assumed": dict(hardware.assumed),
+        MEASURED: dict(measured),
+    }
+    comments = "".join(f"# {line}\n" for line in head.splitlines())
+    write_whole(Path(file), f"{comments}\n{tomli_w.dumps(tables)}".encode())
+
+
+def _table(
+    file: str | Path, table: str, given: Any, kind: type[T], defaults: Mapping[str, Any] = {}
+) -> T:
+    """Make an object of a table's values.
+
+    Raises:
+        ConfigError: a key or a value is wrong; the message names the first.
+    """
+    if not isinstance(given, dict):
+        raise ConfigError(f"'{table}' in '{file}' is a table: write [{table}] on a line of its own")
+    keys = Efficiency.model_fields if kind is Efficiency else [f.name for f in fields(kind)]
+    for key in given:
+        if key not in keys:
+            raise ConfigError(f"unknown key '{key}' of [{table}] in '{file}'. {nearest(key, keys)}")
+    try:
+        return kind(**{**defaults, **given})
+    except ValidationError as error:
+        faults = error.errors()
+    if missing := [str(fault["loc"][0]) for fault in faults if fault["loc"][0] not in given]:
+        raise ConfigError(
+            f"[{table}] in '{file}' lacks {', '.join(missing)}; a data sheet has them, or "
+            "'stretto plan --calibrate'"
+        )
+    key, message = faults[0]["loc"][0], faults[0]["msg"]
+    raise ConfigError(f"{table}.{key} = {given[key]!r} in '{file}': {message}")

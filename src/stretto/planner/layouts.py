@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stretto.config import ScheduleConfig
+from stretto.models.shapes import Shape
 from stretto.planner import memory, wire
+from stretto.planner.formulas import Passes, generator_cost, prefill_cost, train_cost
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh
+from stretto.planner.layout import Layout, Mesh, Models
 from stretto.planner.layout import Workload as Sizes
 from stretto.planner.memory import Parts
-from stretto.planner.layout import Models
-from stretto.models.shapes import Shape
 from stretto.runtime.sim.cluster import (
     Cluster,
     Devices,
@@ -26,7 +26,6 @@ from stretto.runtime.sim.cluster import (
     Workload,
 )
 from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
-from stretto.planner.formulas import Passes, generator_cost, prefill_cost, train_cost
 from stretto.types import ScoreKind
 
 MESSAGE_S = 0.001

@@ -17,9 +17,9 @@ from stretto.config import AlgorithmConfig, RolloutConfig
 from stretto.models.positions import positions
 from stretto.planner import work as compute
 from stretto.planner.layout import Mesh
-from stretto.rollout.engine import TorchEngine
-from stretto.planner.subject import Subject
 from stretto.planner.points import Point
+from stretto.planner.subject import Subject
+from stretto.rollout.engine import TorchEngine
 from stretto.training.losses import MicroBatch
 from stretto.training.passes import LocalPasses
 from stretto.training.trained import TrainedModel

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Workload
-from stretto.planner.layout import Models
 from stretto.models.shapes import Shape
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models, Workload
 
 Parts = Mapping[str, float]
 """Bytes of a GPU in a phase, by what takes them."""

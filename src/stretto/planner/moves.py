@@ -9,8 +9,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from stretto.planner.memory import BUCKET, HALF
 from stretto.planner.measuring import Sizes, timed
+from stretto.planner.memory import BUCKET, HALF
 from stretto.planner.points import Point
 from stretto.types import WeightsRef
 from stretto.weights.broadcast import Inbox, Outbox

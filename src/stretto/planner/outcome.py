@@ -9,9 +9,9 @@ from itertools import accumulate
 from statistics import fmean
 
 from stretto.planner import memory
-from stretto.planner.memory import Parts
 from stretto.planner.candidates import Candidate, memory_by_phase
 from stretto.planner.layouts import Setting, cluster_of, devices_of
+from stretto.planner.memory import Parts
 from stretto.runtime.sim.simulate import SimResult, simulate
 
 ROUNDS, WARM = 6, 2

@@ -10,8 +10,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from stretto.errors import StateError
-from stretto.planner.hardware import Assumptions, Gpu, Hardware, Links
 from stretto.planner.calibration import nonnegative
+from stretto.planner.hardware import Gpu, Hardware, Links
+from stretto.runtime.sim.costs import Efficiency
 
 Kind = Literal[
     "product", "copy", "prefill", "decode", "training", "update", "broadcast", "swap", "reduce"
@@ -87,7 +88,7 @@ def fitted(points: Sequence[Point], place: Place) -> Hardware:
     link = _rate(of["broadcast"], [p.size for p in of["broadcast"]])
     host = _rate(of["swap"], [p.size for p in of["swap"]])
     gpu = Gpu(place.name, flops, memory, place.memory_bytes, link, host)
-    assumed = Assumptions(
+    assumed = Efficiency(
         memory=read / memory,
         prefill=prefill / flops,
         training=training / flops,

@@ -13,9 +13,9 @@ from stretto.errors import StateError
 from stretto.observe import RunDirectory
 from stretto.observe.idle import Intervals, is_generator, seconds, union
 from stretto.observe.spans import Span
-from stretto.protocols import DRIVER
 from stretto.planner.calibration import role_of
 from stretto.planner.replay import Recording
+from stretto.protocols import DRIVER
 from stretto.runtime.sim.simulate import simulate
 
 WARM_STEPS = 3

@@ -24,8 +24,8 @@ from multiprocessing import active_children, get_context, parent_process
 from stretto.errors import ConfigError
 from stretto.planner.bounds import Bounds
 from stretto.planner.candidates import BASELINE, Candidate, Space, candidates, fits
-from stretto.planner.outcome import ROUNDS, WARM, Outcome, outcome_of
 from stretto.planner.layouts import Setting
+from stretto.planner.outcome import ROUNDS, WARM, Outcome, outcome_of
 from stretto.saying import Say, silent, working
 
 Kind = tuple[str, str, bool]

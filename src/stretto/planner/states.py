@@ -15,7 +15,6 @@ from typing import Literal
 from stretto.config import Config, ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.machine import usable_gpus
-from stretto.models.info import ModelInfo, model_info
 
 Role = Literal["actor", "critic", "reference", "reward", "model"]
 """Models of a run; ``model`` is the only one in supervised training."""
@@ -208,5 +207,3 @@ def format_plan(plan: MemoryPlan) -> str:
         "copy, where that is computed with.",
     ]
     return "\n".join(lines)
-
-

@@ -15,11 +15,11 @@ from stretto.config import Config
 from stretto.errors import ModelError
 from stretto.models.architectures import known
 from stretto.models.attention import use_short_attention
-from stretto.models.load import architecture, pick_device, pick_dtype
 from stretto.models.info import described
+from stretto.models.load import architecture, pick_device, pick_dtype
 from stretto.models.resolve import is_known
-from stretto.planner.memory import activation_bytes, logits_bytes
 from stretto.models.shapes import Shape
+from stretto.planner.memory import activation_bytes, logits_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

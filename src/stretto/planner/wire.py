@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from stretto.models.shapes import Shape
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import HALF, SINGLE
-from stretto.models.shapes import Shape
 
 FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
 """All-reduces of a tensor-parallel layer: forward, with a backward, and computed twice."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from stretto.models.shapes import Shape
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import HALF, cache_bytes
-from stretto.models.shapes import Shape
 
 OPTIMIZER = 32
 """Bytes moved per parameter by AdamW in mixed precision.

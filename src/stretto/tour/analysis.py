@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from stretto.config import Config, recipes
-from stretto.saying import format_size
 from stretto.observe import RunDirectory
 from stretto.observe.progress import STEP_TIME
 from stretto.observe.run_directory import RolloutRecord
+from stretto.saying import format_size
 from stretto.tour.costs import FORWARD, TRAINING, Stage, against_supervised, stages
 from stretto.tour.flows import Flow, flows, trained_models
 from stretto.tour.page import heading, onward, paragraph, table

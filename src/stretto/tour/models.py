@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto.config import ModelConfig
+from stretto.models.info import measure
 from stretto.planner.states import TRAINED_ROLES, MemoryPlan, memory_plan
 from stretto.saying import format_size
-from stretto.models.info import measure
 from stretto.tour.page import heading, onward, paragraph, table
 
 SCALES = (
