@@ -148,7 +148,9 @@ class _Maker:
             ),
             once.times(steps),
         )
-        parts = memory.generation(self.models, self.layout, load, self.hardware)
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)[
+            "generation"
+        ]
         return Phase("generation", parts, prefill_bytes + steps * step_bytes, work)
 
     def scoring(self) -> Phase:
@@ -161,7 +163,7 @@ class _Maker:
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
             work.append(self._to_host(memory.frozen_bytes(models, layout)))
-        parts = memory.scoring(models, layout, self.workload, self.hardware)
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)["scoring"]
         return Phase("scoring", parts, sum(size for _, size in pieces), tuple(work))
 
     def training(self) -> Phase:
@@ -171,7 +173,7 @@ class _Maker:
         work = [*(piece for piece, _ in pieces), self._updated(*models.trained)]
         if layout.offload:
             work.append(self._to_host(memory.kept_bytes(models, layout.learner)))
-        parts = memory.training(models, layout)
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)["training"]
         return Phase("training", parts, sum(size for _, size in pieces), tuple(work))
 
     def handover(self) -> tuple[Phase, tuple[Work, ...]]:
@@ -191,7 +193,9 @@ class _Maker:
                 Work(exposed_s=size / self._broadcast_bytes_per_s(to))
                 for size, to in zip(sizes, (layout.generator, layout.scorer), strict=False)
             ]
-        parts = memory.handover(models, layout, self.workload, self.hardware)
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)[
+            "hand-over"
+        ]
         return Phase("hand-over", parts, size, tuple(works)), tuple(works)
 
     def _scored(self, shape: Shape, mesh: Mesh, pass_tokens: int) -> tuple[Work, float]:

@@ -10,7 +10,7 @@ from stretto.checks import check_run, functions, hub, memory
 from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError, TaskError
 from stretto.machine import free_memory
-from stretto.planner.states import plan_for
+from stretto.planner.fitting import plan_for
 
 ROWS = '{"prompt": "a", "answer": "b"}\n' * 3
 

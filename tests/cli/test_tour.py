@@ -17,7 +17,7 @@ from stretto.cli.main import main
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.run_directory import RolloutRecord
-from stretto.planner.states import memory_plan
+from stretto.planner.fitting import memory_plan
 from stretto.saying import format_size
 from stretto.tour import costs, flows, models, page, placements, rollout, training
 from stretto.types import Chunk, Prompt, Response

@@ -23,7 +23,7 @@ from stretto.config.base import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError
 from stretto.models.info import measure
 from stretto.observe.progress import headline
-from stretto.planner.states import format_plan, memory_plan, parse_parameters, plan_for
+from stretto.planner.fitting import format_plan, memory_plan, parse_parameters, plan_for
 
 
 def write(folder: Path, text: str) -> Path:

@@ -219,7 +219,7 @@ def test_two_buckets_a_side() -> None:
 
 
 def test_the_memory_plan_counts_states_alike() -> None:
-    from stretto.planner.states import memory_plan
+    from stretto.planner.fitting import memory_plan
 
     plan = memory_plan(int(SMALL.parameters)).mixed.roles
     assert plan[0].total_bytes == memory.state_bytes(SMALL, Mesh(1))

@@ -9,7 +9,7 @@ from stretto import files
 from stretto.config import Config, SupervisedConfig
 from stretto.errors import ModelError, StorageError
 from stretto.observe.run_directory import CHECKPOINTS, KEPT
-from stretto.planner.states import TRAINED_ROLES, plan_for, plan_for_one, width
+from stretto.planner.fitting import TRAINED_ROLES, plan_for, plan_for_one, width
 from stretto.saying import format_size
 
 

@@ -15,7 +15,7 @@ from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.files import is_local
 
 if TYPE_CHECKING:
-    from stretto.planner.states import MemoryPlan
+    from stretto.planner.fitting import MemoryPlan
 
 OPTION = Option(
     bool, False, "Resolve names, print derived sizes and the memory plan, and load nothing.", ""
@@ -30,7 +30,7 @@ def describe_run(config: Config) -> str:
     """
     from stretto.assembly.controls import most_in_flight
     from stretto.observe.progress import headline
-    from stretto.planner.states import format_plan, plan_for
+    from stretto.planner.fitting import format_plan, plan_for
 
     check_run(config, ask_hub=False)
     r, t = config.rollout, config.training
@@ -59,7 +59,7 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
     Raises:
         StrettoError: what :func:`~stretto.checks.check_supervised` finds.
     """
-    from stretto.planner.states import format_plan, plan_for_one
+    from stretto.planner.fitting import format_plan, plan_for_one
 
     check_supervised(config, ask_hub=False)
     rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
@@ -91,7 +91,7 @@ def _pipelines(config: Config) -> Iterator[str]:
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     """Describe which roles stand where, and what each process holds."""
     from stretto.planner import fitting
-    from stretto.planner.states import width
+    from stretto.planner.fitting import width
     from stretto.runtime.placement import places, remarks, table
 
     if config.runtime == "inline":

@@ -260,9 +260,6 @@ class _Layouts:
         tokens = int(setting.workload.batch * setting.workload.mean_tokens)
         ways.sort(key=lambda way: cost_of_learner(setting, way).seconds(tokens))
         for way in ways:
-            held = sum(memory.training(setting.models, way).values())
-            if not way.colocated:
-                held += memory.bucket_bytes(setting.models.actor, way.learner)
-            if held <= setting.hardware.usable_bytes:
+            if memory.learner_bytes(setting.models, way) <= setting.hardware.usable_bytes:
                 return way.micro_tokens, way.checkpointing
         return None

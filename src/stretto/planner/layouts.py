@@ -160,19 +160,13 @@ def memory_of(setting: Setting, layout: Layout, schedule: ScheduleConfig) -> dic
         schedule: in which order.
     """
     models, sizes, on = setting.models, setting.sizes(schedule), setting.hardware
-    scoring = dict(memory.scoring(models, layout, sizes, on))
+    found = memory.phases_of(models, layout, sizes, on)
     if schedule.knobs.streams:
         tensor, copies = layout.scorer.tensor, layout.scorer.data
         tokens = sizes.responses * setting.workload.mean_tokens / copies
-        scoring["responses that stream"] = tokens * sum(
-            memory.cache_bytes(shape, tensor) for shape in models.scoring
-        )
-    return {
-        "generation": memory.generation(models, layout, sizes, on),
-        "scoring": scoring,
-        "training": memory.training(models, layout),
-        "hand-over": memory.handover(models, layout, sizes, on),
-    }
+        streams = tokens * sum(memory.cache_bytes(shape, tensor) for shape in models.scoring)
+        found["scoring"] = {**found["scoring"], "responses that stream": streams}
+    return found
 
 
 def cost_of_generator(setting: Setting, layout: Layout) -> GeneratorCost:

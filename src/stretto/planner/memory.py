@@ -1,13 +1,19 @@
-"""Memory of one GPU, phase by phase, in bytes.
+"""Memory of a device, phase by phase, in bytes: the one model of it.
 
-Each phase is a mapping from what takes memory to its bytes; the phase takes their sum. Weights and
-activations are in bfloat16 where nothing else is said.
+:func:`device_memory` counts what the roles on a device hold. ``stretto plan`` and ``stretto memory
+--gpus`` ask it about layouts (:func:`phases_of`); a run's check and ``--dry-run`` ask about the
+processes of its settings (``fitting.py``). Weights and activations are in bfloat16 where nothing
+else is said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import Hardware
@@ -15,6 +21,9 @@ from stretto.planner.layout import Layout, Mesh, Models, Workload
 
 Parts = Mapping[str, float]
 """Bytes of a GPU in a phase, by what takes them."""
+PHASES = ("generation", "scoring", "training", "hand-over")
+CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"
+STATES = "learner's states"
 
 HALF, SINGLE = 2, 4
 """Bytes of a bfloat16 and of a float32."""
@@ -72,7 +81,7 @@ def layer_activation_bytes(shape: Shape, tokens: int, tensor: int) -> float:
     layer (no gate, inner = 4 h) that is (8 + 24/t) h: their (10 + 24/t) h less two dropout masks.
 
     Llama's norms compute in float32, and keep their input so, and what they make of it in bfloat16.
-    For a Llama layer this is what autograd keeps, measured on a CPU (``tests/planning``).
+    For a Llama layer this is what autograd keeps, measured on a CPU (``tests/planner``).
     """
     norm = SINGLE + HALF if shape.gated else HALF
     whole = 2 * (norm + HALF) * shape.hidden
@@ -104,65 +113,316 @@ def logits_bytes(shape: Shape, tokens: int, *, gradients: bool) -> float:
     return slices + (SINGLE * tokens * shape.hidden if gradients else 0)
 
 
+def row_bytes(shape: Shape, positions: int, tensor: int, width: int = HALF) -> float:
+    """Return bytes of a response that is decoded: keys and values, and a float32 row of logits."""
+    return positions * cache_bytes(shape, tensor) * width / HALF + SINGLE * shape.outputs
+
+
 def cache_bytes(shape: Shape, tensor: int) -> float:
     """Return bytes of a token's keys and values: 2 x layers x KV width / t x 2."""
     return 2 * shape.layers * shape.kv_width / tensor * HALF
 
 
-def bucket_bytes(shape: Shape, mesh: Mesh) -> float:
+def bucket_bytes(shape: Shape, mesh: Mesh, *, width: int = HALF, bucket: int = BUCKET) -> float:
     """Return bytes of one side's two buckets at a hand-over of a learner's shards.
 
-    No tensor is cut but by the shards: a larger one has a bucket of its own.
-    """
-    return 2 * max(BUCKET, HALF * shape.largest_tensor / mesh.data)
-
-
-def frozen_bytes(models: Models, layout: Layout) -> float:
-    """Return bytes of the frozen models on a scorer's GPU.
-
-    Unless all roles are colocated, they have a copy of the critic beside them, which computes
-    values.
-    """
-    shapes = models.frozen if layout.colocated else models.scoring
-    return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
-
-
-def resident(models: Models, layout: Layout, role: str) -> Parts:
-    """Return what a role, and those on the same GPUs, keep there whoever of them is at work.
+    No tensor is cut but by the shards: a larger one has a bucket of its own. A small model has
+    buckets as large as itself (``weights/buckets.py``).
 
     Args:
-        role: learner, generators or scorers.
+        width: bytes of a weight on its way.
+        bucket: bytes of a bucket (``cluster.bucket_mb``).
     """
-    here = layout.shared if role in layout.shared else (role,)
-    if layout.offload:
-        return {}
-    parts = {}
-    if "learner" in here:
-        parts["learner's states"] = _states(models, layout)
-        if not layout.colocated:
-            parts["snapshots"] = _snapshots(models, layout)
-    if "scorers" in here:
-        parts["frozen"] = frozen_bytes(models, layout)
-    return parts
+    whole = width * shape.parameters / mesh.data
+    return 2 * min(max(bucket, width * shape.largest_tensor / mesh.data), whole)
 
 
-def _total(parts: Parts) -> float:
-    return sum(parts.values())
+# -- what a device holds ---------------------------------------------------------------------------
 
 
-def _states(models: Models, layout: Layout) -> float:
-    return sum(state_bytes(shape, layout.learner) for shape in models.trained)
+@dataclass(frozen=True, slots=True)
+class Trains:
+    """A learner's part on a device.
+
+    Attributes:
+        models: that are trained.
+        mesh: shards, slices and stages of each.
+        tokens: of a micro-batch.
+        sent: of the models, those handed over at one time.
+        checkpointing: layers are computed again in the backward pass.
+        width: bytes of a weight in the type that is computed in.
+        adapters: parameters of each model's LoRA adapters; ``None`` where all weights are trained.
+        bucket: bytes of a bucket.
+        versions: published versions of the weights that are kept.
+        copies: weights to compute with are there all the time, beside float32 masters.
+        values: the learner's critic computes values while others score.
+        moments: phases in which Adam's moments, and masters that are not the weights, are here;
+            else they rest on the host. Empty: always.
+        offload: all states are on the host but in their phases.
+    """
+
+    models: tuple[Shape, ...]
+    mesh: Mesh
+    tokens: int
+    sent: tuple[Shape, ...] = ()
+    checkpointing: bool = False
+    width: int = HALF
+    adapters: int | None = None
+    bucket: int = BUCKET
+    versions: int = 0
+    copies: bool = False
+    values: bool = False
+    moments: tuple[str, ...] = ()
+    offload: bool = False
 
 
-def _snapshots(models: Models, layout: Layout) -> float:
-    mesh = layout.learner
-    stages = [shape.stage(mesh.stages) for shape in models.trained]
-    held = sum(weight_bytes(shape, mesh.tensor) / mesh.data for shape in stages)
-    return layout.versions * held
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """The part of a generator, or of a model that scores, on a device.
+
+    Attributes:
+        what: its weights, as tables call them.
+        shape: of the model.
+        tensor: devices that it is split over.
+        tokens: of a pass without gradients.
+        learner: whose weights it takes over; ``None`` for a frozen model.
+        rows: responses that are decoded together; ``None`` for a model that scores.
+        positions: of each, prompt included.
+        logits: a model that scores gives log-probs.
+        width, adapters, bucket: see :class:`Trains`; ``adapters`` of a frozen model are none.
+        rests: weights are here in their phase alone: of a model that scores, as they are kept on
+            the host, and of a generator, as they are made for each step.
+    """
+
+    what: str
+    shape: Shape
+    tensor: int
+    tokens: int
+    learner: Mesh | None = None
+    rows: int | None = None
+    positions: int = 0
+    logits: bool = False
+    width: int = HALF
+    adapters: int | None = None
+    bucket: int = BUCKET
+    rests: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of a device, in bytes by what takes them.
+
+    Attributes:
+        held: what is there all the time.
+        work: what comes on top in each phase.
+    """
+
+    held: Counter[str] = field(default_factory=Counter)
+    work: dict[str, Counter[str]] = field(
+        default_factory=lambda: {phase: Counter() for phase in PHASES}
+    )
+
+    def during(self, *phases: str) -> Counter[str]:
+        """Return what takes memory while these phases go on side by side."""
+        return sum((self.work[phase] for phase in phases), self.held)
+
+    def add(self, other: DeviceMemory) -> None:
+        """Add what other processes on the same device hold."""
+        self.held.update(other.held)
+        for phase, parts in other.work.items():
+            self.work[phase].update(parts)
+
+
+def device_memory(parts: Iterable[Trains | Follows]) -> DeviceMemory:
+    """Return the memory of a device: of all roles that take turns on it.
+
+    Of the passes that score, whichever takes the most of each kind counts; of those that train, the
+    one that takes the most in all.
+    """
+    found, scored = DeviceMemory(), Counter[str]()
+    for part in parts:
+        if isinstance(part, Trains):
+            scored |= _train(found, part)
+        elif part.rows is None:
+            scored |= _score(found, part)
+        else:
+            _generate(found, part)
+    found.work["scoring"].update(scored)
+    return found
+
+
+def _train(into: DeviceMemory, part: Trains) -> Counter[str]:
+    """Add a learner's part; return what a pass that scores takes."""
+    mesh, width, held = part.mesh, part.width, into.held
+    copied = part.copies and width < SINGLE and part.adapters is None
+    for shape in part.models:
+        weights = shape.stage(mesh.stages).held(mesh.tensor)
+        states, travelling = state_bytes(shape, mesh), width * weights
+        if part.adapters is not None:  # few, and their own masters: counted as if shared out
+            states, travelling = STATE * part.adapters / mesh.data, SINGLE * part.adapters
+            held[FROZEN] += round(width * weights / mesh.data)
+        if copied:
+            held["learner's weights"] += round(width * weights)
+        resting = round(states * (2 + copied) / 4) if part.moments else 0
+        (into.work["training"] if part.offload else held)[STATES] += round(states) - resting
+        for phase in part.moments:
+            into.work[phase]["learner's moments"] += resting
+        if part.versions:
+            held[PUBLISHED] += round(part.versions * travelling / mesh.data)
+    _hand_over(into, part.sent, mesh, part)
+    passes = [_pass(shape, part, gathers=not part.copies) for shape in part.models]
+    into.work["training"].update(max(passes, key=Counter.total))
+    if part.offload and part.sent:
+        into.work["hand-over"]["actor's masters"] += round(_masters(part.models[0], mesh))
+    if not part.values:
+        return Counter()
+    critic = part.models[-1]
+    if part.offload:
+        into.work["scoring"]["critic's masters"] += round(_masters(critic, mesh))
+    into.work["scoring"]["gathered"] += round(gathered_bytes(critic, mesh, gradients=False))
+    return Counter(activations=round(layer_activation_bytes(critic, part.tokens, mesh.tensor)))
+
+
+def _pass(shape: Shape, part: Trains, *, gathers: bool) -> Counter[str]:
+    """Count what a forward and a backward pass of a trained model take."""
+    mesh, tokens = part.mesh, part.tokens
+    # A pipeline's first stage holds as many micro-batches as there are stages.
+    kept = activation_bytes(shape, tokens, mesh.tensor, checkpointing=part.checkpointing)
+    taken = Counter(
+        activations=round(kept * part.width / HALF),
+        logits=round(logits_bytes(shape, tokens, gradients=True)),
+    )
+    if gathers:
+        stage, gradients = shape.stage(mesh.stages), part.adapters is None
+        taken["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
+    return taken
+
+
+def _generate(into: DeviceMemory, part: Follows) -> None:
+    assert part.rows is not None
+    working = into.work["generation"]
+    cache = part.rows * row_bytes(part.shape, part.positions, part.tensor, part.width)
+    for kept in (working, into.work["hand-over"]) if part.rests else (into.held,):
+        kept[part.what] += _weights(part)
+    (working if part.rests else into.held)[CACHE] += round(cache)
+    kept = layer_activation_bytes(part.shape, part.tokens, part.tensor)
+    working["activations"] += round(kept * part.width / HALF)
+    if part.learner:
+        _hand_over(into, (part.shape,), part.learner, part)
+
+
+def _score(into: DeviceMemory, part: Follows) -> Counter[str]:
+    """Add the part of a model that scores; return what its pass takes."""
+    (into.work["scoring"] if part.rests else into.held)[part.what] += _weights(part)
+    if part.learner:
+        _hand_over(into, (part.shape,), part.learner, part)
+    kept = layer_activation_bytes(part.shape, part.tokens, part.tensor)
+    taken = Counter(activations=round(kept * part.width / HALF))
+    if part.logits:
+        taken["logits"] = round(logits_bytes(part.shape, part.tokens, gradients=False))
+    return taken
+
+
+def _weights(part: Follows) -> int:
+    size = part.width * part.shape.held(part.tensor)
+    return round(size) + (SINGLE * part.adapters if part.adapters and part.learner else 0)
+
+
+def _hand_over(
+    into: DeviceMemory, shapes: Iterable[Shape], mesh: Mesh, part: Trains | Follows
+) -> None:
+    for shape in shapes:
+        size = bucket_bytes(shape, mesh, width=part.width, bucket=part.bucket)
+        if part.adapters is not None:
+            size = 2 * min(part.bucket, SINGLE * part.adapters)
+        into.work["hand-over"]["buckets"] += round(size)
 
 
 def _masters(shape: Shape, learner: Mesh) -> float:
     return SINGLE * shape.stage(learner.stages).held(learner.tensor) / learner.data
+
+
+# -- layouts ---------------------------------------------------------------------------------------
+
+
+def phases_of(
+    models: Models, layout: Layout, workload: Workload, hardware: Hardware
+) -> dict[str, Parts]:
+    """Return the memory of the GPU that has the most of a layout's in each phase.
+
+    Set apart, the learner trains while weights are handed over, and generators keep the responses
+    that they have begun, so that there is room for new weights beside them, too.
+    """
+    rows, _ = rows_in_flight(models, layout, workload, hardware)
+    on = _devices(models, layout, rows, workload.length)
+    learner, generator, scorer = on["learner"], on["generators"], on["scorers"]
+    if layout.colocated:
+        return {phase: learner.during(phase) for phase in PHASES}
+    decoding = ("generation", "hand-over")
+    beside = decoding if layout.sharing == "generators" else ()
+    trained = learner.during("training", "hand-over")
+    handing_over = (trained, generator.during(*decoding), scorer.during("hand-over"))
+    return {
+        "generation": generator.during(*decoding),
+        "scoring": scorer.during("scoring", *beside),
+        "training": learner.during("training"),
+        "hand-over": max(handing_over, key=Counter.total),
+    }
+
+
+def learner_bytes(models: Models, layout: Layout) -> float:
+    """Return the bytes of a learner's GPU in training; apart, it hands weights over meanwhile."""
+    phases = ("training",) if layout.colocated else ("training", "hand-over")
+    return _devices(models, layout, 0, 0)["learner"].during(*phases).total()
+
+
+def _devices(models: Models, layout: Layout, rows: int, length: int) -> dict[str, DeviceMemory]:
+    """Return the memory of a device of each role; roles that share have the same."""
+    colocated, learner = layout.colocated, layout.learner
+    score = partial(
+        Follows,
+        "frozen",
+        tensor=layout.scorer.tensor,
+        tokens=layout.prefill_tokens,
+        rests=layout.offload,
+    )
+    roles: dict[str, list[Trains | Follows]] = {
+        "learner": [
+            Trains(
+                models.trained,
+                learner,
+                layout.micro_tokens,
+                (models.actor,),
+                checkpointing=layout.checkpointing,
+                versions=0 if colocated else layout.versions,
+                values=colocated and models.critic is not None,
+                offload=layout.offload,
+            )
+        ],
+        "generators": [
+            Follows(
+                "weights",
+                models.actor,
+                layout.generator.tensor,
+                layout.prefill_tokens,
+                learner,
+                rows,
+                length,
+                rests=colocated,  # freed after the last response
+            )
+        ],
+        "scorers": [score(shape) for shape in (models.reward,) if shape],
+    }
+    if models.reference:
+        roles["scorers"].append(score(models.reference, logits=True))
+    if models.critic and not colocated:
+        follows = learner if layout.sharing == "none" else None
+        roles["scorers"].append(score(models.critic, learner=follows))
+    together = device_memory(chain.from_iterable(roles[role] for role in layout.shared))
+    return {
+        role: together if role in layout.shared else device_memory(parts)
+        for role, parts in roles.items()
+    }
 
 
 def rows_in_flight(
@@ -174,126 +434,27 @@ def rows_in_flight(
     possible, and one response at a time where none fits.
     """
     share = math.ceil(workload.responses / layout.generator.data)
-    free = cache_room_bytes(models, layout, hardware)
-    fit = max(1, int(free // _row_bytes(models.actor, layout, workload)))
+    each = row_bytes(models.actor, workload.length, layout.generator.tensor)
+    fit = max(1, int(cache_room_bytes(models, layout, hardware) // each))
     goes = math.ceil(share / fit)
     return math.ceil(share / goes), goes
 
 
 def cache_room_bytes(models: Models, layout: Layout, hardware: Hardware) -> float:
     """Return what a generator's GPU has left for keys and values; negative if nothing."""
-    others = {**_generator(models, layout), **resident(models, layout, "generators")}
-    return hardware.usable_bytes - _total(others)
+    phases = ("generation",) if layout.colocated else ("generation", "hand-over")
+    others = _devices(models, layout, 0, 0)["generators"].during(*phases)
+    return hardware.usable_bytes - others.total()
 
 
-def _generator(models: Models, layout: Layout) -> dict[str, float]:
-    """What is there whatever the number of rows; of a prefill, as much as a layer would keep."""
-    actor, tensor = models.actor, layout.generator.tensor
-    parts = {
-        "weights": weight_bytes(actor, tensor),
-        "activations": layer_activation_bytes(actor, layout.prefill_tokens, tensor),
-    }
-    if not layout.colocated:  # else they are freed after the hand-over
-        parts["buckets"] = bucket_bytes(actor, layout.learner)
-    return parts
+def frozen_bytes(models: Models, layout: Layout) -> float:
+    """Return bytes of the frozen models on a scorer's GPU.
 
-
-def _row_bytes(actor: Shape, layout: Layout, workload: Workload) -> float:
-    return workload.length * cache_bytes(actor, layout.generator.tensor) + SINGLE * actor.outputs
-
-
-def generation(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
-    """Return the memory of a generator's GPU.
-
-    Prompts are prefilled ``prefill_tokens`` at a time. Set apart, responses stay while new weights
-    come, and so there is room for these, too.
+    Unless all roles are colocated, they have a copy of the critic beside them, which computes
+    values.
     """
-    rows, _ = rows_in_flight(models, layout, workload, hardware)
-    cache = {"keys and values": rows * _row_bytes(models.actor, layout, workload)}
-    return {
-        **resident(models, layout, "generators"),
-        **_generator(models, layout),
-        **cache,
-    }
-
-
-def scoring(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
-    """Return the memory of a scorer's GPU.
-
-    Colocated, values come from the learner's critic, whose layers are gathered; of an offloaded
-    critic the masters are brought back for that. Beside generators, these keep what they have.
-    """
-    tokens, tensor = layout.prefill_tokens, layout.scorer.tensor
-    critic = models.critic
-    passes = [(shape, tokens, tensor) for shape in models.frozen]
-    if critic and layout.colocated:
-        passes.append((critic, layout.micro_tokens, layout.learner.tensor))
-    elif critic:
-        passes.append((critic, tokens, tensor))
-    reads = models.reference
-    work = {
-        "activations": max((layer_activation_bytes(*each) for each in passes), default=0.0),
-        "logits": logits_bytes(reads, tokens, gradients=False) if reads else 0.0,
-    }
-    if critic and layout.colocated:
-        work["gathered"] = gathered_bytes(critic, layout.learner, gradients=False)
-        if layout.offload:
-            work["critic's masters"] = _masters(critic, layout.learner)
-    if layout.offload:
-        work["frozen"] = frozen_bytes(models, layout)
-    kept = resident(models, layout, "scorers")
-    if layout.sharing == "generators":
-        kept = generation(models, layout, workload, hardware)
-    return {**kept, **work, "activations": work["activations"] + kept.get("activations", 0.0)}
-
-
-def training(models: Models, layout: Layout) -> Parts:
-    """Return the memory of a learner's GPU: states of trained models, and one of them in a pass.
-
-    Unless all roles are colocated, it also keeps bfloat16 copies of them in shards: versions that
-    are being handed over, or may be, while it trains on.
-    """
-    tokens, mesh = layout.micro_tokens, layout.learner
-    passes = [
-        {
-            "gathered": gathered_bytes(shape.stage(mesh.stages), mesh, gradients=True),
-            # A pipeline's first stage holds as many micro-batches as there are stages.
-            "activations": activation_bytes(
-                shape, tokens, mesh.tensor, checkpointing=layout.checkpointing
-            ),
-            "logits": logits_bytes(shape, tokens, gradients=True),
-        }
-        for shape in models.trained
-    ]
-    largest = max(passes, key=_total)
-    states = {"learner's states": _states(models, layout)}  # also of one that was offloaded
-    return {**resident(models, layout, "learner"), **states, **largest}
-
-
-def handover(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Parts:
-    """Return the memory of the GPU that has the most while weights are handed over.
-
-    Colocated, the actor's masters and the generator's new weights are there at once. Set apart, the
-    learner trains meanwhile, and generators keep the responses that they have begun.
-    """
-    buckets = bucket_bytes(models.actor, layout.learner)
-    if layout.colocated:
-        weights = weight_bytes(models.actor, layout.generator.tensor)
-        masters = {}
-        if layout.offload:
-            masters = {"actor's masters": _masters(models.actor, layout.learner)}
-        return {
-            **resident(models, layout, "learner"),
-            **masters,
-            "weights": weights,
-            "buckets": 2 * buckets,
-        }
-    return max(
-        {**training(models, layout), "buckets": buckets},
-        generation(models, layout, workload, hardware),
-        {**resident(models, layout, "scorers"), "buckets": buckets},
-        key=_total,
-    )
+    shapes = models.frozen if layout.colocated else models.scoring
+    return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
 
 
 def host_bytes(models: Models, layout: Layout) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stretto.config import ModelConfig
 from stretto.models.info import measure
-from stretto.planner.states import TRAINED_ROLES, MemoryPlan, memory_plan
+from stretto.planner.fitting import TRAINED_ROLES, MemoryPlan, memory_plan
 from stretto.saying import format_size
 from stretto.tour.page import heading, onward, paragraph, table
 
