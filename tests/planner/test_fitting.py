@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from stretto.runtime.groups.placement import PROCESS_BYTES, places
 
 from stretto.config import Config
 from stretto.errors import ConfigError
@@ -15,8 +14,6 @@ from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.shapes import Shape
 from stretto.planner.fitting import (
-    CACHE,
-    FROZEN,
     Load,
     Shapes,
     check,
@@ -24,6 +21,8 @@ from stretto.planner.fitting import (
     planned,
     table,
 )
+from stretto.planner.memory import CACHE, FROZEN
+from stretto.runtime.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
     layers=2, hidden=8, inner=16, heads=2, kv_heads=2, vocabulary=32, outputs=32, tied=True

@@ -69,7 +69,7 @@ def test_known_figures_are_recovered() -> None:
     found = fitted(points(), PLACE)
     assert astuple(found.gpu)[1:] == pytest.approx(astuple(TRUE.gpu)[1:])
     assert found.links == TRUE.links
-    assert astuple(found.assumed) == pytest.approx(astuple(TRUE.assumed))
+    assert dict(found.assumed) == pytest.approx(dict(TRUE.assumed))
     assert [predicted_s(p, found) for p in points()] == pytest.approx([p.seconds for p in points()])
 
 

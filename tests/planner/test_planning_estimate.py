@@ -22,7 +22,9 @@ CRITIC = P - 40 + 4
 USED, CRITIC_USED = P - 40, CRITIC - 40
 """Parameters that tokens are multiplied with."""
 MODELS = Models.of_one_size(SMALL)
-ALL = Efficiency(1, 1, 1, 1, 1, 1, step_s=0.5, reduce_s=0)
+ALL = Efficiency(
+    memory=1, prefill=1, training=1, link=1, usable=1, optimizer=1, step_s=0.5, reduce_s=0
+)
 """Everything reaches its peak; a decode step takes half a second beside."""
 FAST = 1e30
 FOUR = Mesh(4)
@@ -93,7 +95,7 @@ def test_tensor_parallel_generators_reduce_twice_a_layer() -> None:
     # Four rows a copy: 12 tokens of prompts, and two steps of four; 8 bytes a token.
     assert found.wire_bytes == 2 * 2 * 8 * (12 + 8)
     assert found.by_limit["links"] == pytest.approx(found.wire_bytes / 10)
-    slow = replace(peak, assumed=replace(ALL, reduce_s=1))
+    slow = replace(peak, assumed=ALL.model_copy(update={"reduce_s": 1}))
     found = estimate(MODELS, place, LOAD, slow).generation
     passes = 3 + 2  # prompts five tokens at a time, and two steps
     assert found.by_limit["overhead"] == pytest.approx(passes * 2 * 2 + 2 * 0.5)
@@ -101,7 +103,7 @@ def test_tensor_parallel_generators_reduce_twice_a_layer() -> None:
 
 def test_what_does_not_fit_at_once_is_decoded_in_goes() -> None:
     place = layout(True, *[Mesh(1)] * 3)
-    parts = memory.generation(MODELS, place, LOAD, hardware())
+    parts = memory.phases_of(MODELS, place, LOAD, hardware())["generation"]
     assert parts["keys and values"] == 8 * (5 * 32 + 4 * 10)
     others = sum(parts.values()) - parts["keys and values"]
     tight = hardware(memory_bytes=others + 3.5 * 200)
@@ -231,7 +233,7 @@ def test_roles_apart_hold_what_they_need() -> None:
 
 def test_of_two_models_the_larger_pass_counts() -> None:
     """They are trained one after the other."""
-    parts = memory.training(MODELS, layout(True))
+    parts = memory.phases_of(MODELS, layout(True), LOAD, hardware())["training"]
     assert parts["logits"] == memory.logits_bytes(SMALL, 5, gradients=True)
     assert parts["activations"] == 2 * memory.layer_activation_bytes(SMALL, 5, 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
@@ -99,11 +100,9 @@ def test_shards_of_tensor_parallel_learners_have_fewer_members_a_node() -> None:
     assert Mesh(2, 8).data_bytes_per_s(links) == 50
 
 
-def test_what_is_assumed_is_what_the_simulator_assumes() -> None:
-    assumed, simulated = Efficiency(), Efficiency()
-    assert Efficiency.of(assumed) == simulated
-    assert simulated.on("h100").assumed == assumed
-    assert Links.of(GPUS["h100"]) == Links(450e9, 50e9, 64e9, 8)
+def test_published_hardware_has_the_default_efficiency() -> None:
+    assert Hardware.of("h100").assumed == Efficiency()
+    assert Hardware.of("h100").links == Links.of(GPUS["h100"]) == Links(450e9, 50e9, 64e9, 8)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -213,7 +212,8 @@ def test_keys_and_values_of_a_token() -> None:
 
 
 def test_two_buckets_a_side() -> None:
-    assert memory.bucket_bytes(SMALL, Mesh(4)) == 2 * 64 * 2**20
+    assert memory.bucket_bytes(LLAMAS["7B"], Mesh(4)) == 2 * 64 * 2**20
+    assert memory.bucket_bytes(SMALL, Mesh(4)) == 2 * 2 * 388 / 4  # all of a shard
     shape = replace(SMALL, vocabulary=50 * 2**20)  # a matrix of 400 MiB
     assert memory.bucket_bytes(shape, Mesh(4, 2)) == 2 * 100 * 2**20
 
@@ -297,7 +297,7 @@ def test_layouts_that_cannot_be() -> None:
         Layout(Mesh(4), Mesh(4), Mesh(4), "all", micro_tokens=0)
     with pytest.raises(ConfigError, match="0 responses of 512 and 512 tokens"):
         Workload(responses=0)
-    with pytest.raises(ConfigError, match="shares are above 0"):
+    with pytest.raises(ValidationError, match="less than or equal to 1"):
         Efficiency(link=1.2)
 
 

@@ -24,7 +24,6 @@ from stretto.planner import layout as planning
 from stretto.planner import wire
 from stretto.planner.calibration import calibrate, fit_costs
 from stretto.planner.formulas import (
-    Efficiency,
     Passes,
     generator_cost,
     prefill_cost,
@@ -34,6 +33,7 @@ from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, Models
 from stretto.runtime.sim.costs import (
     DecodeCost,
+    Efficiency,
     GeneratorCost,
     PrefillCost,
     SampleCost,
