@@ -52,7 +52,8 @@ def test_each_role_takes_what_it_holds() -> None:
     assert generator.held == {
         "processes": PROCESS_BYTES,
         "generator's weights": 4 * actor,
-        CACHE: 3 * 16 * (2 * 2 * 8) * 4,  # slots, positions, keys and values of two layers
+        # slots; positions, keys and values of two layers; a row of logits
+        CACHE: 3 * (16 * (2 * 2 * 8) * 4 + 4 * 32),
     }
     assert reference.held["reference's weights"] == 4 * actor
     assert scorer.held["critic's weights"] == 4 * critic
@@ -145,7 +146,8 @@ def test_processes_of_one_machine_share_its_memory_and_phases_add_up_where_they_
     (apart,) = found().values()
     (beside,) = found(schedule={"preset": "async"}).values()
     assert apart.held["processes"] == 4 * PROCESS_BYTES
-    assert apart.phase("generation") == apart.held
+    assert apart.phase("generation") == apart.held + apart.work["generation"]
+    assert set(apart.work["generation"]) == {"activations"}
     assert beside.phase("generation").total() > beside.phase("generation")["processes"]
     assert beside.phase("generation") == beside.phase("training")
 

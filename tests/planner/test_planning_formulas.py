@@ -12,7 +12,7 @@ from stretto.errors import ConfigError
 from stretto.models.shapes import LLAMAS, Shape, shape_of
 from stretto.planner import memory, wire
 from stretto.planner import work as compute
-from stretto.planner.hardware import GPUS, Links
+from stretto.planner.hardware import GPUS, Hardware, Links
 from stretto.planner.layout import Layout, Mesh, Models, Workload
 from stretto.runtime.sim.costs import Efficiency
 

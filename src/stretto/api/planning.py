@@ -148,7 +148,7 @@ def setting_of(config: Config, question: Question) -> tuple[Setting, list[str]]:
         on = Hardware(gpu, Links.of(gpu))
         assumed.append(
             f"{gpu.name}s as published, of which software reaches the shares in "
-            "planning/hardware.py; eight to a node, a 400 Gbit/s adapter each"
+            "planner/hardware.py; eight to a node, a 400 Gbit/s adapter each"
         )
     workload = Workload(
         batch=config.rollout.batch,

@@ -1,1 +1,1 @@
-"""Memory, traffic and time of the four PPO models on many GPUs, on paper."""
+"""Prediction: memory, traffic and time of a run, from formulas, measurements and simulation."""
