@@ -15,7 +15,6 @@ from stretto.models.shapes import Shape
 from stretto.pipelines.solve import solve
 from stretto.planner import memory, wire
 from stretto.planner.formulas import (
-    Efficiency,
     Passes,
     exchange_s,
     generator_cost,
@@ -25,7 +24,7 @@ from stretto.planner.formulas import (
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Mesh
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
+from stretto.runtime.sim.costs import Efficiency, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Lengths, Lognormal, Uniform
 from stretto.types import ScoreKind
 
@@ -225,7 +224,10 @@ class Run:
     def scorer(self, shape: Shape) -> PrefillCost:
         """Return the cost of a frozen model on a node, divided in the quickest way that fits."""
         length = self.workload.mean_tokens
-        on = replace(self.on, assumed=replace(self.on.assumed, prefill=self.assumed.scoring))
+        on = replace(
+            self.on,
+            assumed=self.on.assumed.model_copy(update={"prefill": self.assumed.scoring}),
+        )
         room = on.usable_bytes - self.trained_bytes
         if self.assumed.system == "zero":
             cost = prefill_cost(shape, Mesh(NODE), on, length=length)

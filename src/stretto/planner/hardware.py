@@ -191,7 +191,7 @@ def _table(
     """
     if not isinstance(given, dict):
         raise ConfigError(f"'{table}' in '{file}' is a table: write [{table}] on a line of its own")
-    keys = Efficiency.model_fields if kind is Efficiency else [f.name for f in fields(kind)]
+    keys = Efficiency.model_fields if kind is Efficiency else [f.name for f in fields(kind)]  # type: ignore[arg-type]
     for key in given:
         if key not in keys:
             raise ConfigError(f"unknown key '{key}' of [{table}] in '{file}'. {nearest(key, keys)}")

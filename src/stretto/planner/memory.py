@@ -271,7 +271,7 @@ def _train(into: DeviceMemory, part: Trains) -> Counter[str]:
             held[PUBLISHED] += round(part.versions * travelling / mesh.data)
     _hand_over(into, part.sent, mesh, part)
     passes = [_pass(shape, part, gathers=not part.copies) for shape in part.models]
-    into.work["training"].update(max(passes, key=Counter.total))
+    into.work["training"].update(max(passes, key=lambda taken: taken.total()))
     if part.offload and part.sent:
         into.work["hand-over"]["actor's masters"] += round(_masters(part.models[0], mesh))
     if not part.values:
@@ -302,8 +302,8 @@ def _generate(into: DeviceMemory, part: Follows) -> None:
     assert part.rows is not None
     working = into.work["generation"]
     cache = part.rows * row_bytes(part.shape, part.positions, part.tensor, part.width)
-    for kept in (working, into.work["hand-over"]) if part.rests else (into.held,):
-        kept[part.what] += _weights(part)
+    for held in (working, into.work["hand-over"]) if part.rests else (into.held,):
+        held[part.what] += _weights(part)
     (working if part.rests else into.held)[CACHE] += round(cache)
     kept = layer_activation_bytes(part.shape, part.tokens, part.tensor)
     working["activations"] += round(kept * part.width / HALF)
@@ -366,7 +366,7 @@ def phases_of(
         "generation": generator.during(*decoding),
         "scoring": scorer.during("scoring", *beside),
         "training": learner.during("training"),
-        "hand-over": max(handing_over, key=Counter.total),
+        "hand-over": max(handing_over, key=lambda held: held.total()),
     }
 
 

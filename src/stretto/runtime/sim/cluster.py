@@ -35,7 +35,7 @@ from stretto.schedules.migration import MigrationLimits
 from stretto.types import ScoreKind
 
 Devices = tuple[NonNegativeInt, ...]
-C = TypeVar("C", bound=Section)
+C = TypeVar("C")
 
 _QUANTILES = 200
 """Quantiles of a distribution of which a mean is made."""
