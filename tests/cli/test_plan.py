@@ -8,7 +8,6 @@ from dataclasses import astuple
 from pathlib import Path
 
 import pytest
-from stretto.runtime.groups.placement import PROCESS_BYTES, places
 
 from run_helpers import SMALL_SIZES
 from stretto.api import calibrating
@@ -29,6 +28,7 @@ from stretto.models.shapes import shape_of
 from stretto.planner.candidates import Space, candidates, memory_by_phase
 from stretto.planner.fitting import Shapes, loads
 from stretto.planner.hardware import GPUS, read_hardware
+from stretto.runtime.placement import PROCESS_BYTES, places
 
 PPO = recipes.build(
     {

@@ -271,7 +271,7 @@ def _train(into: DeviceMemory, part: Trains) -> Counter[str]:
             held[PUBLISHED] += round(part.versions * travelling / mesh.data)
     _hand_over(into, part.sent, mesh, part)
     passes = [_pass(shape, part, gathers=not part.copies) for shape in part.models]
-    into.work["training"].update(max(passes, key=lambda taken: taken.total()))
+    into.work["training"].update(max(passes, key=lambda taken: sum(taken.values())))
     if part.offload and part.sent:
         into.work["hand-over"]["actor's masters"] += round(_masters(part.models[0], mesh))
     if not part.values:
@@ -366,7 +366,7 @@ def phases_of(
         "generation": generator.during(*decoding),
         "scoring": scorer.during("scoring", *beside),
         "training": learner.during("training"),
-        "hand-over": max(handing_over, key=lambda held: held.total()),
+        "hand-over": max(handing_over, key=lambda held: sum(held.values())),
     }
 
 
