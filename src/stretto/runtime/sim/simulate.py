@@ -12,7 +12,7 @@ from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, known
-from stretto.runtime.sim.costs import DriverCost, PrefillCost, SampleCost
+from stretto.runtime.sim.costs import DriverCost
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
 from stretto.runtime.sim.faults import Faults, faulty
 from stretto.runtime.sim.generator import SimGenerator
@@ -216,7 +216,7 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
         )
     replicas = []
     for i, s in enumerate(cluster.scorers):
-        cost: PrefillCost | SampleCost = known(s.cost)
+        cost = s.cost or known(None)
         scorer = SimScorer(
             worker(s.name, s),
             cost,
