@@ -10,8 +10,10 @@ from typing import Any
 
 from _papers import EAGER_S_A_LAYER, PADDED, scheduled, step_s
 from stretto.config import ScheduleConfig
-from stretto.planning.layout import Layout, Mesh
-from stretto.planning.shapes import Models, shape_of
+from stretto.models.shapes import shape_of
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models
+from stretto.planner.layouts import Setting, cluster_of
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -19,9 +21,7 @@ from stretto.runtime.sim.cluster import (
     ScorerRole,
     Workload,
 )
-from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, SampleCost, TrainCost
-from stretto.runtime.sim.hardware import Efficiency
-from stretto.runtime.sim.layouts import Setting, cluster_of
+from stretto.runtime.sim.costs import DecodeCost, Efficiency, GeneratorCost, SampleCost, TrainCost
 from stretto.runtime.sim.lengths import Lognormal, Uniform
 from stretto.runtime.sim.simulate import SimResult
 
@@ -183,13 +183,17 @@ def cluster(task: Task, assumed: Assumed, steps: int) -> Cluster:
             prompt_tokens=task.prompt_tokens,
             response_tokens=task.response_tokens,
         ),
-        Efficiency(step_s=EAGER_S_A_LAYER * actor.layers if assumed.eager else 0.002).on(task.gpu),
+        Hardware.of(
+            task.gpu, Efficiency(step_s=EAGER_S_A_LAYER * actor.layers if assumed.eager else 0.002)
+        ),
         epochs=assumed.updates,
         updates=assumed.updates,
         functions={"rule": SampleCost(sample_s=RULE_S)} if task.rule else {},
         paged=True,
     )
-    slower = Efficiency(training=assumed.training, prefill=1.25 * assumed.training).on(task.gpu)
+    slower = Hardware.of(
+        task.gpu, Efficiency(training=assumed.training, prefill=1.25 * assumed.training)
+    )
     others = Mesh(task.gpus - 1)
     place = Layout(others, Mesh(1), others, "learner")
     found = cluster_of(replace(setting, hardware=slower), place, ScheduleConfig())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from stretto.config import ScheduleConfig
+from stretto.planner.formulas import priced
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.simulate import SimResult, simulate
 
@@ -39,7 +40,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def scheduled(cluster: Cluster, **settings: object) -> SimResult:
     """Simulate a cluster under another schedule."""
     schedule = ScheduleConfig.model_validate(settings)
-    return simulate(cluster.model_copy(update={"schedule": schedule}))
+    return simulate(priced(cluster).model_copy(update={"schedule": schedule}))
 
 
 def step_s(result: SimResult, skipped: int = 0) -> float:

@@ -11,21 +11,20 @@ from typing import Any, Literal
 
 from _papers import EAGER_S_A_LAYER, scheduled
 from _table3 import ROWS, Row
+from stretto.models.shapes import Shape
 from stretto.pipelines.solve import solve
-from stretto.planning import memory, wire
-from stretto.planning.hardware import Hardware
-from stretto.planning.layout import Mesh
-from stretto.planning.shapes import Shape
-from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
-from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
-from stretto.runtime.sim.hardware import (
-    Efficiency,
+from stretto.planner import memory, wire
+from stretto.planner.formulas import (
     Passes,
     exchange_s,
     generator_cost,
     prefill_cost,
     train_cost,
 )
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Mesh
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
+from stretto.runtime.sim.costs import Efficiency, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.lengths import Lengths, Lognormal, Uniform
 from stretto.types import ScoreKind
 
@@ -131,7 +130,7 @@ class Run:
         """The GPUs."""
         a = self.assumed
         step_s = a.layer_s * SHAPES[self.actor].layers if a.system == "zero" else a.step_s
-        return Efficiency(training=a.training, step_s=step_s).on("h100")
+        return Hardware.of("h100", Efficiency(training=a.training, step_s=step_s))
 
     @property
     def workload(self) -> Workload:
@@ -225,7 +224,10 @@ class Run:
     def scorer(self, shape: Shape) -> PrefillCost:
         """Return the cost of a frozen model on a node, divided in the quickest way that fits."""
         length = self.workload.mean_tokens
-        on = replace(self.on, assumed=replace(self.on.assumed, prefill=self.assumed.scoring))
+        on = replace(
+            self.on,
+            assumed=self.on.assumed.model_copy(update={"prefill": self.assumed.scoring}),
+        )
         room = on.usable_bytes - self.trained_bytes
         if self.assumed.system == "zero":
             cost = prefill_cost(shape, Mesh(NODE), on, length=length)

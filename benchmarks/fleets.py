@@ -3,7 +3,7 @@
     python benchmarks/fleets.py
     python benchmarks/fleets.py --weeks 1000
 
-Four models of 70B, on the layout with the shortest step by the formulas of ``stretto.planning``;
+Four models of 70B, on the layout with the shortest step by the formulas of ``stretto.planner``;
 failures at published rates; once as Stretto runs, where only the learner's failures end the run,
 and once as a trainer runs that every failure ends. Each number is a mean over the same weeks.
 """
@@ -17,11 +17,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from _shared import parse
-from scaling import apart, preference, table
-from stretto.planning import memory
-from stretto.planning.estimate import Estimate, estimate
-from stretto.planning.fleet import (
+from _estimate import Estimate, estimate
+from _fleet import (
     HOUR_S,
     PUBLISHED,
     Fleet,
@@ -29,10 +26,13 @@ from stretto.planning.fleet import (
     first_order_goodput,
     young_interval_s,
 )
-from stretto.planning.goodput import CAUSES, Summary, summarize
-from stretto.planning.hardware import GPUS, Hardware, Links
-from stretto.planning.layout import Workload
-from stretto.planning.shapes import LLAMAS, Models
+from _goodput import CAUSES, Summary, summarize
+from _shared import parse
+from scaling import apart, preference, table
+from stretto.models.shapes import LLAMAS
+from stretto.planner import memory
+from stretto.planner.hardware import GPUS, Hardware, Links
+from stretto.planner.layout import Models, Workload
 
 GPU_COUNT = 1024
 WORKLOAD = Workload(responses=2048, prompt_tokens=512, response_tokens=1024)

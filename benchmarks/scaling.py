@@ -3,7 +3,7 @@
     python benchmarks/scaling.py                       # H100s
     python benchmarks/scaling.py --gpu a100-80gb
 
-For each number of GPUs the layout with the shortest step, by the formulas of ``stretto.planning``,
+For each number of GPUs the layout with the shortest step, by the formulas of ``stretto.planner``,
 among those listed here that fit; once with all roles on all GPUs, and once with roles apart.
 """
 
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from _estimate import Estimate, estimate
 from _shared import parse
-from stretto.planning import wire
-from stretto.planning.estimate import Estimate, estimate
-from stretto.planning.hardware import GPUS, Hardware, Links
-from stretto.planning.layout import Layout, Mesh, Workload
-from stretto.planning.shapes import LLAMAS, Models, Shape
+from stretto.models.shapes import LLAMAS, Shape
+from stretto.planner import wire
+from stretto.planner.hardware import GPUS, Hardware, Links
+from stretto.planner.layout import Layout, Mesh, Models, Workload
 
 COUNTS = (8, 16, 32, 64, 128)
 TENSOR = (1, 2, 4, 8)

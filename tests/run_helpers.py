@@ -18,7 +18,7 @@ from stretto import runs
 from stretto.config import Config, recipes
 from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
-from stretto.runtime.measuring.passes import Sizes
+from stretto.planner.measuring import Sizes
 from stretto.runtime.run import Run
 from stretto.workers.executor import ThreadExecutor
 from stretto.workers.forkserver import NAME

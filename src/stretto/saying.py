@@ -61,3 +61,23 @@ def silent(_: str) -> None:
 
 def unseen(_: int) -> None:
     """Take no note of what is done: nobody shows it."""
+
+
+def format_count(number: int) -> str:
+    """Return a number of parameters for people, to four digits."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.4g}{unit}"
+    return str(number)
+
+
+def format_size(size_bytes: int) -> str:
+    """Return a number of bytes for people, to four digits."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size_bytes >= size:
+            return (
+                f"{size_bytes / size:,.4g} {unit}"
+                if size_bytes < 1000 * size
+                else (f"{size_bytes / size:,.0f} {unit}")
+            )
+    return f"{size_bytes} B"

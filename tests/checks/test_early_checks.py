@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from stretto.checks import check_run, functions, hub, memory
+from stretto.checks import check_run, functions, hub
 from stretto.config import Config, changes, recipes
 from stretto.config.sections import reward_source
 from stretto.errors import ConfigError, TaskError
 from stretto.machine import free_memory
-from stretto.models.memory import plan_for
+from stretto.planner.fitting import plan_for, require
 
 ROWS = '{"prompt": "a", "answer": "b"}\n' * 3
 
@@ -79,9 +79,9 @@ def test_reward_functions_are_read_without_running_them(
 def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_less() -> None:
     config = tiny()
     needed = plan_for(config).mixed.total_bytes
-    memory.require(config, needed, "here")
+    require(config, needed, "here")
     with pytest.raises(ConfigError) as caught:
-        memory.require(config, needed - 1, "here")
+        require(config, needed - 1, "here")
     # Actor and critic 16 bytes a parameter, the reference 4; without a critic, and with adapters.
     for said in ("'tiny' takes 4.147 MB", "actor 1.843 MB", "and here has 4.147 MB free", "rloo"):
         assert said in str(caught.value)
@@ -92,7 +92,7 @@ def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_le
 
 def refusal(config: Config) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
-        memory.require(config, 0, "here")
+        require(config, 0, "here")
     return caught.value
 
 

@@ -24,12 +24,11 @@ from stretto.api.planning import (
 from stretto.cli.main import main as stretto
 from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
-from stretto.planning import hardware_file
-from stretto.planning.hardware import GPUS
-from stretto.planning.shapes import shape_of
-from stretto.runtime.groups.fitting import Shapes, loads
+from stretto.models.shapes import shape_of
+from stretto.planner.candidates import Space, candidates, memory_by_phase
+from stretto.planner.fitting import Shapes, loads
+from stretto.planner.hardware import GPUS, read_hardware
 from stretto.runtime.placement import PROCESS_BYTES, places
-from stretto.runtime.plans.candidates import Space, candidates, memory_by_phase
 
 PPO = recipes.build(
     {
@@ -275,9 +274,9 @@ def test_a_calibration_is_what_plans_take(
     monkeypatch.chdir(tmp_path)
     told: list[str] = []
     found = calibrate("tiny", "here.toml", sizes=SMALL_SIZES, command="a test", say=told.append)
-    assert hardware_file.read("here.toml") == found
-    for figures in (found.gpu, found.links, found.assumed):
-        numbers = [value for value in astuple(figures) if not isinstance(value, str)]
+    assert read_hardware("here.toml") == found
+    for figures in (astuple(found.gpu), astuple(found.links), tuple(dict(found.assumed).values())):
+        numbers = [value for value in figures if not isinstance(value, str)]
         assert all(math.isfinite(value) and value >= 0 for value in numbers)
     assert min(astuple(found.gpu)[1:]) > 0
     measured = tomllib.loads(Path("here.toml").read_text())["measured"]

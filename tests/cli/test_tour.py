@@ -14,10 +14,11 @@ from torch import nn
 from stretto.api import load_recipe, simulated
 from stretto.api.runs import Job
 from stretto.cli.main import main
-from stretto.models.memory import format_size, memory_plan
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.run_directory import RolloutRecord
+from stretto.planner.fitting import memory_plan
+from stretto.saying import format_size
 from stretto.tour import analysis, models, page, rollout, training
 from stretto.types import Chunk, Prompt, Response
 

@@ -25,7 +25,7 @@ from stretto.config import Config
 from stretto.models.tiny import make_tiny
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
-from stretto.planning import hardware_file
+from stretto.planner.hardware import read_hardware
 from stretto.rollout.vllm.llm import installed
 from stretto.runtime.sim.cluster import Cluster
 
@@ -167,7 +167,7 @@ def test_tables_of_toml_are_settings(page: Path, tmp_path: Path) -> None:
             assert Cluster.model_validate(roles | table).restarts == table["restarts"]
         elif page.stem == "planning":
             (tmp_path / "here.toml").write_text(block)
-            assert hardware_file.read(tmp_path / "here.toml").gpu.name == table["gpu"]["name"]
+            assert read_hardware(tmp_path / "here.toml").gpu.name == table["gpu"]["name"]
         else:
             assert Config.model_validate(table) != Config(), f"block {number}"
 

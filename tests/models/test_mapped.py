@@ -20,9 +20,9 @@ from stretto.assembly.models import load_actor
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.models.mapped import copied, final, final_dtype, held_bytes, stored_dtype, take
-from stretto.models.memory import format_size
 from stretto.models.tiny import byte_tokenizer
 from stretto.models.weights import fingerprint
+from stretto.saying import format_size
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 

@@ -22,7 +22,7 @@ from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError
 from stretto.models import resolve as resolving
 from stretto.models.backend import pick_device, pick_dtype
-from stretto.models.info import ModelInfo, built, known
+from stretto.models.info import ModelInfo, built, described, known, measure
 from stretto.models.load import (
     architecture,
     end_token_ids,
@@ -32,7 +32,6 @@ from stretto.models.load import (
     save_model,
 )
 from stretto.models.lora import add_lora
-from stretto.models.memory import described, measure
 from stretto.models.rates import cpu_has_bfloat16
 from stretto.models.resolve import cache_dir, resolve
 from stretto.models.tiny import make_tiny

@@ -13,19 +13,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from _estimate import estimate
 from helpers import ticket, told
 from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
+from stretto.models.shapes import shape_of
 from stretto.observe.spans import Span, Spans
-from stretto.planning import layout as planning
-from stretto.planning import wire
-from stretto.planning.estimate import estimate
-from stretto.planning.layout import Layout, Mesh
-from stretto.planning.shapes import Models, shape_of
-from stretto.runtime.sim.calibration import calibrate, fit_costs
+from stretto.planner import layout as planning
+from stretto.planner import wire
+from stretto.planner.calibration import calibrate, fit_costs
+from stretto.planner.formulas import (
+    Passes,
+    generator_cost,
+    prefill_cost,
+    train_cost,
+)
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models
 from stretto.runtime.sim.costs import (
     DecodeCost,
+    Efficiency,
     GeneratorCost,
     PrefillCost,
     SampleCost,
@@ -36,13 +44,6 @@ from stretto.runtime.sim.decoding import Replica, SimRow, decode
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
 from stretto.runtime.sim.generator import SimGenerator
-from stretto.runtime.sim.hardware import (
-    Efficiency,
-    Passes,
-    generator_cost,
-    prefill_cost,
-    train_cost,
-)
 from stretto.runtime.sim.lengths import (
     Bimodal,
     Distribution,
@@ -170,7 +171,7 @@ QWEN = shape_of("qwen2.5-7b")
 
 
 def test_roofline_costs_are_what_the_data_sheets_say() -> None:
-    on = PERFECT.on("h200")
+    on = Hardware.of("h200", PERFECT)
     cost = generator_cost(QWEN, 1, on)
     # All but the embedding is read, and multiplied with.
     used = 7.615e9 - 152_064 * 3584
@@ -187,11 +188,11 @@ def test_roofline_costs_are_what_the_data_sheets_say() -> None:
     longer = generator_cost(QWEN, 1, on, length=1000).prefill.token_s - cost.prefill.token_s
     assert longer == pytest.approx(2 * 28 * 3584 * 1000 / 989e12)
     with pytest.raises(ConfigError, match=r"1 x 80 GB have no room .*131 GB of weights; raise"):
-        generator_cost(shape_of("llama-65b"), 1, PERFECT.on("h100"))
+        generator_cost(shape_of("llama-65b"), 1, Hardware.of("h100", PERFECT))
 
 
 def test_tensor_parallel_copies_share_weights_and_reduce() -> None:
-    on = PERFECT.on("h200")
+    on = Hardware.of("h200", PERFECT)
     layers = 28 * QWEN.layer_parameters
     head = 152_064 * 3584 + 3584
     sent = 28 * 2 * 2 * 3584 * 2 * 3 / 4 / 450e9  # of a token, two all-reduces a layer
@@ -216,7 +217,7 @@ def test_a_decode_step_of_a_large_model_by_hand(rows: int, longer_s: float) -> N
     6.2415 us a row; at 494.5 TFLOP/s a row takes 39.196 us to compute. Beside that: 2 ms, 160
     all-reduces of 20 us, and 4,587,520 bytes a row over 315 GB/s.
     """
-    on = Efficiency().on("h200")
+    on = Hardware.of("h200")
     cost = generator_cost(shape_of("llama-3.1-70b"), 8, on).decode
     beside_s = 0.002 + 160 * 20e-6 + rows * 4_587_520 / 315e9
     assert cost.seconds(rows, 512 * rows, 1) == pytest.approx(beside_s + longer_s, rel=1e-4)
@@ -233,7 +234,7 @@ def test_a_decode_step_of_a_large_model_by_hand(rows: int, longer_s: float) -> N
 )
 def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: int) -> None:
     """The simulator's generator, and the estimate of a step that the planner prints."""
-    shape, on, one = shape_of(name), Efficiency().on("h200"), Mesh(1, tensor)
+    shape, on, one = shape_of(name), Hardware.of("h200"), Mesh(1, tensor)
     layout = Layout(one, one, one, "none")
     load = planning.Workload(rows, prompt_tokens=256, response_tokens=512)
     _, decoding = estimate(Models.of_one_size(shape), layout, load, on).generation.work
@@ -243,7 +244,7 @@ def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: i
 
 
 def test_training_takes_its_operations_or_its_links() -> None:
-    on, tokens = PERFECT.on("h200"), 7 * 8192
+    on, tokens = Hardware.of("h200", PERFECT), 7 * 8192
     used = QWEN.multiplied(1)
     cost = train_cost([QWEN], Mesh(7), on, Passes(tokens, epochs=4, updates=4))
     assert cost.token_s == pytest.approx(4 * 6 * used / 989e12 / 7)
@@ -257,7 +258,7 @@ def test_training_takes_its_operations_or_its_links() -> None:
 
 
 def test_shards_that_keep_their_weights_exchange_once_an_update() -> None:
-    on, mesh = PERFECT.on("h200"), Mesh(4, 2, 2)
+    on, mesh = Hardware.of("h200", PERFECT), Mesh(4, 2, 2)
     passes = Passes(1000, updates=3, micro_tokens=10, zero=1)
     kept = train_cost([QWEN], mesh, on, passes)
     alone = train_cost([QWEN], Mesh(1, 2, 2), on, replace(passes, zero=3))  # nobody to gather from
@@ -271,7 +272,7 @@ def test_shards_that_keep_their_weights_exchange_once_an_update() -> None:
 
 
 def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
-    on, passes = PERFECT.on("h200"), Passes(64 * 1000, micro_tokens=1000)
+    on, passes = Hardware.of("h200", PERFECT), Passes(64 * 1000, micro_tokens=1000)
     alone = train_cost([QWEN], Mesh(1), on, passes)
     stages = train_cost([QWEN], Mesh(1, 1, 4), on, passes)
     stage = QWEN.stage(4)
@@ -289,7 +290,7 @@ def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown model 'qwen2\.5-7'.*'qwen2\.5-7b'"):
         shape_of("qwen2.5-7")
     with pytest.raises(ConfigError, match="unknown GPU 'h20'"):
-        Efficiency().on("h20")
+        Hardware.of("h20")
 
 
 # -- lengths ----------------------------------------------------------------------------------

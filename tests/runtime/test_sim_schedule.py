@@ -18,6 +18,8 @@ from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfi
 from stretto.errors import ConfigError, RewardError, RoleLostError, StalledError
 from stretto.machine import Machine
 from stretto.observe.spans import Span, Spans
+from stretto.planner.formulas import priced
+from stretto.planner.replay import Recording
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -27,6 +29,7 @@ from stretto.runtime.sim.cluster import (
 )
 from stretto.runtime.sim.costs import (
     DecodeCost,
+    Efficiency,
     GeneratorCost,
     PrefillCost,
     SampleCost,
@@ -34,10 +37,8 @@ from stretto.runtime.sim.costs import (
     TransferCost,
 )
 from stretto.runtime.sim.faults import Faults, InjectedError
-from stretto.runtime.sim.hardware import Efficiency
 from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.runtime.sim.replay import Recording
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
 from stretto.schedules.feedback import DecodeSample
 from stretto.types import FinishReason
@@ -265,7 +266,9 @@ def test_a_description_is_read_from_toml(tmp_path: Path) -> None:
     assert cluster.generators[0].replicas == 2
     assert cluster.device_count == 5
     assert cluster.workload.response_tokens == Lognormal(median=100, p99=900)
-    assert simulate(cluster).ledger["trained"] == 32
+    with pytest.raises(ConfigError, match="costs follow from a model"):
+        simulate(cluster)
+    assert simulate(priced(cluster)).ledger["trained"] == 32
     file.write_text(file.read_text().replace("tensor_parallel = 2", "tensor_parallel = 3"))
     with pytest.raises(ConfigError, match="tensor_parallel must divide"):
         Cluster.read(file)
@@ -343,7 +346,7 @@ def test_short_responses_come_first_and_the_long_ones_later(delta: int, first: f
 def test_the_knobs_help_where_the_paper_says() -> None:
     """OPPO's placement and batch, on public figures: every knob helps, and both help most."""
     workload = Workload(steps=10, response_tokens=Lognormal(median=300, p95=1500))
-    cluster = oppo_cluster("qwen2.5-7b", "h200", workload, Efficiency())
+    cluster = priced(oppo_cluster("qwen2.5-7b", "h200", workload, Efficiency()))
     knobs: dict[str, dict[str, Any]] = {
         "neither": {},
         "intra": {"score_on": "chunk"},

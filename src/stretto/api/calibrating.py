@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.api.settings import Settings, config_of
 from stretto.machine import Machine, usable_cores
-from stretto.planning import hardware_file
-from stretto.planning.hardware import Hardware
+from stretto.planner.hardware import Hardware, write_hardware
 from stretto.saying import LOADING, Say, working
 
 if TYPE_CHECKING:
-    from stretto.runtime.measuring.model import Subject
-    from stretto.runtime.measuring.passes import Sizes
-    from stretto.runtime.measuring.points import Place, Point
+    from stretto.planner.measuring import Sizes
+    from stretto.planner.points import Place, Point
+    from stretto.planner.subject import Subject
 
 NOT_MEASURED = "Not measured: links.between_bytes_per_s (between machines), assumed.usable"
 NOTE = f"""Figures of a machine, for 'stretto plan --hardware FILE'; they may be edited.
@@ -40,7 +39,7 @@ def calibrate(
 
     Args:
         settings: see :mod:`stretto.api`.
-        file: that is written, see :mod:`stretto.planning.hardware_file`.
+        file: that is written, see :mod:`stretto.planner.hardware`.
         sizes: how much is measured; ``None`` for what suits the device.
         command: by which it was asked for, to be written beside the figures.
         say: told what was measured, a line at a time.
@@ -58,9 +57,9 @@ def calibrate(
 
         from stretto.assembly.models import prepare_torch
         from stretto.models.backend import pick_device
-        from stretto.runtime.measuring.model import subject_of
-        from stretto.runtime.measuring.passes import Sizes
-        from stretto.runtime.measuring.points import fitted
+        from stretto.planner.measuring import Sizes
+        from stretto.planner.points import fitted
+        from stretto.planner.subject import subject_of
 
     config, began_s = config_of(settings), time.perf_counter()
     threads = torch.get_num_threads()
@@ -82,7 +81,7 @@ def calibrate(
     for line in _summary(hardware, points):
         say(line)
     took_s = time.perf_counter() - began_s
-    hardware_file.write(file, hardware, _measured(subject, points, hardware, command, took_s), NOTE)
+    write_hardware(file, hardware, _measured(subject, points, hardware, command, took_s), NOTE)
     say(NOT_MEASURED)
     return hardware
 
@@ -90,7 +89,8 @@ def calibrate(
 def _points(subject: Subject, sizes: Sizes) -> Iterator[Point]:
     import torch
 
-    from stretto.runtime.measuring import moves, passes
+    from stretto.planner import measuring as passes
+    from stretto.planner import moves
 
     device, dtype = subject.device, subject.dtype
     yield from moves.peaks(device, dtype, sizes)
@@ -107,7 +107,7 @@ def _place(subject: Subject) -> Place:
     import psutil
     import torch
 
-    from stretto.runtime.measuring.points import Place
+    from stretto.planner.points import Place
 
     if subject.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(subject.device)
@@ -120,7 +120,7 @@ def _place(subject: Subject) -> Place:
 
 
 def _head(subject: Subject, place: Place) -> Iterator[str]:
-    from stretto.planning.memory import HALF
+    from stretto.planner.memory import HALF
 
     dtype = str(subject.dtype).removeprefix("torch.")
     yield (
@@ -140,7 +140,7 @@ def _head(subject: Subject, place: Place) -> Iterator[str]:
 
 
 def _summary(hardware: Hardware, points: Sequence[Point]) -> Iterator[str]:
-    from stretto.runtime.measuring.points import predicted_s
+    from stretto.planner.points import predicted_s
 
     gpu, a = hardware.gpu, hardware.assumed
     yield (
@@ -174,7 +174,7 @@ def _measured(
     subject: Subject, points: Sequence[Point], hardware: Hardware, command: str, took_s: float
 ) -> dict[str, Any]:
     """What the figures come from, as plain data."""
-    from stretto.runtime.measuring.points import predicted_s
+    from stretto.planner.points import predicted_s
 
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

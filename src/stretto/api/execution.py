@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from stretto.api.settings import R, check_resumable, settled
 from stretto.checks import check_run, check_supervised, disk
-from stretto.checks.memory import check_gpu
 from stretto.config import Config, RewardModelConfig, SftConfig, SupervisedConfig, recipes
 from stretto.config.training import token_budget
 from stretto.errors import OutOfMemoryError, StateError, first_line, is_out_of_memory
 from stretto.machine import Machine, usable_gpus
 from stretto.observe import Progress, RunDirectory, make_progress
+from stretto.planner import fitting
 from stretto.saying import CHECKING, LOADING
 from stretto.signals import ending_in_order
 
@@ -162,7 +162,7 @@ def execute(
             actor = given.actor if given else None
             final, decided = (config, []) if actor is not None else _settled(config, run_dir)
             if isinstance(final, Config) and actor is None:
-                check_gpu(final)
+                decided += _checked_devices(final, given)
             run_dir.save_machine(Machine.here())
             text = opening(final, run_dir, actor, resuming=run.resuming)
         display.start(text)
@@ -178,6 +178,14 @@ def execute(
 
     with _memory_explained(config):
         return _to_the_end(work, run_dir, display, keep=run.resuming)
+
+
+def _checked_devices(config: Config, given: Overrides | None) -> list[str]:
+    """Refuse what does not fit; return remarks. Models that the caller brings are not looked at."""
+    brought = given and (given.critic or given.reference or given.reward_models)
+    if brought and config.runtime != "inline":
+        return []
+    return fitting.check_devices(config)
 
 
 @contextmanager

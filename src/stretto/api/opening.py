@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from stretto.checks import disk
 from stretto.config import Config, SupervisedConfig
-from stretto.models.info import model_info
-from stretto.models.memory import format_count, measure
+from stretto.models.info import measure, model_info
 from stretto.observe import RunDirectory
 from stretto.observe.progress import headline
+from stretto.saying import format_count
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,15 +15,16 @@ from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
 from stretto.config import Config, ModelConfig, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError, StrettoError
-from stretto.planning.hardware import Hardware, Links, gpu_of
-from stretto.planning.shapes import SHAPES, Models, Shape, shape_of
+from stretto.models.shapes import SHAPES, Shape, shape_of
+from stretto.planner.hardware import Hardware, Links, gpu_of
+from stretto.planner.layout import Models
 from stretto.saying import Say, silent, working
 from stretto.types import short_name
 
 if TYPE_CHECKING:
-    from stretto.runtime.plans.candidates import Candidate
-    from stretto.runtime.plans.search import Found
-    from stretto.runtime.sim.layouts import Setting
+    from stretto.planner.candidates import Candidate
+    from stretto.planner.layouts import Setting
+    from stretto.planner.search import Found
 
 PLANNED = (
     "sync",
@@ -110,8 +111,8 @@ def plan(settings: Settings, question: Question, *, say: Say = silent) -> Plan:
     if question.hardware is None:
         gpu_of(question.gpu)
     with working(say, "loading the simulator"):
-        from stretto.runtime.plans.candidates import Space
-        from stretto.runtime.plans.search import search
+        from stretto.planner.candidates import Space
+        from stretto.planner.search import search
 
     config = config_of(settings)
     setting, assumed = setting_of(config, question)
@@ -133,9 +134,9 @@ def setting_of(config: Config, question: Question) -> tuple[Setting, list[str]]:
     Raises:
         ConfigError: a model, a GPU or a length is unknown.
     """
+    from stretto.planner.layouts import Setting
     from stretto.runtime.sim.cluster import Workload
     from stretto.runtime.sim.costs import SampleCost
-    from stretto.runtime.sim.layouts import Setting
 
     assumed: list[str] = []
     if config.model.lora_rank:
@@ -147,7 +148,7 @@ def setting_of(config: Config, question: Question) -> tuple[Setting, list[str]]:
         on = Hardware(gpu, Links.of(gpu))
         assumed.append(
             f"{gpu.name}s as published, of which software reaches the shares in "
-            "planning/hardware.py; eight to a node, a 400 Gbit/s adapter each"
+            "planner/hardware.py; eight to a node, a 400 Gbit/s adapter each"
         )
     workload = Workload(
         batch=config.rollout.batch,
@@ -185,8 +186,8 @@ def settings_of(config: Config, candidate: Candidate, setting: Setting) -> dict[
         ConfigError: it cannot run this one; the message says why.
     """
     from stretto.config.cluster import generator_names
+    from stretto.planner.layouts import slots_of
     from stretto.runtime.placement import model_scorers
-    from stretto.runtime.sim.layouts import slots_of
 
     if candidate.on_paper:
         raise ConfigError(f"the plan is one on paper: {candidate.on_paper}")
@@ -301,7 +302,7 @@ def _shape(model: ModelConfig, name: str) -> Shape:
     except ConfigError as unknown:
         if name:
             raise
-        from stretto.models.memory import described
+        from stretto.models.info import described
 
         try:
             return described(model.name).shape
@@ -317,7 +318,7 @@ def _lengths(config: Config, question: Question, assumed: list[str]) -> Mapping[
     from stretto.runtime.sim.lengths import Lognormal, Uniform
 
     if question.like:
-        from stretto.runtime.sim.replay import Recording
+        from stretto.planner.replay import Recording
 
         recorded = Recording.read(question.like).cluster().workload
         return {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.runtime.sim.prediction import Prediction
+    from stretto.planner.prediction import Prediction
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Predicted:
 
 def predicted(folders: Sequence[str | Path]) -> list[Predicted]:
     """Predict each run from its own records; one that recorded too little is told, not refused."""
-    from stretto.runtime.sim.prediction import predict
+    from stretto.planner.prediction import predict
 
     found = []
     for folder in folders:

@@ -179,9 +179,10 @@ def simulate(cluster: Cluster, *, seed: int = 0) -> SimResult:
     Args:
         cluster: see :class:`stretto.runtime.sim.cluster.Cluster`.
     """
+    from stretto.planner.formulas import priced
     from stretto.runtime.sim.simulate import simulate as run
 
-    return run(cluster, seed=seed)
+    return run(priced(cluster), seed=seed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,10 @@ def described(file: str) -> Simulation:
     Raises:
         ConfigError: the description cannot be read, or is wrong.
     """
+    from stretto.planner.formulas import priced
     from stretto.runtime.sim.cluster import Cluster
 
-    cluster = Cluster.read(file)
+    cluster = priced(Cluster.read(file))
 
     def of(job: Job) -> Cluster:
         changed = {"schedule": schedule_of(cluster.schedule, job.variant)}
@@ -102,7 +103,7 @@ def recorded(folder: str, placement: str = "") -> Simulation:
         ConfigError: it is no run's folder, or the placement is impossible.
         StateError: the run has recorded too little.
     """
-    from stretto.runtime.sim.replay import Recording
+    from stretto.planner.replay import Recording
 
     run = Recording.read(folder)
     config = run.config

@@ -22,10 +22,9 @@ from stretto.models.forward import freeze_unread, unwrapped
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm, load_sequence_classifier, load_tokenizer
 from stretto.models.lora import add_lora, merge_lora, trained_names
-from stretto.models.memory import format_size
 from stretto.models.resolve import resolve
 from stretto.models.weights import require_finite, require_trainable
-from stretto.saying import Say, working
+from stretto.saying import Say, format_size, working
 from stretto.scoring.models import RewardModelScorer, same_tokenizer
 from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource

@@ -8,8 +8,9 @@ from pathlib import Path
 from stretto import files
 from stretto.config import Config, SupervisedConfig
 from stretto.errors import ModelError, StorageError
-from stretto.models.memory import TRAINED_ROLES, format_size, plan_for, plan_for_one, width
 from stretto.observe.run_directory import CHECKPOINTS, KEPT
+from stretto.planner.fitting import TRAINED_ROLES, plan_for, plan_for_one, width
+from stretto.saying import format_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from stretto import files, tasks
-from stretto.checks import functions, hub, memory
+from stretto.checks import functions, hub
 from stretto.config import (
     Config,
     ModelConfig,
@@ -23,6 +23,7 @@ from stretto.machine import usable_cores, usable_gpus
 from stretto.models.info import TOKENIZERS, ModelInfo, model_info, undivided
 from stretto.models.resolve import cache_dir, cached, is_known
 from stretto.observe.trackers import port_taken
+from stretto.planner import fitting
 from stretto.tasks import Task
 from stretto.tasks.conversations import read_demonstrations
 from stretto.tasks.files import is_local
@@ -70,7 +71,7 @@ def check_run(
         if critic and config.algorithm.definition.critic:
             check_model(critic, config.model, ask_hub=ask_hub)
         if ask_hub:
-            memory.check(config)
+            fitting.check_here(config)
     return task
 
 

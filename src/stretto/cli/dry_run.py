@@ -14,7 +14,7 @@ from stretto.machine import usable_cores, usable_gpus
 from stretto.tasks.files import is_local
 
 if TYPE_CHECKING:
-    from stretto.models.memory import MemoryPlan
+    from stretto.planner.fitting import MemoryPlan
 
 
 def describe_run(config: Config) -> str:
@@ -23,8 +23,8 @@ def describe_run(config: Config) -> str:
     Raises:
         StrettoError: what :func:`~stretto.checks.check_run` finds.
     """
-    from stretto.models.memory import format_plan, plan_for
     from stretto.observe.progress import headline
+    from stretto.planner.fitting import format_plan, plan_for
 
     check_run(config, ask_hub=False)
     r, t = config.rollout, config.training
@@ -53,7 +53,7 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
     Raises:
         StrettoError: what :func:`~stretto.checks.check_supervised` finds.
     """
-    from stretto.models.memory import format_plan, plan_for_one
+    from stretto.planner.fitting import format_plan, plan_for_one
 
     check_supervised(config, ask_hub=False)
     rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
@@ -84,8 +84,8 @@ def _pipelines(config: Config) -> Iterator[str]:
 
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     """Describe which roles stand where, and what each process holds."""
-    from stretto.models.memory import width
-    from stretto.runtime.groups import fitting
+    from stretto.planner import fitting
+    from stretto.planner.fitting import width
     from stretto.runtime.placement import places, remarks, table
 
     if config.runtime == "inline":

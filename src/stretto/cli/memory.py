@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import product
 from math import ceil
@@ -12,19 +13,13 @@ import tyro
 
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
-from stretto.models.memory import (
-    described,
-    format_plan,
-    format_size,
-    measure,
-    memory_plan,
-    parse_parameters,
-)
-from stretto.planning.estimate import Estimate, estimate
-from stretto.planning.hardware import Hardware, Links, gpu_of
-from stretto.planning.layout import Layout, Mesh, Workload
-from stretto.planning.memory import rows_in_flight
-from stretto.planning.shapes import LLAMAS, Models, Shape
+from stretto.models.info import described, measure
+from stretto.models.shapes import LLAMAS, Shape
+from stretto.planner.fitting import format_plan, memory_plan
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.planner.memory import Parts, host_bytes, phases_of, rows_in_flight
+from stretto.saying import format_size
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -82,6 +77,9 @@ def _plan(
     print(format_plan(memory_plan(parameters, trained=trained)))
 
 
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
 @dataclass(frozen=True, slots=True)
 class _Wanted:
     """The options on GPUs."""
@@ -131,21 +129,21 @@ def _on_gpus(model: str, wanted: _Wanted) -> str:
     Raises:
         ConfigError: a phase takes more than there is.
     """
-    gpu = gpu_of(wanted.gpu)
-    hardware = Hardware(gpu, Links.of(gpu))
-    models = Models.of_one_size(_shape(model))
-    found = estimate(models, wanted.layout(), Workload(), hardware)
-    table = _format(found, models, hardware)
-    if found.bursts:
-        print(table)
-        most = max(found.bursts, key=lambda phase: phase.memory_bytes)
-        part = max(most.parts, key=lambda name: most.parts[name])
+    hardware, models = Hardware.of(wanted.gpu), Models.of_one_size(_shape(model))
+    layout = wanted.layout()
+    layout.check(models, hardware.links)
+    phases = phases_of(models, layout, Workload(), hardware)
+    text = _format(phases, layout, models, hardware)
+    name = max(phases, key=lambda name: sum(phases[name].values()))
+    parts = phases[name]
+    if sum(parts.values()) > hardware.usable_bytes:
+        print(text)
         raise ConfigError(
-            f"{most.name} takes {format_size(round(most.memory_bytes))} of each GPU, of which "
-            f"{format_size(round(found.usable_bytes))} can be filled; most of it: {part}. "
-            f"{_remedy(models, wanted, hardware)}"
+            f"{name} takes {format_size(round(sum(parts.values())))} of each GPU, of which "
+            f"{format_size(round(hardware.usable_bytes))} can be filled; most of it: "
+            f"{max(parts, key=lambda part: parts[part])}. {_remedy(models, wanted, hardware)}"
         )
-    return table
+    return text
 
 
 def _remedy(models: Models, wanted: _Wanted, hardware: Hardware) -> str:
@@ -167,9 +165,20 @@ def _remedy(models: Models, wanted: _Wanted, hardware: Hardware) -> str:
 
 def _fits(models: Models, wanted: _Wanted, hardware: Hardware) -> bool:
     try:
-        return not estimate(models, wanted.layout(), Workload(), hardware).bursts
+        layout = wanted.layout()
+        layout.check(models, hardware.links)
     except ConfigError:  # such as --tp that does not divide the heads
         return False
+    phases = phases_of(models, layout, Workload(), hardware).values()
+    return all(sum(parts.values()) <= hardware.usable_bytes for parts in phases)
+
+
+def parse_parameters(text: str) -> int | None:
+    """Read '7B', '135M', '1.5b' or '7_000_000_000' as a count; ``None`` if it is no number."""
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    return round(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _shape(model: str) -> Shape:
@@ -183,8 +192,8 @@ def _shape(model: str) -> Shape:
     return described(model).shape
 
 
-def _format(found: Estimate, models: Models, hardware: Hardware) -> str:
-    layout, load = found.layout, Workload()
+def _format(phases: Mapping[str, Parts], layout: Layout, models: Models, hardware: Hardware) -> str:
+    load, usable = Workload(), hardware.usable_bytes
     roles = (
         ("learner", layout.learner),
         ("generators", layout.generator),
@@ -192,18 +201,19 @@ def _format(found: Estimate, models: Models, hardware: Hardware) -> str:
     )
     where = "all on the same GPUs" if layout.colocated else "apart"
     lines = [
-        f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(found.usable_bytes))} "
-        f"of {format_size(round(hardware.gpu.memory_bytes))} can be filled",
+        f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(usable))} of "
+        f"{format_size(round(hardware.gpu.memory_bytes))} can be filled",
         f"  {', '.join(f'{name} {mesh.data}x{mesh.tensor}' for name, mesh in roles)}, {where}",
     ]
-    for phase in found.phases:
-        parts = sorted(phase.parts.items(), key=lambda item: -item[1])
-        held = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts)
-        lines.append(f"  {phase.name:<10} {phase.memory_bytes / 1e9:>7.1f} GB   {held}")
+    for name, parts in phases.items():
+        sizes = sorted(parts.items(), key=lambda item: -item[1])
+        held = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes)
+        lines.append(f"  {name:<10} {sum(parts.values()) / 1e9:>7.1f} GB   {held}")
     if layout.offload:
-        lines.append(f"  {'host':<10} {found.host_bytes / 1e9:>7.1f} GB   for each GPU")
+        on_host = host_bytes(models, layout)
+        lines.append(f"  {'host':<10} {on_host / 1e9:>7.1f} GB   for each GPU")
     rows, goes = rows_in_flight(models, layout, load, hardware)
-    if goes > 1 and found.generation not in found.bursts:
+    if goes > 1 and sum(phases["generation"].values()) <= usable:
         share = ceil(load.responses / layout.generator.data)
         lines.append(
             f"  A generator decodes {rows} of its {share} responses at a time, in {goes} goes: "

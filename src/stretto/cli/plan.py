@@ -14,17 +14,15 @@ from stretto.api.planning import Plan, Question
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
-from stretto.models.memory import format_size
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
-from stretto.planning import hardware_file
-from stretto.planning.hardware import GPUS
-from stretto.planning.layout import Mesh
-from stretto.saying import Saying
+from stretto.planner.hardware import GPUS, read_hardware
+from stretto.planner.layout import Mesh
+from stretto.saying import Saying, format_size
 
 if TYPE_CHECKING:
-    from stretto.runtime.plans.candidates import Candidate
-    from stretto.runtime.plans.outcome import Outcome
+    from stretto.planner.candidates import Candidate
+    from stretto.planner.outcome import Outcome
 
 MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""
@@ -120,7 +118,7 @@ def _question(own: dict[str, Any]) -> Question:
     return Question(
         gpus=own["gpus"],
         gpu=own["gpu"],
-        hardware=hardware_file.read(own["hardware"]) if own["hardware"] else None,
+        hardware=read_hardware(own["hardware"]) if own["hardware"] else None,
         model=own["model_shape"],
         reward_model=own["reward_shape"],
         prompt_tokens=own["prompt_tokens"],

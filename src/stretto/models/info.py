@@ -17,9 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from stretto.config import ModelConfig
 from stretto.errors import ConfigError, ModelError, nearest
 from stretto.models.resolve import cached, is_known, resolve
-from stretto.planning.shapes import Shape
+from stretto.models.shapes import Shape
 from stretto.saying import Say
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -443,3 +444,33 @@ _BY_NAME: Mapping[str, Mapping[str, Any]] = {
 def known(name: str) -> Mapping[str, Any] | None:
     """The config of a model by its name, or ``None`` where it is not among those known."""
     return _BY_NAME.get(name)
+
+
+def measure(config: ModelConfig) -> tuple[int, int | None]:
+    """Count a model's parameters without loading it: in all, and of its LoRA adapters.
+
+    The second is ``None`` when there are no adapters.
+
+    Raises:
+        ModelError: there is no such model, or its files say nothing of its parameters.
+        ConfigError: the model takes no such adapters.
+    """
+    info = described(config.name)
+    if not config.lora_rank:
+        return info.parameters, None
+    return info.parameters, info.adapter_parameters(config.lora_rank, config.lora_targets)
+
+
+def described(name: str) -> ModelInfo:
+    """What a model's files say, which must be here.
+
+    Raises:
+        ModelError: there is no such model, or it would have to be fetched.
+    """
+    info = model_info(name)
+    if info is None:
+        raise ModelError(
+            f"the model '{name}' is not on this machine, and its shape is not known; download it, "
+            "or name one that is"
+        )
+    return info

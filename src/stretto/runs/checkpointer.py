@@ -15,13 +15,13 @@ from stretto import files
 from stretto.clock import Clock, RealClock
 from stretto.config import ObserveConfig
 from stretto.errors import StorageError
-from stretto.models.memory import format_size
 from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
 from stretto.runs import checkpoint
 from stretto.runs.inputs import Identities
 from stretto.runtime.run import Run
 from stretto.runtime.state import Staged
+from stretto.saying import format_size
 
 FIRST_MINUTES = 1.0
 """Minutes after which a run has its first checkpoint, at the latest with the first step after them:

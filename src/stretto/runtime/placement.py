@@ -11,7 +11,7 @@ from stretto.config import ClusterConfig, Config
 from stretto.config.cluster import LEARNER, ProcessConfig, generator_names
 from stretto.config.sections import ModelSource
 from stretto.errors import ConfigError, nearest
-from stretto.models.memory import format_size
+from stretto.saying import format_size
 
 if TYPE_CHECKING:
     from stretto.models.pieces import Layout

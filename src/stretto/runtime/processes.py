@@ -19,10 +19,8 @@ from stretto.config import Config
 from stretto.config.cluster import LEARNER
 from stretto.errors import ConfigError, RankError, first_line
 from stretto.machine import usable_cores
-from stretto.models.backend import pick_device, pick_dtype
 from stretto.rollout.registry import ENGINES
 from stretto.runtime import learner, services
-from stretto.runtime.groups import fitting
 from stretto.runtime.launchers import launcher_of
 from stretto.runtime.messages import Ready, Setting, probe_of
 from stretto.runtime.placement import Place, Seat, learner_layout, lends, places, remarks
@@ -67,11 +65,6 @@ class Processes:
         cores, gpus = config.threads or torch.get_num_threads(), self._launcher.gpus
         self._places = places(config, cores, gpus, given.reward_models)
         for line in remarks(config, self._places, usable_cores(), gpus):
-            say(line)
-        width = pick_dtype(config.model.dtype, pick_device(config.model.device)).itemsize
-        brought = any((given.actor, given.critic, given.reference, given.reward_models))
-        found = [] if brought else fitting.planned(config, self._places, width)
-        for line in fitting.check(found, fitting.capacity):
             say(line)
         if config.runtime == "local":
             _require_engine(config, self._places)

@@ -25,11 +25,11 @@ from stretto.files import write_whole
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
-from stretto.models.memory import format_size
 from stretto.observe import RunDirectory
 from stretto.observe.progress import STEP_TIME
 from stretto.observe.run_directory import RolloutRecord
 from stretto.runtime.sim.simulate import simulate
+from stretto.saying import format_size
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.tour.page import heading, onward, paragraph, table
 from stretto.types import Chunk, FinishReason, Prompt, Score, ScoreKind, short_name

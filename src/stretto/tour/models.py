@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from stretto.config import ModelConfig
-from stretto.models.memory import TRAINED_ROLES, MemoryPlan, format_size, measure, memory_plan
+from stretto.models.info import measure
+from stretto.planner.fitting import TRAINED_ROLES, MemoryPlan, memory_plan
+from stretto.saying import format_size
 from stretto.tour.page import heading, onward, paragraph, table
 
 SCALES = (

@@ -1,8 +1,9 @@
 """A cluster and the run on it, as one typed object that a TOML file can hold.
 
 Every role names its devices, by number; roles that share one take turns on it. Where devices are
-processes on CPUs, these share the machine's cores. What a role's work
-costs is either given in numbers or follows from a model, a kind of GPU and an assumed efficiency.
+processes on CPUs, these share the machine's cores. What a role's work costs is given in numbers, or
+by a model, a kind of GPU and an assumed efficiency, of which
+:func:`stretto.planner.formulas.priced` makes numbers before anything is simulated.
 """
 
 from __future__ import annotations
@@ -12,37 +13,29 @@ from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from stretto.assembly.controls import Migrating
 from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
 from stretto.errors import ConfigError
-from stretto.planning.layout import Mesh
-from stretto.planning.shapes import shape_of
-from stretto.planning.wire import broadcast_bytes
 from stretto.runtime.sim.costs import (
     DriverCost,
+    Efficiency,
     GeneratorCost,
     PrefillCost,
     SampleCost,
     TrainCost,
 )
 from stretto.runtime.sim.faults import Faults
-from stretto.runtime.sim.hardware import (
-    Efficiency,
-    Passes,
-    generator_cost,
-    prefill_cost,
-    train_cost,
-)
 from stretto.runtime.sim.lengths import Distribution, Lognormal, Uniform
 from stretto.runtime.sim.roles import LearningCurve
 from stretto.schedules.migration import MigrationLimits
 from stretto.types import ScoreKind
 
 Devices = tuple[NonNegativeInt, ...]
+C = TypeVar("C")
 
 _QUANTILES = 200
 """Quantiles of a distribution of which a mean is made."""
@@ -262,72 +255,15 @@ class Cluster(Section):
         used |= {d for s in self.scorers for d in s.devices}
         return 1 + max(used | set(self.learner.devices))
 
-    def cost_of_generator(self, role: GeneratorRole) -> GeneratorCost:
-        """Return the cost of one replica of a generator.
-
-        Raises:
-            ConfigError: the model or the GPU is unknown.
-        """
-        if role.cost is not None:
-            return role.cost
-        shape, on = shape_of(role.model), self.efficiency.on(self.gpu)
-        prompt_tokens = self.workload.prompt_tokens.quantile(0.5, 0)
-        try:
-            cost = generator_cost(shape, role.tensor_parallel, on, length=prompt_tokens)
-        except ConfigError as error:
-            raise ConfigError(f"{role.model}: {error}") from None
-        size = broadcast_bytes(shape)
-        return cost.model_copy(
-            update={"load_s": cost.transfer.seconds(size / role.tensor_parallel)}
-        )
-
-    def cost_of_scorer(self, role: ScorerRole) -> PrefillCost | SampleCost:
-        """Return the cost of a scorer, on all its devices together.
-
-        Raises:
-            ConfigError: the model or the GPU is unknown.
-        """
-        if role.cost is not None:
-            return role.cost
-        shape, split = shape_of(role.model), role.tensor_parallel
-        if role.kind != "logprobs":
-            shape = shape.valued()
-        mesh = Mesh(len(role.devices) // split, split)
-        on = self.efficiency.on(self.gpu)
-        return prefill_cost(shape, mesh, on, length=self.workload.mean_tokens)
-
-    @property
-    def cost_of_learner(self) -> TrainCost:
-        """The learner's cost, on all its devices together.
-
-        Raises:
-            ConfigError: a model or the GPU is unknown.
-        """
-        role, w = self.learner, self.workload
-        if role.cost is not None:
-            return role.cost
-        actor, *critics = map(shape_of, role.models)
-        on = self.efficiency.on(self.gpu)
-        passes = Passes(
-            tokens=w.batch * w.mean_tokens,
-            length=w.mean_tokens,
-            epochs=role.epochs,
-            updates=role.updates,
-        )
-        mesh = Mesh(len(role.devices) // role.tensor_parallel, role.tensor_parallel)
-        cost = train_cost((actor, *(c.valued() for c in critics)), mesh, on, passes)
-        link = on.gpu.link_bytes_per_s * on.assumed.link
-        return cost.model_copy(update={"publish_s": broadcast_bytes(actor) / link})
-
     @property
     def migrating(self) -> Migrating:
         """The facts for moving stragglers between the generators.
 
         Raises:
-            ConfigError: a model or the GPU is unknown.
+            ConfigError: costs are not numbers yet.
         """
         role, w = self.generators[0], self.workload
-        cost = self.cost_of_generator(role)
+        cost = known(role.cost)
         prompt_tokens = int(w.prompt_tokens.quantile(0.5, 0))
         longest = w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
         everything = longest * w.batch * role.replicas
@@ -338,7 +274,7 @@ class Cluster(Section):
         scoring_s = [
             _token_s(c, longest)
             for s in self.scorers
-            if s.host == 0 and isinstance(c := self.cost_of_scorer(s), PrefillCost)
+            if s.host == 0 and isinstance(c := s.cost, PrefillCost)
         ]
         return Migrating(
             MigrationLimits(
@@ -368,6 +304,20 @@ class Cluster(Section):
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise ConfigError(f"'{path}', {where or 'as a whole'}: {first['msg']}") from None
+
+
+def known(cost: C | None) -> C:
+    """Return a role's cost.
+
+    Raises:
+        ConfigError: it is not a number yet, but follows from a model.
+    """
+    if cost is None:
+        raise ConfigError(
+            "a role's costs follow from a model: stretto.planner.formulas.priced(cluster) makes "
+            "numbers of them, which can be simulated"
+        )
+    return cost
 
 
 def _token_s(cost: PrefillCost, tokens: int) -> float:

@@ -19,6 +19,34 @@ from pydantic import Field
 from stretto.config import NonNegative, NonNegativeInt, Section
 
 Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Efficiency(Section):
+    """Shares of a device's peaks that software reaches. Assumptions, every one; vary them."""
+
+    memory: Share = 0.7
+    """Share of the memory bandwidth that a decode step reaches."""
+    prefill: Share = 0.5
+    """Share of the peak operations in a forward pass over known tokens."""
+    training: Share = 0.4
+    """Share of the peak operations in forward and backward passes."""
+    link: Share = 0.7
+    """Share of the link's bandwidth."""
+    usable: Share = 0.9
+    """Share of a device's memory that can be filled: the rest is for CUDA's and NCCL's own and for
+    what is lost between allocations."""
+    optimizer: Share = 0.7
+    """Share of the memory bandwidth that an update of the weights reaches."""
+    step_s: NonNegative = 0.002
+    """Seconds of a decode step beside the device's own work: scheduling, sampling, launches.
+
+    About 0.002 with CUDA graphs; launching every kernel from Python takes about 0.0008 a layer.
+    """
+    reduce_s: NonNegative = 0.00002
+    """Seconds of one all-reduce among tensor-parallel devices; a decode step has two a layer."""
+    call_s: NonNegative = 0.005
+    """Seconds of a prefill call beside the device's own work."""
 
 
 class DecodeCost(Section):

@@ -12,7 +12,7 @@ from stretto.config import RolloutConfig
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
-from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, known
 from stretto.runtime.sim.costs import DriverCost
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
 from stretto.runtime.sim.faults import Faults, faulty
@@ -100,7 +100,7 @@ def simulate(
         advance: told of each step.
 
     Raises:
-        ConfigError: the description names an unknown model or GPU.
+        ConfigError: costs follow from models; see :func:`stretto.planner.formulas.priced`.
         StalledError: a role did not answer in time, or nothing could ever happen again.
     """
     found = _simulate(cluster, steps or cluster.workload.steps, advance)
@@ -183,7 +183,7 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     """Make the description's roles, with its faults, on its devices; call it in a running loop.
 
     Raises:
-        ConfigError: the description names an unknown model or GPU.
+        ConfigError: costs follow from models; see :func:`stretto.planner.formulas.priced`.
     """
     devices = [Device(i) for i in range(cluster.device_count)]
     w = cluster.workload
@@ -208,7 +208,7 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
             put(
                 SimGenerator(
                     worker(name, g),
-                    cluster.cost_of_generator(g),
+                    known(g.cost),
                     lengths,
                     max_new_tokens=w.max_new_tokens,
                     slots=g.slots or None,
@@ -220,9 +220,10 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
         )
     replicas = []
     for i, s in enumerate(cluster.scorers):
+        cost = s.cost or known(None)
         scorer = SimScorer(
             worker(s.name, s),
-            cluster.cost_of_scorer(s),
+            cost,
             s.kind,
             reward=w.reward,
             follows=s.follows,
@@ -234,7 +235,7 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
         replicas.append(ScorerReplica(put(scorer, f"{s.name} {i}"), s.host))
     learner = SimLearner(
         worker("learner", cluster.learner),
-        cluster.cost_of_learner,
+        known(cluster.learner.cost),
         cluster.learner.trains,
         padded=cluster.learner.padded,
     )

@@ -1,0 +1,280 @@
+"""A step of PPO on a layout: memory, traffic and seconds of each phase, and what holds it up.
+
+Colocated, phases follow one another and a step takes their sum. Set apart, roles work at the same
+time, as the schedule lets them with a lag of one step: a step takes as long as the slowest group.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from _phases import Phase, Work, added
+from stretto.errors import ConfigError
+from stretto.models.shapes import Shape
+from stretto.planner import memory, wire
+from stretto.planner import work as compute
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.planner.wire import CHECKPOINTED, FORWARD, TRAINED
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the formulas say of a step.
+
+    Attributes:
+        layout: of the roles.
+        generation, scoring, training: the phases.
+        handovers: of the actor's weights to the generators and, where roles are apart, of the
+            critic's to the scorers.
+        handover: both of them as one phase.
+        host_bytes: in the host's memory, for each GPU.
+        usable_bytes: of a GPU.
+    """
+
+    layout: Layout
+    generation: Phase
+    scoring: Phase
+    training: Phase
+    handover: Phase
+    handovers: tuple[Work, ...]
+    host_bytes: float
+    usable_bytes: float
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """The four phases, in the order of a step."""
+        return self.generation, self.scoring, self.training, self.handover
+
+    @property
+    def bursts(self) -> tuple[Phase, ...]:
+        """The phases that do not fit into a GPU."""
+        return tuple(p for p in self.phases if p.memory_bytes > self.usable_bytes)
+
+    @property
+    def groups(self) -> dict[str, dict[str, float]]:
+        """Seconds by what limits, of what goes on at the same time.
+
+        All phases together where they take turns; else generators and scorers with the hand-over
+        that they wait for, and the learner, which trains meanwhile.
+        """
+        if self.layout.colocated:
+            return {"all": added(phase.by_limit for phase in self.phases)}
+        to_generators, *to_scorers = (work.by_limit for work in self.handovers)
+        return {
+            "generation": added([self.generation.by_limit, to_generators]),
+            "scoring": added([self.scoring.by_limit, *to_scorers]),
+            "training": self.training.by_limit,
+        }
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return max(sum(limits.values()) for limits in self.groups.values())
+
+    @property
+    def bottleneck(self) -> tuple[str, str]:
+        """The phase that a step waits for most, and what limits that one."""
+        if self.layout.colocated:
+            spent = {phase.name: phase.by_limit for phase in self.phases}
+        else:
+            spent = self.groups
+        name = max(spent, key=lambda name: sum(spent[name].values()))
+        return name, max(spent[name], key=lambda limit: spent[name][limit])
+
+
+def estimate(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Estimate:
+    """Estimate a step.
+
+    Raises:
+        ConfigError: the models cannot be divided as the layout says. One that does not fit into
+            memory is estimated all the same; see :attr:`Estimate.bursts`.
+    """
+    layout.check(models, hardware.links)
+    if layout.sharing not in ("all", "none") or layout.learner.stages > 1:
+        raise ConfigError(
+            f"{layout}: on paper, roles are all colocated or all apart, and learners have no "
+            "pipeline; the simulator takes others"
+        )
+    maker = _Maker(models, layout, workload, hardware)
+    handover, handovers = maker.handover()
+    return Estimate(
+        layout=layout,
+        generation=maker.generation(),
+        scoring=maker.scoring(),
+        training=maker.training(),
+        handover=handover,
+        handovers=handovers,
+        host_bytes=memory.host_bytes(models, layout),
+        usable_bytes=hardware.usable_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    """Makes the phases of an estimate."""
+
+    models: Models
+    layout: Layout
+    workload: Workload
+    hardware: Hardware
+
+    def generation(self) -> Phase:
+        """Prefill of all prompts, and a decode step for each token of the rows in flight."""
+        actor, mesh, load = self.models.actor, self.layout.generator, self.workload
+        assumed, gpu = self.hardware.assumed, self.hardware.gpu
+        rows, goes = memory.rows_in_flight(self.models, self.layout, load, self.hardware)
+        prompts = rows * goes * load.prompt_tokens
+        passes = math.ceil(prompts / self.layout.prefill_tokens)
+        flops = compute.forward_flops(actor, prompts, load.prompt_tokens, mesh.tensor)
+        prefill, prefill_bytes = self._reduced(actor, prompts, mesh.tensor, FORWARD, passes)
+        context = load.prompt_tokens + load.response_tokens / 2
+        step, step_bytes = self._reduced(actor, rows, mesh.tensor, FORWARD, 1)
+        steps = goes * load.response_tokens
+        read = compute.decode_read_bytes(actor, rows, context, mesh.tensor)
+        once = Work(
+            arithmetic_s=compute.decode_flops(actor, rows, context, mesh.tensor)
+            / (gpu.flops * assumed.prefill),
+            memory_s=read / (gpu.memory_bytes_per_s * assumed.memory),
+            exposed_s=step.exposed_s,
+            overhead_s=step.overhead_s + assumed.step_s,
+        )
+        work = (
+            Work(
+                arithmetic_s=flops / (gpu.flops * assumed.prefill),
+                exposed_s=prefill.exposed_s,
+                overhead_s=prefill.overhead_s,
+            ),
+            once.times(steps),
+        )
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)[
+            "generation"
+        ]
+        return Phase("generation", parts, prefill_bytes + steps * step_bytes, work)
+
+    def scoring(self) -> Phase:
+        """A forward pass of reference, reward model and critic over all tokens."""
+        models, layout = self.models, self.layout
+        shapes = models.frozen if layout.colocated else models.scoring
+        pieces = [self._scored(s, layout.scorer, layout.prefill_tokens) for s in shapes]
+        if layout.colocated:
+            pieces += [self._forward_in_shards(critic) for critic in models.trained[1:]]
+        work = [piece for piece, _ in pieces]
+        if layout.offload:  # of frozen models the host keeps its copy: they go one way
+            work.append(self._to_host(memory.frozen_bytes(models, layout)))
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)["scoring"]
+        return Phase("scoring", parts, sum(size for _, size in pieces), tuple(work))
+
+    def training(self) -> Phase:
+        """Forward and backward passes of actor and critic, and their updates."""
+        models, layout = self.models, self.layout
+        pieces = [self._trained(shape) for shape in models.trained]
+        work = [*(piece for piece, _ in pieces), self._updated(*models.trained)]
+        if layout.offload:
+            work.append(self._to_host(memory.kept_bytes(models, layout.learner)))
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)["training"]
+        return Phase("training", parts, sum(size for _, size in pieces), tuple(work))
+
+    def handover(self) -> tuple[Phase, tuple[Work, ...]]:
+        """From the learner's shards to generators, and the critic's to scorers that are apart."""
+        models, layout, links = self.models, self.layout, self.hardware.links
+        if layout.colocated:
+            size = wire.reshard_bytes(models.actor, layout.learner, layout.generator)
+            # Those who hold the same part of the weights later exchange their shards.
+            among = Mesh(layout.gpus // layout.generator.tensor, layout.generator.tensor)
+            works = [Work(exposed_s=size / self._linked(among.data_bytes_per_s(links)))]
+            if layout.offload:
+                works.append(self._to_host(memory.kept_bytes(models, layout.learner)))
+        else:
+            sizes = [wire.broadcast_bytes(shape) for shape in models.trained]
+            size = max(sizes)
+            works = [
+                Work(exposed_s=size / self._broadcast_bytes_per_s(to))
+                for size, to in zip(sizes, (layout.generator, layout.scorer), strict=False)
+            ]
+        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)[
+            "hand-over"
+        ]
+        return Phase("hand-over", parts, size, tuple(works)), tuple(works)
+
+    def _scored(self, shape: Shape, mesh: Mesh, pass_tokens: int) -> tuple[Work, float]:
+        """A model's forward passes, and bytes of their tensor parallelism."""
+        tokens = self.workload.tokens / mesh.data
+        passes = math.ceil(tokens / pass_tokens)
+        flops = compute.forward_flops(shape, tokens, self.workload.length, mesh.tensor)
+        reduced, size = self._reduced(shape, tokens, mesh.tensor, FORWARD, passes)
+        arithmetic_s = flops / (self.hardware.gpu.flops * self.hardware.assumed.prefill)
+        return Work(
+            arithmetic_s=arithmetic_s,
+            exposed_s=reduced.exposed_s,
+            overhead_s=reduced.overhead_s,
+        ), size
+
+    def _forward_in_shards(self, shape: Shape) -> tuple[Work, float]:
+        """The same of a model that stays in the learner's shards."""
+        mesh = self.layout.learner
+        work, size = self._scored(shape, mesh, self.layout.micro_tokens)
+        gathered = wire.fsdp_forward_bytes(shape, mesh, self._passes())
+        return Work(
+            arithmetic_s=work.arithmetic_s,
+            hidden_s=gathered / self._linked(mesh.data_bytes_per_s(self.hardware.links)),
+            exposed_s=work.exposed_s,
+            overhead_s=work.overhead_s,
+        ), size + gathered
+
+    def _trained(self, shape: Shape) -> tuple[Work, float]:
+        """A trained model's passes."""
+        layout, load = self.layout, self.workload
+        assumed, gpu, mesh = self.hardware.assumed, self.hardware.gpu, layout.learner
+        tokens = load.tokens / mesh.data
+        passes = load.epochs * self._passes()
+        flops = load.epochs * compute.training_flops(
+            shape, tokens, load.length, mesh.tensor, checkpointing=layout.checkpointing
+        )
+        reductions = CHECKPOINTED if layout.checkpointing else TRAINED
+        reduced, reduced_bytes = self._reduced(
+            shape, load.epochs * tokens, mesh.tensor, reductions, passes
+        )
+        sharded = wire.fsdp_training_bytes(shape, mesh, passes)
+        return Work(
+            arithmetic_s=flops / (gpu.flops * assumed.training),
+            hidden_s=sharded / self._linked(mesh.data_bytes_per_s(self.hardware.links)),
+            exposed_s=reduced.exposed_s,
+            overhead_s=reduced.overhead_s,
+        ), sharded + reduced_bytes
+
+    def _updated(self, *shapes: Shape) -> Work:
+        gpu = self.hardware.gpu
+        moved = sum(compute.optimizer_bytes(shape, self.layout.learner) for shape in shapes)
+        speed = gpu.memory_bytes_per_s * self.hardware.assumed.optimizer
+        return Work(memory_s=self.workload.epochs * moved / speed)
+
+    def _passes(self) -> int:
+        return math.ceil(self.workload.tokens / self.layout.learner.data / self.layout.micro_tokens)
+
+    def _reduced(
+        self, shape: Shape, tokens: float, tensor: int, reductions: int, passes: int
+    ) -> tuple[Work, float]:
+        """All-reduces of tensor parallelism, and their bytes."""
+        if tensor == 1:
+            return Work(), 0.0
+        size = wire.tensor_bytes(shape, tokens, tensor, reductions)
+        speed = self._linked(self.hardware.links.within_bytes_per_s)
+        latency_s = passes * shape.layers * reductions * self.hardware.assumed.reduce_s
+        return Work(exposed_s=size / speed, overhead_s=latency_s), size
+
+    def _to_host(self, size: float) -> Work:
+        return Work(host_s=size / self._linked(self.hardware.links.host_bytes_per_s))
+
+    def _linked(self, bytes_per_s: float) -> float:
+        return bytes_per_s * self.hardware.assumed.link
+
+    def _broadcast_bytes_per_s(self, to: Mesh) -> float:
+        """Speed at which followers take in what the learner's ranks broadcast, all at once."""
+        links, learner = self.hardware.links, self.layout.learner.devices
+        a_node = min(links.gpus_per_node, learner, to.devices)
+        members = learner + to.devices
+        if members <= links.gpus_per_node:
+            a_node = members
+        return self._linked(links.bytes_per_s(members, a_node))

@@ -1,0 +1,208 @@
+"""Peak figures of GPUs and of their links: published ones, and those of a file.
+
+A file of figures is measured by ``stretto plan --calibrate``, or written by hand.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, ValidationError
+from pydantic.dataclasses import dataclass
+
+from stretto.errors import ConfigError, nearest
+from stretto.files import write_whole
+from stretto.runtime.sim.costs import Efficiency
+
+T = TypeVar("T")
+_CHECKED = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, config=_CHECKED)
+class Gpu:
+    """A device's peak figures, by its data sheet.
+
+    Attributes:
+        name: what it is called.
+        flops: dense bfloat16 operations a second.
+        memory_bytes_per_s: bandwidth of its memory.
+        memory_bytes: size of its memory.
+        link_bytes_per_s: to its neighbours by NVLink, in one direction.
+        host_bytes_per_s: to the host's memory, in one direction.
+    """
+
+    name: str
+    flops: PositiveFloat
+    memory_bytes_per_s: PositiveFloat
+    memory_bytes: PositiveFloat
+    link_bytes_per_s: PositiveFloat
+    host_bytes_per_s: PositiveFloat
+
+
+GPUS: Mapping[str, Gpu] = {
+    "a100-40gb": Gpu("A100 40GB", 312e12, 1.555e12, 40e9, 300e9, 32e9),
+    "a100-80gb": Gpu("A100 80GB", 312e12, 2.039e12, 80e9, 300e9, 32e9),
+    "h100": Gpu("H100", 989e12, 3.35e12, 80e9, 450e9, 64e9),
+    "h200": Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
+    "gh200": Gpu("GH200", 989e12, 4.0e12, 96e9, 450e9, 450e9),
+}
+"""Figures of the SXM variants, by name.
+
+From NVIDIA's data sheets "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU" and
+"GH200 Grace Hopper Superchip": operations without sparsity; half of what is said of links, as that
+counts both directions.
+"""
+
+
+def gpu_of(name: str) -> Gpu:
+    """Return a GPU's figures.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    if name not in GPUS:
+        raise ConfigError(f"unknown GPU '{name}'. {nearest(name, GPUS)}")
+    return GPUS[name]
+
+
+@dataclass(frozen=True, slots=True, config=_CHECKED)
+class Links:
+    """What connects GPUs, in bytes a second and one direction.
+
+    Attributes:
+        within_bytes_per_s: of a GPU, to the others of its node.
+        between_bytes_per_s: of a GPU's network adapter; each GPU has one. By default 400
+            Gbit/s, as in NVIDIA's DGX H100.
+        host_bytes_per_s: of a GPU, to its host's memory.
+        gpus_per_node: GPUs of a node.
+    """
+
+    within_bytes_per_s: PositiveFloat
+    between_bytes_per_s: PositiveFloat = 50e9
+    host_bytes_per_s: PositiveFloat = 64e9
+    gpus_per_node: PositiveInt = 8
+
+    @classmethod
+    def of(cls, gpu: Gpu, between_bytes_per_s: float = 50e9, gpus_per_node: int = 8) -> Links:
+        """Return the links of a node of such GPUs."""
+        return cls(gpu.link_bytes_per_s, between_bytes_per_s, gpu.host_bytes_per_s, gpus_per_node)
+
+    def bytes_per_s(self, members: int, members_a_node: int) -> float:
+        """Return how fast each member of a group takes in what a collective brings it.
+
+        Members of a node share their adapters: NCCL runs a ring for each, and each carries its part
+        of the bytes. So a group with all GPUs of its nodes is ``gpus_per_node`` times as fast
+        between nodes as a group with one GPU of each.
+        """
+        if members <= members_a_node:
+            return self.within_bytes_per_s
+        return min(self.within_bytes_per_s, members_a_node * self.between_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """GPUs of one kind, their links, and what is assumed of both."""
+
+    gpu: Gpu
+    links: Links
+    assumed: Efficiency = field(default_factory=Efficiency)
+
+    @classmethod
+    def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
+        """Return GPUs of a kind by their published figures, linked as in their makers' servers.
+
+        Raises:
+            ConfigError: the kind is unknown.
+        """
+        found = gpu_of(gpu)
+        return cls(found, Links.of(found), assumed or Efficiency())
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of a GPU that can be filled."""
+        return self.assumed.usable * self.gpu.memory_bytes
+
+
+MEASURED = "measured"
+"""The table of what was measured, which is for people: nothing reads it back."""
+TABLES = ("gpu", "links", "assumed", MEASURED)
+
+
+def read_hardware(file: str | Path) -> Hardware:
+    """Read GPUs, their links and what software reaches of both.
+
+    ``[gpu]`` needs all of its keys. Links that are not given follow from it, as
+    :meth:`Links.of` has them; shares and seconds that are not given in ``[assumed]`` take their
+    defaults.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or a value in it is wrong.
+    """
+    try:
+        tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read '{file}': {error.strerror or error}; 'stretto plan --calibrate {file}' "
+            "makes one"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{file}' is no TOML file: {error}") from error
+    for name in tables:
+        if name not in TABLES:
+            raise ConfigError(f"unknown table [{name}] in '{file}'. {nearest(name, TABLES)}")
+    gpu = _table(file, "gpu", tables.get("gpu", {}), Gpu)
+    links = _table(file, "links", tables.get("links", {}), Links, asdict(Links.of(gpu)))
+    return Hardware(gpu, links, _table(file, "assumed", tables.get("assumed", {}), Efficiency))
+
+
+def write_hardware(
+    file: str | Path, hardware: Hardware, measured: Mapping[str, Any], head: str = ""
+) -> None:
+    """Write a file for :func:`read_hardware`.
+
+    Args:
+        measured: what they come from, as plain data.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    tables = {
+        "gpu": asdict(hardware.gpu),
+        "links": asdict(hardware.links),
+        "assumed": dict(hardware.assumed),
+        MEASURED: dict(measured),
+    }
+    comments = "".join(f"# {line}\n" for line in head.splitlines())
+    write_whole(Path(file), f"{comments}\n{tomli_w.dumps(tables)}".encode())
+
+
+def _table(
+    file: str | Path, table: str, given: Any, kind: type[T], defaults: Mapping[str, Any] = {}
+) -> T:
+    """Make an object of a table's values.
+
+    Raises:
+        ConfigError: a key or a value is wrong; the message names the first.
+    """
+    if not isinstance(given, dict):
+        raise ConfigError(f"'{table}' in '{file}' is a table: write [{table}] on a line of its own")
+    keys = Efficiency.model_fields if kind is Efficiency else [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    for key in given:
+        if key not in keys:
+            raise ConfigError(f"unknown key '{key}' of [{table}] in '{file}'. {nearest(key, keys)}")
+    try:
+        return kind(**{**defaults, **given})
+    except ValidationError as error:
+        faults = error.errors()
+    if missing := [str(fault["loc"][0]) for fault in faults if fault["loc"][0] not in given]:
+        raise ConfigError(
+            f"[{table}] in '{file}' lacks {', '.join(missing)}; a data sheet has them, or "
+            "'stretto plan --calibrate'"
+        )
+    key, message = faults[0]["loc"][0], faults[0]["msg"]
+    raise ConfigError(f"{table}.{key} = {given[key]!r} in '{file}': {message}")

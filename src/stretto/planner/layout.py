@@ -1,0 +1,210 @@
+"""Layouts: which GPUs hold which role, and how each model is divided among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from stretto.errors import ConfigError
+from stretto.models.shapes import Shape
+from stretto.planner.hardware import Links
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Devices of a role.
+
+    Attributes:
+        data: shards of the learner (FSDP), or copies of a generator or scorer.
+        tensor: devices over which the matrices of each of them are split (tensor parallelism).
+        stages: of the learner's pipelines, each with as many layers (pipeline parallelism).
+    """
+
+    data: int
+    tensor: int = 1
+    stages: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.data, self.tensor, self.stages) < 1:
+            raise ConfigError(
+                f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages: each "
+                "number is 1 or more"
+            )
+
+    @property
+    def devices(self) -> int:
+        """How many there are."""
+        return self.data * self.tensor * self.stages
+
+    def data_bytes_per_s(self, links: Links) -> float:
+        """Return the speed of collectives over ``data``; tensor-parallel devices are neighbours."""
+        a_node = max(1, links.gpus_per_node // self.tensor)
+        return links.bytes_per_s(self.data, min(self.data, a_node))
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a run: the actor, and those of PPO's others that there are."""
+
+    actor: Shape
+    critic: Shape | None = None
+    reference: Shape | None = None
+    reward: Shape | None = None
+
+    @classmethod
+    def of_one_size(cls, shape: Shape) -> Models:
+        """Return four models with the same body."""
+        return cls(shape, shape.valued(), shape, shape.valued())
+
+    @property
+    def trained(self) -> tuple[Shape, ...]:
+        """The models that are trained, the actor first."""
+        return (self.actor,) if self.critic is None else (self.actor, self.critic)
+
+    @property
+    def frozen(self) -> tuple[Shape, ...]:
+        """The models that are not: reference and reward model."""
+        return tuple(shape for shape in (self.reference, self.reward) if shape is not None)
+
+    @property
+    def scoring(self) -> tuple[Shape, ...]:
+        """The models that score apart from the learner: frozen ones, and a copy of the critic."""
+        return (*self.frozen, *self.trained[1:])
+
+
+Sharing = Literal["all", "none", "generators", "learner"]
+"""Roles that share devices: all of them; none; scorers with the generators, or with the learner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the roles of a run are.
+
+    Attributes:
+        learner: of actor and critic, both trained on all of its devices, one after the other.
+        generator: of the actor that generates.
+        scorer: of the frozen models.
+        sharing: which roles are on the same devices and take turns. Unless all are, the critic's
+            values come from a copy beside the frozen models.
+        offload: roles that are not at work keep their states in the host's memory.
+        checkpointing: layers keep their inputs alone, and are computed again in the backward pass.
+        micro_tokens: tokens of a micro-batch of one shard of the learner.
+        prefill_tokens: tokens of a pass without gradients of one generator or scorer.
+        versions: of the trained weights that a learner keeps for those who follow it from other
+            devices: the lag of the schedule and 2.
+    """
+
+    learner: Mesh
+    generator: Mesh
+    scorer: Mesh
+    sharing: Sharing
+    offload: bool = False
+    checkpointing: bool = True
+    micro_tokens: int = 8192
+    prefill_tokens: int = 8192
+    versions: int = 3
+
+    def __post_init__(self) -> None:
+        meshes = {
+            "learner": self.learner,
+            "generators": self.generator,
+            "scorers": self.scorer,
+        }
+        together = [meshes[role] for role in self.shared]
+        if len({mesh.devices for mesh in together}) > 1:
+            counts = ", ".join(str(mesh.devices) for mesh in together)
+            raise ConfigError(
+                f"{', '.join(self.shared)} on {counts} devices: colocated roles are on the "
+                "same devices; give each as many, or set them apart"
+            )
+        if self.offload and not self.colocated:
+            raise ConfigError(
+                "offload moves roles that take turns on a device; roles apart have their devices "
+                "for themselves: leave it out, or colocate them"
+            )
+        if min(self.micro_tokens, self.prefill_tokens) < 1:
+            raise ConfigError(
+                f"passes of {self.micro_tokens} and {self.prefill_tokens} tokens: give 1 or more"
+            )
+
+    @property
+    def colocated(self) -> bool:
+        """Whether all roles are on all devices."""
+        return self.sharing == "all"
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The roles that are on the same devices."""
+        if self.sharing == "all":
+            return "learner", "generators", "scorers"
+        return () if self.sharing == "none" else (self.sharing, "scorers")
+
+    @property
+    def gpus(self) -> int:
+        """Devices of all roles."""
+        if self.colocated:
+            return self.learner.devices
+        scorers = self.scorer.devices if self.sharing == "none" else 0
+        return self.learner.devices + self.generator.devices + scorers
+
+    def check(self, models: Models, links: Links) -> None:
+        """Check that the models can be divided so.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        pairs = [
+            *((self.learner, shape) for shape in models.trained),
+            (self.generator, models.actor),
+            *((self.scorer, shape) for shape in models.frozen),
+        ]
+        for mesh, shape in pairs:
+            if mesh.stages > shape.layers:
+                raise ConfigError(
+                    f"{mesh.stages} pipeline stages of a model with {shape.layers} layers: give "
+                    "each stage one or more"
+                )
+            if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
+                raise ConfigError(
+                    f"tensor parallelism {mesh.tensor} of a model with {shape.heads} heads, "
+                    f"{shape.kv_heads} of keys and values: it must divide both"
+                )
+            if mesh.tensor > links.gpus_per_node:
+                raise ConfigError(
+                    f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs: "
+                    "it must stay within a node"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a step trains on. All responses are taken to be as long as the average.
+
+    Attributes:
+        responses: of a step.
+        prompt_tokens, response_tokens: of each, on average.
+        epochs: passes over them, with an update each.
+    """
+
+    responses: int = 512
+    prompt_tokens: int = 512
+    response_tokens: int = 512
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        counts = (self.responses, self.prompt_tokens, self.response_tokens, self.epochs)
+        if min(counts) < 1:
+            raise ConfigError(
+                f"{self.responses} responses of {self.prompt_tokens} and {self.response_tokens} "
+                f"tokens in {self.epochs} epochs: each number is 1 or more"
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its response."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts and responses."""
+        return self.responses * self.length

@@ -1,1 +1,0 @@
-"""Real models in processes of their own: groups of ranks on this machine, or on a Ray cluster."""

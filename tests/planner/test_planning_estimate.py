@@ -1,0 +1,253 @@
+"""Steps on layouts, against cases computed by hand: phases, goes, bottlenecks, what bursts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from _estimate import estimate
+from _phases import Phase, Work
+from stretto.errors import ConfigError
+from stretto.models.shapes import Shape
+from stretto.planner import memory, wire
+from stretto.planner.hardware import Gpu, Hardware, Links
+from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.runtime.sim.costs import Efficiency
+
+SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=2, vocabulary=10, outputs=10)
+"""Attention 4 x 16, the MLP 96, norms 8: 168 a layer; around them 84."""
+P = 2 * 168 + 84
+CRITIC = P - 40 + 4
+USED, CRITIC_USED = P - 40, CRITIC - 40
+"""Parameters that tokens are multiplied with."""
+MODELS = Models.of_one_size(SMALL)
+ALL = Efficiency(
+    memory=1, prefill=1, training=1, link=1, usable=1, optimizer=1, step_s=0.5, reduce_s=0
+)
+"""Everything reaches its peak; a decode step takes half a second beside."""
+FAST = 1e30
+FOUR = Mesh(4)
+LOAD = Workload(responses=8, prompt_tokens=3, response_tokens=2)
+BUCKETS = 2 * 2 * P / 4  # a small model has buckets as large as its shard
+
+
+def hardware(
+    flops: float = FAST, read: float = FAST, memory_bytes: float = 1e9, link: float = FAST
+) -> Hardware:
+    gpu = Gpu("test", flops, read, memory_bytes, link, FAST)
+    return Hardware(gpu, Links(link, link, FAST), ALL)
+
+
+def layout(
+    colocated: bool, learner: Mesh = FOUR, generator: Mesh = FOUR, scorer: Mesh = FOUR
+) -> Layout:
+    return Layout(
+        learner,
+        generator,
+        scorer,
+        "all" if colocated else "none",
+        checkpointing=False,
+        micro_tokens=5,
+        prefill_tokens=5,
+    )
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+def test_of_what_goes_on_side_by_side_the_longest_counts() -> None:
+    work = Work(arithmetic_s=3, memory_s=2, hidden_s=4, exposed_s=1, host_s=5, overhead_s=6)
+    assert work.by_limit == {"links": 5, "host": 5, "overhead": 6}
+    assert work.times(2).by_limit == {"links": 10, "host": 10, "overhead": 12}
+
+
+def test_a_phase_adds_up_its_pieces() -> None:
+    phase = Phase("x", {"a": 1, "b": 2}, 0, (Work(arithmetic_s=3), Work(memory_s=1, hidden_s=2)))
+    assert phase.memory_bytes == 3
+    assert phase.seconds == 5
+    assert {k: v for k, v in phase.by_limit.items() if v} == {"arithmetic": 3, "links": 2}
+
+
+# -- generation ------------------------------------------------------------------------------------
+
+
+def test_decoding_reads_weights_and_cache_once_a_step() -> None:
+    found = estimate(MODELS, layout(True), LOAD, hardware(read=10)).generation
+    # Two rows a copy, four tokens each halfway, 2 x 2 x 4 x 2 bytes a token.
+    step_s = (2 * USED + 2 * 4 * 32) / 10 + 0.5
+    assert found.seconds == pytest.approx(2 * step_s)
+    assert found.wire_bytes == 0
+
+
+def test_decoding_and_prefill_take_their_operations() -> None:
+    found = estimate(MODELS, layout(True), LOAD, hardware(flops=100)).generation
+    prefill = 6 * (2 * USED + 2 * 2 * 3 * 4)
+    step = 2 * (2 * USED + 4 * 2 * 4 * 4)
+    assert found.by_limit["arithmetic"] == pytest.approx((prefill + 2 * step) / 100)
+    assert found.by_limit["overhead"] == 1
+
+
+def test_tensor_parallel_generators_reduce_twice_a_layer() -> None:
+    place = layout(True, generator=Mesh(2, 2))
+    peak = hardware(link=10)
+    found = estimate(MODELS, place, LOAD, peak).generation
+    # Four rows a copy: 12 tokens of prompts, and two steps of four; 8 bytes a token.
+    assert found.wire_bytes == 2 * 2 * 8 * (12 + 8)
+    assert found.by_limit["links"] == pytest.approx(found.wire_bytes / 10)
+    slow = replace(peak, assumed=ALL.model_copy(update={"reduce_s": 1}))
+    found = estimate(MODELS, place, LOAD, slow).generation
+    passes = 3 + 2  # prompts five tokens at a time, and two steps
+    assert found.by_limit["overhead"] == pytest.approx(passes * 2 * 2 + 2 * 0.5)
+
+
+def test_what_does_not_fit_at_once_is_decoded_in_goes() -> None:
+    place = layout(True, *[Mesh(1)] * 3)
+    parts = memory.phases_of(MODELS, place, LOAD, hardware())["generation"]
+    assert parts["keys and values"] == 8 * (5 * 32 + 4 * 10)
+    others = sum(parts.values()) - parts["keys and values"]
+    tight = hardware(memory_bytes=others + 3.5 * 200)
+    assert memory.rows_in_flight(MODELS, place, LOAD, hardware()) == (8, 1)
+    assert memory.rows_in_flight(MODELS, place, LOAD, tight) == (3, 3)
+    found = estimate(MODELS, place, LOAD, tight)
+    assert found.generation.by_limit["overhead"] == 3 * 2 * 0.5
+    assert found.generation not in found.bursts
+    none = hardware(memory_bytes=others)
+    assert memory.rows_in_flight(MODELS, place, LOAD, none) == (1, 8)
+    assert (
+        estimate(MODELS, place, LOAD, none).generation in estimate(MODELS, place, LOAD, none).bursts
+    )
+
+
+# -- scoring and training --------------------------------------------------------------------------
+
+
+def test_scoring_reads_all_tokens_three_times() -> None:
+    found = estimate(MODELS, layout(True), LOAD, hardware(flops=100)).scoring
+    tokens, attention = 40 / 4, 2 * 2 * 5 * 4
+    expected = tokens * (2 * USED + 4 * CRITIC_USED + 3 * attention) / 100
+    assert found.seconds == pytest.approx(expected)
+    # The critic is in the learner's shards, gathered for each of two micro-batches.
+    assert found.wire_bytes == 2 * 2 * CRITIC * 3 / 4
+    aside = estimate(MODELS, layout(False), LOAD, hardware(flops=100)).scoring
+    assert aside.seconds == pytest.approx(expected)
+    assert aside.wire_bytes == 0
+
+
+@pytest.mark.parametrize(("checkpointing", "factor"), [(False, 3), (True, 4)])
+def test_training_takes_three_forwards_or_four(checkpointing: bool, factor: int) -> None:
+    place = replace(layout(True), checkpointing=checkpointing)
+    load = replace(LOAD, epochs=2)
+    found = estimate(MODELS, place, load, hardware(flops=100)).training
+    expected = 2 * factor * 10 * (2 * USED + 2 * CRITIC_USED + 2 * 80) / 100
+    assert found.seconds == pytest.approx(expected)
+
+
+def test_shards_are_fetched_beside_the_passes() -> None:
+    slow = estimate(MODELS, layout(True), LOAD, hardware(link=10)).training
+    traffic = [wire.fsdp_training_bytes(s, Mesh(4), 2) for s in (MODELS.actor, MODELS.critic)]
+    assert slow.wire_bytes == sum(traffic)
+    assert slow.seconds == pytest.approx(sum(traffic) / 10)
+    both = estimate(MODELS, layout(True), LOAD, hardware(flops=1, link=10)).training
+    alone = estimate(MODELS, layout(True), LOAD, hardware(flops=1)).training
+    assert both.seconds == alone.seconds
+
+
+def test_updates_move_their_states() -> None:
+    found = estimate(MODELS, layout(True), LOAD, hardware(read=10)).training
+    assert found.by_limit["GPU memory"] == pytest.approx(32 * (P + CRITIC) / 4 / 10)
+
+
+# -- hand-over, and the step -----------------------------------------------------------------------
+
+
+def test_colocated_phases_add_up() -> None:
+    place = layout(True, generator=Mesh(2, 2))
+    found = estimate(MODELS, place, LOAD, hardware(flops=100, link=10))
+    assert found.handover.wire_bytes == 2 * (168 + 84 - P / 4)
+    assert found.handover.seconds == pytest.approx(found.handover.wire_bytes / 10)
+    assert found.step_s == pytest.approx(sum(phase.seconds for phase in found.phases))
+    longest = max(found.phases, key=lambda phase: phase.seconds)
+    assert found.bottleneck[0] == longest.name
+
+
+def test_apart_the_slowest_group_counts() -> None:
+    found = estimate(MODELS, layout(False), LOAD, hardware(flops=100))
+    assert found.layout.gpus == 12
+    assert found.step_s == found.training.seconds
+    assert found.bottleneck == ("training", "arithmetic")
+    # Where links are slow, generators wait for the weights, and training does not.
+    found = estimate(MODELS, layout(False), LOAD, hardware(link=1))
+    assert found.handover.wire_bytes == 2 * P
+    fetched = found.training.seconds
+    assert found.groups["generation"]["links"] == pytest.approx(2 * P)
+    assert found.groups["scoring"]["links"] == pytest.approx(2 * CRITIC)
+    assert found.step_s == max(fetched, 2 * P + found.generation.seconds)
+
+
+def test_broadcasts_between_nodes_share_the_adapters() -> None:
+    place = layout(False, Mesh(8), Mesh(4), Mesh(4))
+    peak = replace(hardware(), links=Links(FAST, between_bytes_per_s=10))
+    found = estimate(MODELS, place, LOAD, peak)
+    assert found.handovers[0].exposed_s == pytest.approx(2 * P / (4 * 10))
+
+
+# -- memory of the phases --------------------------------------------------------------------------
+
+
+def test_colocated_roles_keep_what_they_have() -> None:
+    place, peak = layout(True), hardware()
+    held = {"learner's states": 16 * (P + CRITIC) / 4, "frozen": 2 * (P + CRITIC)}
+    for phase in estimate(MODELS, place, LOAD, peak).phases:
+        assert {name: phase.parts[name] for name in held} == held
+    assert estimate(MODELS, place, LOAD, peak).host_bytes == 0
+    handover = estimate(MODELS, place, LOAD, peak).handover
+    assert handover.memory_bytes == sum(held.values()) + 2 * P + 2 * BUCKETS
+
+
+def test_offloaded_roles_leave_the_gpu_to_who_is_at_work() -> None:
+    place = replace(layout(True), offload=True)
+    found = estimate(MODELS, place, LOAD, hardware())
+    assert set(found.generation.parts) == {"weights", "activations", "keys and values"}
+    assert found.scoring.parts["critic's masters"] == 4 * CRITIC / 4
+    assert "frozen" not in found.training.parts
+    assert found.handover.memory_bytes == 4 * P / 4 + 2 * P + 2 * BUCKETS
+    assert found.host_bytes == 12 * (P + CRITIC) / 4 + 2 * (P + CRITIC)
+    # Out after a hand-over, in before training; frozen models come in alone.
+    slow = replace(hardware(), links=Links(FAST, FAST, host_bytes_per_s=1))
+    found = estimate(MODELS, place, LOAD, slow)
+    host = [phase.by_limit.get("host", 0.0) for phase in found.phases]
+    moved = 12 * (P + CRITIC) / 4
+    assert host == [0, 2 * (P + CRITIC), moved, moved]
+
+
+def test_roles_apart_hold_what_they_need() -> None:
+    found = estimate(MODELS, layout(False), LOAD, hardware())
+    assert found.scoring.parts["frozen"] == 2 * (P + 2 * CRITIC)
+    assert found.training.parts["published weights"] == 3 * 2 * (P + CRITIC) / 4
+    assert "frozen" not in found.training.parts
+    assert found.generation.parts["buckets"] == BUCKETS
+    sides = (found.training.memory_bytes + BUCKETS, found.generation.memory_bytes)
+    assert found.handover.memory_bytes == max(sides)
+
+
+def test_of_two_models_the_larger_pass_counts() -> None:
+    """They are trained one after the other."""
+    parts = memory.phases_of(MODELS, layout(True), LOAD, hardware())["training"]
+    assert parts["logits"] == memory.logits_bytes(SMALL, 5, gradients=True)
+    assert parts["activations"] == 2 * memory.layer_activation_bytes(SMALL, 5, 1)
+
+
+def test_phases_that_burst_are_named() -> None:
+    place = layout(True)
+    phases = estimate(MODELS, place, LOAD, hardware()).phases
+    most = max(phase.memory_bytes for phase in phases)
+    found = estimate(MODELS, place, LOAD, hardware(memory_bytes=most))
+    assert found.bursts == ()
+    found = estimate(MODELS, place, LOAD, hardware(memory_bytes=most - 1))
+    assert [phase.name for phase in found.bursts] == ["training"]
+
+
+def test_models_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a model with 2 heads"):
+        estimate(MODELS, layout(True, learner=Mesh(1, 4)), LOAD, hardware())

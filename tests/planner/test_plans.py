@@ -1,0 +1,284 @@
+"""Plans: rounds by hand, bounds below what is simulated, the search against full enumeration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stretto.config import PRESETS, ScheduleConfig
+from stretto.errors import ConfigError
+from stretto.models.shapes import Shape, shape_of
+from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
+from stretto.pipelines.bounds import latency_bound
+from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.solve import solve
+from stretto.planner.bounds import Bounds
+from stretto.planner.candidates import (
+    BASELINE,
+    Candidate,
+    Space,
+    candidates,
+    fits,
+    memory_by_phase,
+)
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models
+from stretto.planner.layouts import Setting
+from stretto.planner.outcome import ROUNDS, WARM, outcome_of
+from stretto.planner.pipelining import bubble
+from stretto.planner.rounds import Round, rounds
+from stretto.planner.search import WITHIN, search
+from stretto.runtime.sim.cluster import Workload
+from stretto.runtime.sim.lengths import Lognormal, Uniform
+
+SMALL = Shape(24, 2048, 8192, 16, 4, 32_000, 32_000)
+"""About 1.5 billion parameters."""
+WORK = Workload(
+    batch=16,
+    max_new_tokens=256,
+    prompt_tokens=Uniform(low=20, high=60),
+    response_tokens=Lognormal(median=40, p95=200),
+)
+SETTING = Setting(Models.of_one_size(SMALL), WORK, Hardware.of("h100"))
+VARIANTS: dict[str, ScheduleConfig] = {
+    **{name: ScheduleConfig(preset=name) for name in PRESETS},
+    "inter": ScheduleConfig(preset="oppo", score_on="batch"),
+    "async-inter": ScheduleConfig(preset="async", overcommit="auto"),
+    "dial": ScheduleConfig(preset="async", weight_sync_interval=2),
+}
+
+
+def variants(*names: str) -> dict[str, ScheduleConfig]:
+    return {name: VARIANTS[name] for name in names}
+
+
+def space(gpus: int, *names: str, on_paper: bool = False) -> Space:
+    return Space(gpus, variants(*(names or VARIANTS)), on_paper)
+
+
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+def made(lengths: list[int], batch: int, extra: int, count: int, **more: Any) -> list[Round]:
+    return rounds(batch, extra, count, length=lengths.__getitem__, prompt=lambda i: 10, **more)
+
+
+def test_a_round_ends_with_its_longest_response() -> None:
+    first, second = made([3, 5, 2, 2], 2, 0, 2)
+    # Context: two prompts for 3 and 5 steps, and 0 + 1 + 2, 0 + .. + 4 tokens of the responses.
+    assert first == Round(5, 8, 80 + 3 + 10, 20, 28, 0)
+    assert second == Round(2, 4, 40 + 2, 20, 24, 0)
+    assert Round.mean([first, second]) == Round(3.5, 6, (93 + 42) / 2, 20, 26, 0)
+    assert Round.mean([first], 2).steps == 2.5
+
+
+def test_what_is_over_committed_is_carried() -> None:
+    first, second = made([3, 9, 2, 4, 8], 2, 1, 2)
+    # 3 and 2 end; of the 9 there are 3, and its prompt.
+    assert first == Round(3, 8, 30 + 30 + 20 + 3 + 3 + 1, 30, 25, 13)
+    # The 4 comes in, and the 8: after 4 steps 4 and, after 6, 9 are there.
+    assert (second.steps, second.tokens, second.trained) == (6, 6 + 4 + 6, 33)
+    assert second.carried == 10 + 6
+
+
+def test_responses_to_one_prompt_end_together() -> None:
+    first, second = made([1, 9, 2, 3, 5, 5, 4, 4], 2, 2, 2, samples=2)
+    assert (first.steps, first.trained, first.prompts) == (3, 10 + 2 + 10 + 3, 20)
+    assert second.steps == 5  # the third group's, as the first has six more to go
+
+
+# -- candidates ------------------------------------------------------------------------------------
+
+
+def test_candidates_use_all_gpus_and_leave_no_knob_idle() -> None:
+    found = list(candidates(SETTING, space(8)))
+    assert {c.layout.gpus for c in found} == {8}
+    assert {c.layout.sharing for c in found} == {"all", "none", "generators", "learner"}
+    assert len({(c.layout, c.variant) for c in found}) == len(found)
+    for c in found:
+        assert not c.on_paper or c.kind == BASELINE
+        knobs, sharing = c.schedule.knobs, c.layout.sharing
+        assert not (knobs.lag and sharing == "all")
+        assert not (knobs.streams and sharing in ("all", "generators"))
+        if c.variant == "rlhfuse":
+            assert sharing == "generators"
+            assert c.engines == c.layout.generator.data > 1
+
+
+def test_models_are_cut_by_divisors_of_their_heads() -> None:
+    odd = replace(SETTING, models=Models.of_one_size(shape_of("smollm2-135m")))
+    found = list(candidates(odd, space(6, "sync")))
+    assert {c.layout.learner.tensor for c in found} == {1, 3}
+    assert {c.layout.generator.tensor for c in found} == {1, 3}
+
+
+def test_on_paper_there_are_pipelines_and_more_copies() -> None:
+    found = list(candidates(SETTING, space(8, "sync", "async", on_paper=True)))
+    why = {c.on_paper for c in found}
+    assert "a learner's processes have no pipeline stages" in why
+    assert "a learner's processes hold one copy of a scorer" in why
+    assert max(c.layout.learner.stages for c in found) == 8
+    assert sum(not c.on_paper for c in found) == sum(
+        not c.on_paper for c in candidates(SETTING, space(8, "sync", "async"))
+    )
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
+def test_bubbles_are_those_of_the_schedules(stages: int) -> None:
+    """1F1B's is stages - 1, two chunks halve it; fused, two like models fill each other's."""
+    micro_batches = 2 * stages
+    side = Side.of(stages, 1, micro_batches, forward=2, backward=4, activation=1)
+    problem = Problem(side, side)  # in half ticks, as chunks halve a stage's work
+
+    def idle(latency: int) -> float:
+        """Idle time of a stage for each model, in micro-batches of 6 half ticks."""
+        return (latency - 2 * micro_batches * 6) / 2 / 6
+
+    assert bubble("1f1b", stages) == idle(serial_1f1b(problem).latency)
+    assert bubble("interleaved", stages) == idle(interleaved_1f1b(problem).latency)
+    assert bubble("fused", stages) == idle(latency_bound(problem))
+    assert bubble("fused", stages) == idle(solve(problem, seconds=1.0).makespan)
+
+
+def test_a_stage_alone_has_no_bubble() -> None:
+    assert [bubble(of, 1) for of in ("1f1b", "interleaved", "fused")] == [0, 0, 0]
+
+
+def test_fused_pipelines_hold_both_models_micro_batches() -> None:
+    place = Layout(Mesh(1, 1, 4), Mesh(2), Mesh(1), "none", checkpointing=True)
+    plain = Candidate(place, "sync", VARIANTS["sync"])
+    fused = replace(plain, pipelining="fused")
+    more = [sum(memory_by_phase(SETTING, c)["training"].values()) for c in (plain, fused)]
+    assert more[1] - more[0] == memory_by_phase(SETTING, plain)["training"]["activations"]
+    assert outcome_of(SETTING, fused).step_s < outcome_of(SETTING, plain).step_s
+
+
+def test_one_gpu_holds_all_roles() -> None:
+    (only,) = {c.layout for c in candidates(SETTING, space(1, "sync")) if not c.layout.offload}
+    assert only.sharing == "all"
+    assert not Candidate(only, "sync", ScheduleConfig()).on_paper
+
+
+def test_without_scorers_there_is_nothing_to_place() -> None:
+    alone = replace(SETTING, models=Models(SMALL))
+    assert {c.layout.sharing for c in candidates(alone, space(4, "sync"))} == {"all", "generators"}
+
+
+def test_many_gpus_are_dealt_out_by_nodes() -> None:
+    found = list(candidates(SETTING, space(1000, "async")))
+    assert all(c.layout.learner.devices % 16 == 8 for c in found)
+    assert len(found) < 30_000
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+
+def test_rounds_of_several_batches_share_decode_steps() -> None:
+    """A small batch and a long tail: three of them decode as long as one."""
+    tail = WORK.model_copy(
+        update={"batch": 4, "response_tokens": Lognormal(median=20, p95=240), "seed": 7}
+    )
+    setting = replace(SETTING, workload=tail)
+    schedule = ScheduleConfig(preset="async", weight_sync_interval=3)
+    bounds = Bounds(setting, WARM, ROUNDS)
+    found = list(candidates(setting, Space(4, {"dial": schedule})))
+    assert all(bounds.of(c) <= outcome_of(setting, c).step_s for c in found[::4])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_candidate_is_quicker_than_its_bound(name: str) -> None:
+    bounds = Bounds(SETTING, WARM, ROUNDS)
+    for c in list(candidates(SETTING, space(6, name, on_paper=True)))[::9]:
+        assert bounds.of(c) <= outcome_of(SETTING, c).step_s
+
+
+def test_the_baseline_is_known_beforehand() -> None:
+    """Without overlap, a bound is what is simulated but for messages."""
+    bounds = Bounds(SETTING, WARM, ROUNDS)
+    (first, *_) = (c for c in candidates(SETTING, space(4, "sync")) if c.kind == BASELINE)
+    assert bounds.of(first) == pytest.approx(outcome_of(SETTING, first).step_s, rel=0.1)
+
+
+# -- outcomes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharing", ["all", "none", "generators", "learner"])
+def test_the_time_of_all_gpus_is_accounted_for(sharing: Any) -> None:
+    two = Mesh(2)
+    schedule = VARIANTS["sync"]
+    found = outcome_of(SETTING, Candidate(Layout(two, two, two, sharing), "sync", schedule))
+    assert found.busy + sum(found.idle.values()) == pytest.approx(1)
+    assert found.idle["stragglers"] > 0.05  # two copies of a generator
+    assert found.samples_per_s == pytest.approx(16 / found.step_s)
+    assert (found.staleness_mean, found.staleness_max) == (0, 0)
+
+
+def test_staleness_follows_the_knobs() -> None:
+    place = Layout(Mesh(2), Mesh(2), Mesh(1), "none")
+    behind = outcome_of(SETTING, Candidate(place, "async", VARIANTS["async"]))
+    assert (behind.staleness_mean, behind.staleness_max) == (1, 1)
+
+
+# -- the search ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_the_search_finds_what_full_enumeration_finds(gpus: int) -> None:
+    asked = space(gpus, "sync", "inter", "async", "rlhfuse", "stretto")
+    everything: dict[tuple[tuple[str, str], bool], float] = {}
+    count = 0
+    for c in candidates(SETTING, asked):
+        if fits(SETTING, c):
+            count += 1
+            step_s = outcome_of(SETTING, c).step_s
+            kind = c.kind, bool(c.on_paper)
+            everything[kind] = min(everything.get(kind, step_s), step_s)
+    found = search(SETTING, asked, keep=3, workers=1)
+    assert found.simulated < count
+    expected = sorted(everything.values())[:3]
+    for outcome, step_s in zip(found.best, expected, strict=True):
+        assert step_s <= outcome.step_s <= step_s * (1 + WITHIN)
+    assert found.baseline is not None
+    known = min(step_s for (kind, _), step_s in everything.items() if kind == BASELINE)
+    assert found.baseline.step_s <= known * (1 + WITHIN)
+
+
+def test_in_several_processes_it_finds_the_same() -> None:
+    asked = space(2, "sync", "async")
+    here, there = search(SETTING, asked, workers=1), search(SETTING, asked, workers=2)
+    assert [o.step_s for o in here.best] == [o.step_s for o in there.best]
+
+
+def test_a_search_that_is_cut_short_says_what_it_may_have_missed() -> None:
+    found = search(SETTING, space(6), limit_s=0, workers=1)
+    assert found.best
+    assert 0 < found.bound_s <= found.best[0].step_s * 1.5
+    assert search(SETTING, space(2, "sync"), workers=1).bound_s == float("inf")
+    assert found.runnable is not None  # whatever the time
+
+
+def test_a_plan_on_paper_hides_none_that_can_be_run() -> None:
+    asked = space(2, "sync", "async", on_paper=True)
+    found = search(SETTING, asked, workers=1)
+    assert found.runnable is not None
+    steps = [
+        outcome_of(SETTING, c).step_s
+        for c in candidates(SETTING, asked)
+        if not c.on_paper and fits(SETTING, c)
+    ]
+    assert found.runnable.step_s <= min(steps) * (1 + WITHIN)
+
+
+def test_more_is_offloaded_on_paper_than_in_runs() -> None:
+    for gpus in (1, 4):
+        found = [c for c in candidates(SETTING, space(gpus, "sync")) if c.layout.offload]
+        assert found
+        assert {"are not offloaded" in c.on_paper for c in found} == {True}
+
+
+def test_nothing_fits() -> None:
+    big = replace(SETTING, models=Models.of_one_size(shape_of("llama-65b")))
+    with pytest.raises(ConfigError, match="nothing fits"):
+        search(big, space(2), workers=1)

@@ -1,0 +1,312 @@
+"""Recorded runs in virtual time: shared cores, calls on their way, placements."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import ended_records
+from stretto.config import AlgorithmConfig, ClusterConfig, Config, RolloutConfig, ScheduleConfig
+from stretto.errors import ConfigError, StateError
+from stretto.machine import Machine, usable_cores
+from stretto.observe.run_directory import RolloutRecord, RunDirectory
+from stretto.observe.spans import HANDOVER, Span, Spans
+from stretto.planner.calibration import calibrate, undisturbed
+from stretto.planner.replay import CPU_TOKEN_BUDGET, FUNCTION, Recording
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
+from stretto.runtime.sim.costs import (
+    DecodeCost,
+    DriverCost,
+    GeneratorCost,
+    PrefillCost,
+    TrainCost,
+)
+from stretto.runtime.sim.devices import Cores, Device, SimWorker
+from stretto.runtime.sim.lengths import Bimodal, Replayed, Uniform
+from stretto.runtime.sim.loop import VirtualClock, run
+from stretto.runtime.sim.simulate import simulate
+from stretto.schedules.rollout import Rollout
+from stretto.scoring.responses import worthwhile_tokens
+from stretto.types import Prompt
+
+TWO_CORES = Machine("a CPU", 2, 2, (), "2.0")
+READ = [Span(r, f"score/{r}", 0, 1, {"tokens": 1}) for r in ("reference", "critic")]
+
+
+# -- cores and calls --------------------------------------------------------------------------
+
+
+def ends(cores: int, pieces: list[tuple[float, float, int]]) -> list[float]:
+    """When pieces of work end: each with its start, its seconds alone, and its threads."""
+
+    async def main() -> list[float]:
+        shared, loop = Cores(cores), asyncio.get_running_loop()
+
+        async def piece(start_s: float, seconds: float, threads: int) -> float:
+            await asyncio.sleep(start_s)
+            await shared.work(seconds, threads)
+            return loop.time()
+
+        return await asyncio.gather(*(piece(*p) for p in pieces))
+
+    return run(main())
+
+
+@pytest.mark.parametrize(
+    ("cores", "pieces", "expected"),
+    [
+        (1, [(0.0, 3.0, 1)], [3.0]),
+        (2, [(0.0, 3.0, 1), (1.0, 3.0, 1)], [3.0, 4.0]),  # one each
+        (1, [(0.0, 1.0, 1), (0.5, 1.0, 1)], [1.5, 2.0]),  # half as fast from 0.5 to 1.5
+        (2, [(0.0, 1.0, 2), (0.0, 1.0, 2)], [2.0, 2.0]),
+        # Three threads on two cores: 2/3 until the first ends at 1.5 with 1.0 done of each.
+        (2, [(0.0, 1.0, 1), (0.0, 1.0, 1), (0.0, 2.0, 1)], [1.5, 1.5, 2.5]),
+        (2, [(0.0, 0.0, 1), (0.0, 1.0, 4)], [0.0, 2.0]),
+    ],
+)
+def test_threads_share_cores_evenly(
+    cores: int, pieces: list[tuple[float, float, int]], expected: list[float]
+) -> None:
+    assert ends(cores, pieces) == pytest.approx(expected)
+
+
+def test_work_that_is_broken_off_leaves_its_cores_to_the_others() -> None:
+    async def main() -> float:
+        shared = Cores(1)
+        gone = asyncio.create_task(shared.work(10.0, 1))
+        stays = asyncio.create_task(shared.work(2.0, 1))
+        await asyncio.sleep(1.0)  # each has done half a second
+        gone.cancel()
+        await stays
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == pytest.approx(2.5)
+
+
+def test_a_device_is_busy_for_as_long_as_its_work_takes_beside_others() -> None:
+    async def main() -> list[float]:
+        spans, cores = Spans(VirtualClock()), Cores(1)
+        devices = [Device(0), Device(1)]
+        workers = [SimWorker(f"role {d.index}", [d], spans, cores=cores) for d in devices]
+        await asyncio.gather(*(w.work("work", 1.0) for w in workers))
+        return [d.busy_s for d in devices]
+
+    assert run(main()) == pytest.approx([2.0, 2.0])
+
+
+def test_a_call_and_its_answer_are_on_their_way() -> None:
+    async def main() -> tuple[list[tuple[float, float]], float]:
+        spans = Spans(VirtualClock())
+        worker = SimWorker("role", [Device(0)], spans, call_s=0.5)
+
+        async def call() -> None:
+            async with worker.turn:
+                await worker.work("work", 1.0)
+
+        await asyncio.gather(call(), call())
+        times = [(span.start_s, span.end_s) for span in spans.records]
+        return times, asyncio.get_running_loop().time()
+
+    assert run(main()) == ([(0.25, 1.25), (1.75, 2.75)], 3.0)
+
+
+# -- calibration ------------------------------------------------------------------------------
+
+
+def test_what_others_took_is_left_out() -> None:
+    """On one core: A works from 0 to 1.5 s, B from 0.5 to 2 s; each takes a second alone."""
+    spans = [
+        Span("a", "score", 0.0, 1.5, {}),
+        Span("b 0", "score", 0.5, 2.0, {}),
+        Span("b 0", "wait", 0.0, 9.0, {"cause": "data"}),
+        Span(HANDOVER, "send", 0.5, 1.5, {"model": "actor"}),
+    ]
+    one = {"a": 1, "b": 1}
+    found = {s.role: s.end_s - s.start_s for s in undisturbed(spans, one, 1) if not s.waits}
+    assert found == pytest.approx({"a": 1.0, "b 0": 1.0, HANDOVER: 0.5})
+    for threads, cores in ((one, 0), (one, 2), ({"a": 2, "b": 2}, 4)):
+        assert [s for s in undisturbed(spans, threads, cores) if not s.waits] == [
+            s for s in spans if not s.waits
+        ]
+
+
+def test_hand_overs_and_calls_are_measured() -> None:
+    spans = [
+        Span("generator", "gen", 0.0, 1.0, {"steps": 10, "tokens": 10}),
+        Span("critic", "score/critic", 1.0, 1.5, {"rollouts": [1], "tokens": 10}),
+    ]
+    for i in range(3):
+        at_s = 2.0 + 10 * i
+        spans += [
+            Span("learner", "update", at_s, at_s + 3, {"tokens": 10}),
+            Span("learner", "publish", at_s + 3.25, at_s + 3.75, {}),
+            Span("generator", "load", at_s + 4.5, at_s + 5, {}),
+            Span(HANDOVER, "send", at_s + 4, at_s + 5, {"model": "actor"}),
+            Span(HANDOVER, "send", at_s + 5, at_s + 7, {"model": "critic"}),
+        ]
+    found = calibrate(spans)
+    assert found.call_s == pytest.approx(0.25)
+    assert found.generator.load_s == pytest.approx(1.0)  # with what comes before and after
+    assert found.loads_s["critic"] == pytest.approx(2.0)
+    inside = calibrate([s for s in spans if s.role != HANDOVER])  # within one process
+    assert inside.generator.load_s == pytest.approx(0.5)
+
+
+def test_what_was_in_flight_gets_the_median_of_what_became_longer() -> None:
+    ended = {0: 10, 1: 20, 2: 30, 4: 40}
+    assert Replayed.from_ledger(ended).tokens == (10, 20, 30, 25, 40)
+    found = Replayed.from_ledger(ended, {3: 15, 5: 30, 6: 90})
+    assert found.tokens == (10, 20, 30, 30, 40, 40, 90)
+
+
+# -- replays ----------------------------------------------------------------------------------
+
+
+def settings(**changes: Any) -> Config:
+    return Config(
+        steps=12,
+        rollout=RolloutConfig(batch=8, max_new_tokens=30, **changes.pop("rollout", {})),
+        algorithm=AlgorithmConfig(kl_coef=0.1),
+        runtime="local",
+        **changes,
+    )
+
+
+def crowded(config: Config) -> Cluster:
+    """The run's processes, which share two cores."""
+    seats = Recording(config, [], READ, TWO_CORES).seats(config)
+
+    def at(role: str) -> dict[str, Any]:
+        return {"devices": seats[role][0].devices, "threads": seats[role][0].threads}
+
+    cost = GeneratorCost(
+        decode=DecodeCost(step_s=0.1, row_s=0.01), prefill=PrefillCost(call_s=0.1), load_s=0.05
+    )
+    prefill = PrefillCost(call_s=0.1, token_s=0.01)
+    streaming = config.schedule.knobs.streams
+    worthwhile = worthwhile_tokens(CPU_TOKEN_BUDGET, streaming=streaming)
+    budget = {"cost": prefill, "worthwhile_tokens": worthwhile}
+    critic = {"name": "critic", "kind": "values", "follows": "critic", "load_s": 0.05}
+    return Cluster(
+        cores=2,
+        call_s=0.02,
+        driver={"driver/fill": DriverCost(call_s=0.05), "driver/records": DriverCost(item_s=0.02)},
+        generators=(GeneratorRole(**at("generator"), cost=cost),),
+        scorers=(
+            ScorerRole(**at("reference"), **budget, name="reference", kind="logprobs"),
+            ScorerRole.model_validate({**at("critic"), **budget, **critic}),
+        ),
+        learner=LearnerRole(
+            **at("learner"),
+            trains=("actor", "critic"),
+            cost=TrainCost(step_s=0.5, token_s=0.005, publish_s=0.1),
+        ),
+        workload=Workload(
+            batch=8,
+            steps=12,
+            max_new_tokens=30,
+            response_tokens=Bimodal(short=6, long=24, spread=0.5),
+            prompt_tokens=Uniform(low=2, high=9),
+        ),
+        schedule=config.schedule,
+    )
+
+
+def recording(config: Config, cluster: Cluster) -> Recording:
+    rollouts = ended_records(cluster.workload, cluster.workload.steps + 2)
+    return Recording(config, rollouts, simulate(cluster).spans, TWO_CORES)
+
+
+@pytest.mark.parametrize("preset", ["sync", "async", "oppo", "stretto"])
+def test_a_run_over_crowded_processes_predicts_itself_and_another_placement(preset: Any) -> None:
+    """Four processes on two cores; costs come out as if each had been alone."""
+    schedule = ScheduleConfig(preset=preset, chunk_tokens=8)
+    apart = settings(schedule=schedule)
+    together = settings(schedule=schedule, cluster=ClusterConfig(scorers="together"))
+    run = recording(apart, crowded(apart))
+    for config in (apart, together):
+        truth = simulate(crowded(config)).makespan_s
+        assert simulate(run.cluster(config)).makespan_s == pytest.approx(truth, rel=0.01)
+
+
+def test_roles_sit_where_the_placement_says() -> None:
+    by_hand = ClusterConfig.model_validate(
+        {
+            "scorers": "together",
+            "processes": [
+                {"roles": ["learner"], "device": "cuda:1"},
+                {"roles": ["generator 0", "critic"], "threads": 3},
+            ],
+        }
+    )
+    asynchronous = ScheduleConfig(preset="async")
+    config = settings(schedule=asynchronous, cluster=by_hand, rollout={"engines": 2})
+    machine = Machine("a CPU", 8, 8, ("a GPU", "a GPU"), "2.0")
+    seats = Recording(config, [], READ, machine).seats(config)
+    # GPU 1 has the learner by hand; the processes after it are dealt to 1, 0 and 1.
+    assert {role: [s.devices for s in found] for role, found in seats.items()} == {
+        "learner": [(0,)],
+        "generator": [(0,), (1,)],
+        "critic": [(0,)],
+        "reference": [(0,)],
+        FUNCTION: [()],
+    }
+    assert seats["generator"][0].threads == 3
+    assert seats["critic"][0].host == 0
+
+
+def test_functions_work_beside_all_others_and_a_run_without_overlap_has_one_worker() -> None:
+    inline = settings().model_copy(update={"runtime": "inline"})
+    (one,) = Recording(inline, [], READ, TWO_CORES).seats(inline)["generator"]
+    assert (one.devices, one.threads) == ((0,), 2)
+    seats = Recording(inline, [], READ, TWO_CORES).seats(inline)
+    assert all(found == [one] for found in seats.values())
+    local = settings(schedule=ScheduleConfig(preset="oppo"))
+    (function,) = Recording(local, [], READ, TWO_CORES).seats(local)[FUNCTION]
+    assert (function.devices, function.threads) == ((), 1)
+
+
+def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
+    config = settings(schedule=ScheduleConfig())
+    sharded = ClusterConfig.model_validate({"processes": [{"roles": ["learner"], "fsdp": 2}]})
+    run = recording(config, crowded(config))
+    with pytest.raises(ConfigError, match=r"records do not say what \{'learner': \(2, 1\)\} would"):
+        run.cluster(settings(schedule=ScheduleConfig(), cluster=sharded))
+
+
+def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:
+    config = settings()
+    record = RolloutRecord.of(1, Rollout(0, Prompt(0, (1, 2), ""), 0, tokens=[3]), None)
+    with pytest.raises(StateError, match="it has recorded none; let it take a few steps"):
+        Recording(config, [record], [], TWO_CORES).cluster()
+
+
+# -- machines and files -----------------------------------------------------------------------
+
+
+def test_a_machine_is_kept_in_the_folder_of_a_run(tmp_path: Path) -> None:
+    found = Machine.here()
+    assert found.cores == usable_cores() >= 1
+    folder = RunDirectory.create(tmp_path, "run", Config())
+    folder.save_machine(found)
+    assert folder.read_machine() == found
+    folder.machine_file.write_text("{}")
+    with pytest.raises(StateError, match=r"machine\.json' cannot be read"):
+        folder.read_machine()
+    two = Machine("a CPU", 1, 1, ("H200", "H200"), "2.11")
+    assert str(two) == "a CPU, 1 core, 2 x H200, torch 2.11"
+
+
+def test_rollouts_in_flight_are_kept_and_told_from_those_that_ended(tmp_path: Path) -> None:
+    folder = RunDirectory.create(tmp_path, "run", Config())
+    left = Rollout(7, Prompt(7, (1, 2), ""), 7, tokens=[3, 4])
+    folder.append_rollouts(3, [left], {})
+    assert folder.read_rollouts() == []
+    (record,) = folder.read_rollouts(in_flight=True)
+    assert (record.id, record.tokens, record.finish, record.in_flight) == (7, 2, None, True)
+    folder.append_metrics(2, {})
+    folder.rewind(2)  # a run that is resumed with more steps takes it up again
+    assert folder.read_rollouts(in_flight=True) == []

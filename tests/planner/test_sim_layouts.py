@@ -1,0 +1,178 @@
+"""Clusters out of layouts: devices, costs and memory, against cases computed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from stretto.config import ScheduleConfig
+from stretto.errors import ConfigError
+from stretto.models.shapes import shape_of
+from stretto.planner import memory
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, Models, Sharing
+from stretto.planner.layouts import (
+    Setting,
+    cluster_of,
+    cost_of_generator,
+    cost_of_learner,
+    devices_of,
+    memory_of,
+    slots_of,
+    swap_s,
+)
+from stretto.runtime.sim.cluster import Workload
+from stretto.runtime.sim.costs import Efficiency, SampleCost
+from stretto.runtime.sim.lengths import Uniform
+from stretto.runtime.sim.simulate import simulate
+
+QWEN = shape_of("qwen2.5-7b")
+PERFECT = Efficiency(
+    memory=1, prefill=1, training=1, link=1, usable=1, optimizer=1, step_s=0, call_s=0
+)
+WORK = Workload(
+    batch=32,
+    steps=4,
+    max_new_tokens=256,
+    prompt_tokens=Uniform(low=100, high=100),
+    response_tokens=Uniform(low=1, high=256),
+)
+SETTING = Setting(Models.of_one_size(QWEN), WORK, Hardware.of("h200", PERFECT))
+
+
+FOUR = Mesh(4)
+SYNC = ScheduleConfig()
+
+
+def layout(sharing: Sharing, scorer: Mesh = FOUR) -> Layout:
+    return Layout(FOUR, Mesh(2, 2), scorer, sharing)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "generators", "scorers", "gpus"),
+    [
+        ("all", (0, 1, 2, 3), (0, 1, 2, 3), 4),
+        ("none", (4, 5, 6, 7), (8, 9, 10, 11), 12),
+        ("generators", (4, 5, 6, 7), (4, 5, 6, 7), 8),
+        ("learner", (4, 5, 6, 7), (0, 1, 2, 3), 8),
+    ],
+)
+def test_roles_share_devices_as_the_layout_says(
+    sharing: Sharing, generators: tuple[int, ...], scorers: tuple[int, ...], gpus: int
+) -> None:
+    place = layout(sharing)
+    assert devices_of(place) == ((0, 1, 2, 3), generators, scorers)
+    assert place.gpus == gpus
+    cluster = cluster_of(SETTING, place, ScheduleConfig())
+    assert cluster.device_count == gpus
+    assert cluster.generators[0].replicas == 2
+    hosts = {scorer.host for scorer in cluster.scorers}
+    assert hosts == ({0} if sharing in ("all", "generators") else {None})
+
+
+def test_each_generator_has_its_share_of_the_copies_and_of_the_scorers() -> None:
+    place = replace(layout("generators"), generator=Mesh(4), scorer=Mesh(4))
+    cluster = cluster_of(SETTING, place, ScheduleConfig(preset="rlhfuse"), engines=2)
+    assert [g.devices for g in cluster.generators] == [(4, 5), (6, 7)]
+    rewards = [(s.devices, s.host) for s in cluster.scorers if s.name == "reward"]
+    assert rewards == [((4, 5), 0), ((6, 7), 1)]
+    assert {s.follows for s in cluster.scorers if s.name == "critic"} == {"critic"}
+
+
+def test_weights_travel_by_reshard_or_broadcast() -> None:
+    def loads(place: Layout, setting: Setting = SETTING) -> tuple[float, float]:
+        cluster = cluster_of(setting, place, ScheduleConfig())
+        cost = cluster.generators[0].cost
+        assert cost is not None
+        (critic,) = (s.load_s for s in cluster.scorers if s.follows)
+        return cost.load_s, critic
+
+    size, critic = 2 * QWEN.parameters, 2 * QWEN.valued().parameters
+    # Colocated, a device has a quarter of all already, and two exchange what they lack by NVLink.
+    held = 2 * QWEN.held(2)
+    assert loads(layout("all")) == (pytest.approx((held - size / 4) / 450e9), 0.0)
+    # Learner and generators fit into one node, and so do learner and scorers.
+    assert loads(layout("none")) == (pytest.approx(size / 450e9), pytest.approx(critic / 450e9))
+    nodes = Layout(Mesh(8), Mesh(2, 4), Mesh(8), "none")
+    assert loads(nodes) == (pytest.approx(size / 50e9), pytest.approx(critic / 50e9))
+    at_once = replace(SETTING, at_once=True)
+    assert loads(nodes, at_once)[0] == pytest.approx(size / 400e9)
+    # A critic that scores where it is trained is gathered there.
+    lent = loads(layout("learner"))
+    assert lent[1] == pytest.approx((critic - critic / 4) / 450e9)
+
+
+def test_offloaded_states_travel_there_and_back_and_frozen_models_once() -> None:
+    place = replace(layout("all"), offload=True)
+    trained = QWEN.parameters + QWEN.valued().parameters
+    moved = 2 * 12 * trained / 4 + 2 * trained
+    assert swap_s(SETTING, place) == pytest.approx(moved / 64e9)
+    assert swap_s(SETTING, layout("all")) == 0
+    apart = cost_of_learner(SETTING, layout("all")).step_s
+    assert cost_of_learner(SETTING, place).step_s == pytest.approx(apart + moved / 64e9)
+
+
+def test_memory_of_scorers_that_stream() -> None:
+    place = layout("none", Mesh(2, 2))
+    plain = memory_of(SETTING, place, SYNC)
+    streams = memory_of(SETTING, place, ScheduleConfig(score_on="chunk"))
+    assert streams.keys() == {"generation", "scoring", "training", "hand-over"}
+    # 16 responses of 100 + 128.5 tokens a copy; keys and values of three models in two slices
+    expected = 16 * WORK.mean_tokens * 3 * 57344 / 2
+    assert WORK.mean_tokens == pytest.approx(228.5, abs=1)
+    assert streams["scoring"]["responses that stream"] == pytest.approx(expected)
+    assert {**streams["scoring"], "responses that stream": 0} == {
+        **plain["scoring"],
+        "responses that stream": 0,
+    }
+
+
+def test_where_not_all_fit_a_copy_has_slots() -> None:
+    """Of 62 GB beside weights and a prefill's activations, at 57,344 bytes a token and row."""
+    place = Layout(Mesh(2), Mesh(2), Mesh(2), "none")
+    long = WORK.model_copy(update={"batch": 256, "max_new_tokens": 16_284})
+    on = Hardware.of("h100", PERFECT)
+    setting = replace(SETTING, workload=long, hardware=on)
+    cost = cost_of_generator(setting, place)
+    assert setting.sizes().length == 16_384
+    slots = slots_of(setting, place, SYNC)
+    assert (
+        slots == cost.cache_tokens // 16_384 == cluster_of(setting, place, SYNC).generators[0].slots
+    )
+    assert 0 < slots < 128
+    assert slots_of(SETTING, place, SYNC) == 0  # all of a short batch
+    assert slots_of(replace(setting, paged=True), place, SYNC) == 0
+    inter = ScheduleConfig(overcommit=32)
+    assert setting.sizes(inter).responses == 256 + 32
+
+
+def test_scorers_beside_generators_find_their_caches_there() -> None:
+    place = layout("generators", Mesh(4))
+    found = memory_of(SETTING, place, SYNC)
+    generator, scorer = found["generation"], found["scoring"]
+    assert generator["frozen"] == scorer["frozen"] == memory.frozen_bytes(SETTING.models, place)
+    assert scorer["keys and values"] == generator["keys and values"]
+    assert "frozen" not in memory_of(SETTING, layout("none"), SYNC)["generation"]
+    beside = memory_of(SETTING, layout("learner"), SYNC)
+    assert beside["training"]["frozen"] == beside["scoring"]["frozen"]
+
+
+def test_runs_without_critic_or_reward_model() -> None:
+    models = Models(QWEN, reference=QWEN)
+    setting = replace(SETTING, models=models, functions={"right": SampleCost(call_s=0.01)})
+    cluster = cluster_of(setting, layout("none"), ScheduleConfig())
+    assert [s.name for s in cluster.scorers] == ["reference", "right"]
+    assert cluster.learner.trains == ("actor",)
+    both = cost_of_learner(SETTING, layout("none")).token_s
+    alone = cost_of_learner(setting, layout("none")).token_s
+    assert both / 2 < alone < both * 0.55  # the critic has no output layer to speak of
+    assert len(simulate(cluster).steps) == 4
+
+
+def test_no_room_for_keys_and_values() -> None:
+    big = replace(
+        SETTING, models=Models(shape_of("llama-65b")), hardware=Hardware.of("h100", PERFECT)
+    )
+    with pytest.raises(ConfigError, match="beside 131 GB of weights and of what others keep"):
+        cluster_of(big, replace(layout("none"), generator=FOUR), ScheduleConfig())
