@@ -66,8 +66,8 @@ def measure(config: Config) -> None:
             new = run.learner.publish()
             run.placement.engines[0].load(new["actor"])
             for scorer in run.scorers:
-                if scorer.follows:
-                    scorer.load(new[scorer.follows])
+                if scorer.info.follows:
+                    scorer.load(new[scorer.info.follows])
             ratios = (before - engines).exp()
             beyond = ((ratios - 1).abs() > clip).double().mean().item()
             print(

@@ -63,7 +63,7 @@ def by_hand(config: Config, lag: int) -> dict[str, Tensor]:
             train_on(parts.learner, ready.pop(0))
             new = parts.learner.publish()
             parts.placement.engines[0].load(new["actor"])
-            next(s for s in parts.scorers if s.follows).load(new["critic"])
+            next(s for s in parts.scorers if s.info.follows).load(new["critic"])
         return {n: p.detach().clone() for n, p in parts.actor.named_parameters()}
 
 

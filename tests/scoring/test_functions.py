@@ -98,7 +98,7 @@ def test_trl_gets_everything_by_keyword(function: Scorers, tmp_path: Path) -> No
         """
     )
     assert scorer.name.endswith("reward.py:f")
-    assert scorer.kind == "reward"
+    assert scorer.info.kind == "reward"
     prompts = [
         Prompt(0, (0,), "a", data={"n": 1, "_index": 7}),
         Prompt(1, (0,), "b", data={"m": 2}),
@@ -596,7 +596,7 @@ def test_an_object_is_judged_with_in_each_convention() -> None:
     scores = judge(scorer, ["abc", "d"])
     assert numbers(scores) == [3.5, 2.5]
     assert {s.source for s in scores} == {"mine"}
-    assert (scorer.kind, scorer.streaming, scorer.follows) == ("reward", False, "")
+    assert (scorer.info.kind, scorer.info.streams, scorer.info.follows) == ("reward", False, "")
     prompt = Prompt(0, (0,), "", data=VERL)
     assert numbers(judge(local(verl), ["7", "8"], [prompt] * 2)) == [1.0, 0.0]
     assert numbers(judge(local(openrlhf, columns=["label"]), ["xy", ""])) == [2.0, 0.0]

@@ -55,9 +55,9 @@ class Feed:
     ) -> None:
         scorer = self.scorer = replica.scorer
         self.host, self._decoding = replica.host, around.decoding
-        self._role = replica.role or short_name(scorer.name)
+        self._role = replica.role or short_name(scorer.info.name)
         self._guard = Guard(
-            scorer, replica.role or scorer.name, scorer.follows, around, self._begin_anew
+            scorer, replica.role or scorer.info.name, scorer.info.follows, around, self._begin_anew
         )
         self.group: _ScorerGroup
         self.load = 0  # rollouts given to it and not scored
@@ -106,7 +106,7 @@ class Feed:
 
     def _arrived(self, tokens: int) -> None:
         self._tokens += tokens
-        if self._tokens >= self.scorer.worthwhile_tokens:  # fewer while it streams
+        if self._tokens >= self.scorer.info.worthwhile_tokens:  # fewer while it streams
             self._call()
 
     def _call(self) -> None:
@@ -162,7 +162,7 @@ class Feed:
             GoneError: it was lost; all of it is to be told anew.
         """
         scorer, ask = self.scorer, self._guard.ask
-        admitted = [r.response(text=scorer.reads_text) for r in self._admitted.values()]
+        admitted = [r.response(text=scorer.info.reads_text) for r in self._admitted.values()]
         chunks, wanted = self._chunks, self._wanted
         self._admitted, self._chunks, self._wanted, self._tokens = {}, [], [], 0
         if admitted:
@@ -173,7 +173,7 @@ class Feed:
             scores = await ask(scorer.finish(wanted), wanted)
             if [s.rollout_id for s in scores] != wanted:
                 raise LifecycleError(
-                    f"scorer '{scorer.name}' was asked for rollouts {wanted} and answered for "
+                    f"scorer '{scorer.info.name}' was asked for rollouts {wanted} and answered for "
                     f"{[s.rollout_id for s in scores]}; a scorer answers for each, in order"
                 )
             self.load -= len(wanted)
@@ -233,9 +233,9 @@ class _ScorerGroup:
 
     def __init__(self, feeds: Sequence[Feed], score_on: ScoreOn) -> None:
         self.feeds = feeds
-        self.follows = feeds[0].scorer.follows
+        self.follows = feeds[0].scorer.info.follows
         self.streams = score_on == "chunk" and all(
-            f.host is None and f.scorer.streams for f in feeds
+            f.host is None and f.scorer.info.streams for f in feeds
         )
         self.replica_of: dict[int, Feed] = {}
         self._backlog: deque[Rollout] = deque()
@@ -262,7 +262,7 @@ class _ScorerGroup:
         else:
             self._backlog.append(rollout)
             self._tokens += rollout.total_tokens
-            if self._tokens >= self.feeds[0].scorer.worthwhile_tokens:
+            if self._tokens >= self.feeds[0].scorer.info.worthwhile_tokens:
                 self.wake()
 
     def wake(self) -> None:
@@ -352,7 +352,7 @@ class Scoring:
         self.feeds = [Feed(s, self._deliver, around) for s in replicas]
         by_name: dict[str, list[Feed]] = {}
         for feed in self.feeds:
-            by_name.setdefault(feed.scorer.name, []).append(feed)
+            by_name.setdefault(feed.scorer.info.name, []).append(feed)
         self._groups = [_ScorerGroup(feeds, score_on) for feeds in by_name.values()]
         self._streaming = [t for t in self._groups if t.streams]
 

@@ -23,7 +23,7 @@ from stretto.scoring.local import LocalFunction
 from stretto.scoring.pending import Pending
 from stretto.scoring.text import response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
-from stretto.types import Chunk, Prompt, Response, Score, ScoreKind, WeightsRef
+from stretto.types import Chunk, Prompt, Response, Score, ScorerInfo, WeightsRef
 from stretto.workers.function import FunctionProcess
 
 if TYPE_CHECKING:
@@ -77,12 +77,6 @@ class FunctionScorer:
         TaskError: the task cannot be opened, or has no verifier.
     """
 
-    kind: ScoreKind = "reward"
-    worthwhile_tokens = 0
-    streaming = False
-    reads_text = True
-    follows = ""
-
     def __init__(
         self,
         source: str,
@@ -96,6 +90,7 @@ class FunctionScorer:
         function: Callable[..., Any] | None = None,
     ) -> None:
         self.name = source
+        self.info = ScorerInfo(source, "reward", streams=False, reads_text=True)
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
         self._pending = Pending(source)
         self._payload: Callable[[_Response], Mapping[str, Any]]
@@ -170,13 +165,13 @@ class FunctionScorer:
         if verdict.failure is None:
             numbers = [] if verdict.value is None else [verdict.value]
             values = np.array(numbers, dtype=np.float32)
-            return Score(rollout_id, self.name, self.kind, values)
+            return Score(rollout_id, self.name, "reward", values)
         failure = (
             f"'{self.name}' failed on rollout {rollout_id}: {verdict.failure}\n"
             f"  prompt: {_short(response.prompt.text)}\n"
             f"  response: {_short(response.text)}"
         )
-        return Score(rollout_id, self.name, self.kind, np.empty(0, np.float32), failure)
+        return Score(rollout_id, self.name, "reward", np.empty(0, np.float32), failure)
 
     def _ask_all(self, responses: Sequence[_Response]) -> list[_Verdict]:
         """Ask for all in one call; where that leaves some open, for those one at a time."""

@@ -14,7 +14,7 @@ from stretto.types import (
     KVTransfer,
     Response,
     Score,
-    ScoreKind,
+    ScorerInfo,
     TrainBatch,
     TrainOutput,
     WeightsRef,
@@ -24,16 +24,8 @@ from stretto.types import (
 class ScorerWorker(Protocol):
     """The worker of a scorer."""
 
-    name: str
-    kind: ScoreKind
-    follows: str
-
     @property
-    def worthwhile_tokens(self) -> int: ...
-    @property
-    def reads_text(self) -> bool: ...
-    @property
-    def streaming(self) -> bool: ...
+    def info(self) -> ScorerInfo: ...
 
     def admit(self, responses: Sequence[Response]) -> None: ...
     def extend(self, chunks: Sequence[Chunk]) -> None: ...
