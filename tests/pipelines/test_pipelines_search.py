@@ -13,9 +13,9 @@ import pytest
 
 from stretto.errors import ConfigError
 from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
-from stretto.pipelines.evaluate import evaluate
+from stretto.pipelines.schedule import evaluate
 from stretto.pipelines.graph import capacity_units, make_graph
-from stretto.pipelines.kernels import earliest_starts
+from stretto.pipelines.graph import earliest_starts
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.schedule import PipelineSchedule
 from stretto.pipelines.solve import solve

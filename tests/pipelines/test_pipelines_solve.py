@@ -17,18 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipelines as benchmark
+from _published import greedy
 from _table3 import ROWS
 from stretto.cli.main import main
 from stretto.errors import ConfigError, MissingExtraError
-from stretto.pipelines.baselines import greedy
-from stretto.pipelines.bounds import latency_bound
 from stretto.pipelines.draw import bars, page_html, save_png, tick_step, timeline_svg
-from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.graph import Ints, capacity_units, make_graph
-from stretto.pipelines.kernels import earliest_starts, latency_of, peak_memory
+from stretto.pipelines.graph import (
+    Ints,
+    capacity_units,
+    earliest_starts,
+    latency_bound,
+    latency_of,
+    make_graph,
+    peak_memory,
+)
 from stretto.pipelines.listing import UNLIMITED, decode, plain_rules, urgency
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.search import list_schedule, make_views, turned
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve

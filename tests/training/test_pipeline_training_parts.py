@@ -24,7 +24,7 @@ from stretto.errors import LearnerError, ModelError, RankError
 from stretto.models.load import load_causal_lm, load_tokenizer
 from stretto.pipelines.executor.instructions import PipelineTask
 from stretto.pipelines.executor.stages import cut, for_sending
-from stretto.pipelines.executor.timing import Timings
+from stretto.pipelines.executor.instructions import Timings
 from stretto.pipelines.problem import Problem
 from stretto.runtime import inline
 from stretto.runtime.inline.placement import ThreadPlacement

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stretto.pipelines.bounds import tails
-from stretto.pipelines.compiler import njit
-from stretto.pipelines.graph import FORWARD, Flags, Floats, Graph, Ints
+from stretto.pipelines.graph import FORWARD, Flags, Floats, Graph, Ints, njit, tails
 
 _NEVER = np.int64(2**60)
 UNLIMITED = np.iinfo(np.int64).max // 4

@@ -17,7 +17,7 @@ from stretto.algorithms.experience import Part
 from stretto.config import PipelineConfig
 from stretto.errors import ModelError
 from stretto.models.forward import by_token_budget, pad_right, response_tokens
-from stretto.pipelines.executor.layout import Name
+from stretto.pipelines.executor.stages import Name
 from stretto.pipelines.executor.stages import check_cut
 from stretto.training.losses import MicroBatch
 

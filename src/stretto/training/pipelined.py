@@ -20,9 +20,8 @@ from stretto.config import Config, PipelineConfig
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, LearnerError, ModelError
 from stretto.models.forward import by_token_budget
-from stretto.pipelines.executor.executor import Name, StageLayout, Timings
-from stretto.pipelines.executor.profile import makespan_us, profile
-from stretto.pipelines.executor.stages import Stage, cut, for_sending
+from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
+from stretto.pipelines.executor.stages import Name, Stage, StageLayout, cut, for_sending
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import (
     Names,

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from stretto.config import PipelineConfig
 from stretto.pipelines.baselines import one_f_one_b
-from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.executor import Name
+from stretto.pipelines.executor.stages import Name
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import SEEDS, solve
 
 GUESSED_TICKS = 1000
