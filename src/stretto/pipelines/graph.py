@@ -25,7 +25,7 @@ from stretto.errors import MissingExtraError
 from stretto.pipelines.problem import Problem
 
 try:
-    from numba import njit
+    from numba import njit as njit
 except ImportError as error:
     raise MissingExtraError("numba", "pipelines", "planning of fused pipelines") from error
 
