@@ -7,11 +7,20 @@ from dataclasses import dataclass
 
 from stretto.config import Config, ScheduleConfig
 from stretto.schedules.chunking import FixedChunk, TunedChunk
-from stretto.schedules.migration import FixedMigration, MigrationLimits, MigrationPolicy
-from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
+from stretto.schedules.migration import (
+    AutoMigration,
+    FixedMigration,
+    MigrationLimits,
+    MigrationPolicy,
+)
+from stretto.schedules.overcommit import (
+    Algorithm1,
+    Equation4,
+    FixedOvercommit,
+    Overcommit,
+    ThroughputOvercommit,
+)
 from stretto.schedules.settings import Controls, Settings
-from stretto.schedules.stragglers import AutoMigration
-from stretto.schedules.throughput import ThroughputOvercommit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,7 +144,6 @@ def _highest(
     d: int,
     until: float,
 ) -> int:
-    """Find the queue of the highest key whose next task may start by ``until``; -1 if none may."""
     chosen, highest = -1, -np.inf
     for j in range(4 * d, 4 * d + 4):
         q = queues[j]

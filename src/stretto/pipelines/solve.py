@@ -118,7 +118,6 @@ def solve(
 
 @cache
 def _compile() -> None:
-    """Have everything compiled, or read from the disk, before the clock starts."""
     one = Side.of(1, 1, 2, forward=1, backward=1, activation=1.0)
     record = Record(Problem(one, one), 60.0, 0.0)
     chance = np.random.default_rng(0)

@@ -175,7 +175,6 @@ class _Pass:
     roots: dict[int, Tensor | GradientEdge | None] = field(default_factory=dict)
 
     def ask(self, task: PipelineTask, peer: int) -> None:
-        """Begin to receive the input of a task."""
         shape = (*self.works[task.micro_batch].tokens.shape, self.stage.hidden_size)
         buffer = torch.empty(shape, dtype=self.stage.dtype, device=self.device)
         work = dist.irecv(buffer, peer)
@@ -208,7 +207,6 @@ class _Pass:
         return y.detach()
 
     def _backward(self, i: int, given: Tensor | None) -> Tensor | None:
-        """The gradient for the stage before; ``None`` on the first."""
         x, root = self.inputs.pop(i), self.roots.pop(i)
         if isinstance(root, Tensor):
             root.backward()

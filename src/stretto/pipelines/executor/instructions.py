@@ -116,7 +116,6 @@ def _task(graph: Graph, task: int) -> PipelineTask:
 
 
 def _sent(graph: Graph, task: int) -> Send | None:
-    """Send of a task's result to the next stage; ``None`` if no other device needs it."""
     q = int(graph.queue_of[task])
     after = int(graph.after[q])
     if after < 0 or graph.device[after] == graph.device[q]:
