@@ -21,7 +21,6 @@ from stretto.algorithms.registry import FUNCTIONS, Functions
 from stretto.config import AlgorithmConfig, recipes
 from stretto.config.algorithm import ALGORITHMS, AlgorithmSpec
 from stretto.schedules.rollout import train_batch
-from stretto.training.collate import collate
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 
@@ -127,7 +126,7 @@ def test_the_example_trains_with_its_own_tensor(
         None,
         algorithm_settings(a, training={"microbatch_tokens": budget}),  # type: ignore[arg-type]
     )
-    advantages = learner._prepare(collate(train_batch(batch), {"task": 1.0}), None).advantages
+    advantages = learner.experience_of(train_batch(batch)).advantages
 
     logprobs, loss = now(actor, batch), torch.zeros((), dtype=torch.float64)
     for b, rollout in enumerate(batch):

@@ -10,7 +10,7 @@ import pytest
 from stretto.config import PRESETS, ScheduleConfig
 from stretto.errors import ConfigError
 from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
-from stretto.pipelines.bounds import latency_bound
+from stretto.pipelines.graph import latency_bound
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import solve
 from stretto.planning.layout import Layout, Mesh

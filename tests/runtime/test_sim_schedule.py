@@ -39,7 +39,7 @@ from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, U
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.replay import Recording
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
-from stretto.schedules.feedback import DecodeSample
+from stretto.schedules.controller import DecodeSample
 from stretto.types import FinishReason
 
 DEADLINE_S = 100.0

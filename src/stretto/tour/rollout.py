@@ -159,7 +159,7 @@ def _generation_and_scoring(
     for scorer in scorers:
         scorer.admit(responses)
     calls = early = 0
-    while chunks := engine.decode(CHUNK):
+    while chunks := engine.decode(CHUNK).chunks:
         calls += 1
         early = sum(scorer.read_tokens for scorer in scorers)
         for chunk in chunks:
