@@ -24,7 +24,7 @@ from _rlhfuse import (
 )
 from _table3 import ROWS
 from stretto.pipelines.baselines import serial_1f1b
-from stretto.pipelines.bounds import latency_bound
+from stretto.pipelines.graph import latency_bound
 
 
 def part(*, smoke: bool = False) -> Part:

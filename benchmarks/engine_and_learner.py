@@ -79,8 +79,8 @@ def measure(config: Config) -> None:
             new = learner.publish()
             engine.load(new["actor"])
             for scorer in scorers(run):
-                if scorer.follows:
-                    scorer.load(new[scorer.follows])
+                if scorer.info.follows:
+                    scorer.load(new[scorer.info.follows])
             ratios = (before - engines).exp()
             beyond = ((ratios - 1).abs() > clip).double().mean().item()
             print(

@@ -31,9 +31,8 @@ from stretto.algorithms.experience import Part
 from stretto.config import Config
 from stretto.models.heads import critic_from_actor
 from stretto.pipelines.baselines import serial_1f1b
-from stretto.pipelines.executor.executor import Timings
-from stretto.pipelines.executor.layout import Name
-from stretto.pipelines.executor.profile import makespan_us, profile
+from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
+from stretto.pipelines.executor.stages import Name
 from stretto.training import pipelined
 from stretto.training.partition import PaddedBatch
 from stretto.training.pipelined import PipelinePlan, Planner

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from stretto.models.heads import apply_scalar_head
 from stretto.models.logits import OutputHead, token_logprobs
-from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, TaskWork, Timings
-from stretto.pipelines.executor.layout import NAMES
-from stretto.pipelines.executor.stages import Stage
-from stretto.pipelines.executor.transfers import Outbox
+from stretto.pipelines.executor.executor import Outbox, PipelineExecutor, TaskWork
+from stretto.pipelines.executor.instructions import Timings
+from stretto.pipelines.executor.stages import NAMES, Stage, StageLayout
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
 

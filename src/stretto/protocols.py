@@ -18,7 +18,7 @@ from stretto.types import (
     KVTransfer,
     Response,
     Score,
-    ScoreKind,
+    ScorerInfo,
     TrainBatch,
     TrainOutput,
     WeightsRef,
@@ -137,33 +137,8 @@ class Scorer(Replaceable, Protocol):
     """A role that scores rollouts: a reward model, the reference, the critic, or a function."""
 
     @property
-    def name(self) -> str:
-        """The scorer's name, unique in a run; the key of its scores."""
-        ...
-
-    @property
-    def kind(self) -> ScoreKind:
-        """The kind of its scores."""
-        ...
-
-    @property
-    def follows(self) -> str:
-        """The trained model whose weights it loads at each hand-over; empty when it is frozen."""
-        ...
-
-    @property
-    def reads_text(self) -> bool:
-        """Return whether it reads prompts' text, messages and data, and not tokens alone."""
-        ...
-
-    @property
-    def streams(self) -> bool:
-        """Return whether it works on rollouts before they end; if not, it gets whole ones."""
-        ...
-
-    @property
-    def worthwhile_tokens(self) -> int:
-        """Tokens that make a call worth its fixed cost; it gets fewer only when someone waits."""
+    def info(self) -> ScorerInfo:
+        """The facts about it; they may change with a call."""
         ...
 
     @remote(reads=True)

@@ -25,6 +25,7 @@ from stretto.types import (
     Response,
     Score,
     ScoreKind,
+    ScorerInfo,
     TrainBatch,
     TrainOutput,
     WeightsRef,
@@ -202,8 +203,8 @@ class FakeScorer:
         worthwhile_tokens: int = 0,
         seconds: float = 0.5,
     ) -> None:
-        self.worthwhile_tokens, self.streams, self.reads_text = worthwhile_tokens, True, False
-        self.world, self.name, self.kind, self.follows = world, name, kind, follows
+        self.info = ScorerInfo(name, kind, follows, worthwhile_tokens=worthwhile_tokens)
+        self.world, self.name = world, name
         self.tokens: dict[int, list[int]] = {}
         self.new: dict[int, int] = {}
         self.seconds, self.hangs = seconds, False
@@ -230,12 +231,12 @@ class FakeScorer:
         scores = []
         for i in rollout_ids:
             assert self.tokens.pop(i) == [100 * i + t for t in range(self.world.length(i))]
-            bad = self.kind == "reward" and i in self.world.fails
+            bad = self.info.kind == "reward" and i in self.world.fails
             values = np.full(0 if bad else 1, i + 0.5, np.float32)
-            if self.follows:
+            if self.info.follows:
                 values = np.full(self.world.length(i), version, np.float32)
             failure = f"no verdict on {i}" if bad else None
-            scores.append(Score(i, self.name, self.kind, values, failure))
+            scores.append(Score(i, self.name, self.info.kind, values, failure))
         return scores
 
     async def release(self, rollout_ids: Sequence[int]) -> None:

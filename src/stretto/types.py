@@ -309,14 +309,25 @@ class TrainOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScorerInfo:
-    """The facts about a scorer that a schedule needs; see :class:`~stretto.protocols.Scorer`."""
+    """The facts about a scorer that a schedule needs.
+
+    Attributes:
+        name: unique in a run; the key of its scores.
+        kind: of its scores.
+        follows: the trained model whose weights it loads at each hand-over; empty when it is
+            frozen.
+        streams: whether it works on rollouts before they end; if not, it gets whole ones.
+        reads_text: whether it reads prompts' text, messages and data, and not tokens alone.
+        worthwhile_tokens: that make a call worth its fixed cost; it gets fewer only when someone
+            waits.
+    """
 
     name: str
     kind: ScoreKind
-    follows: str
-    streams: bool
-    reads_text: bool
-    worthwhile_tokens: int
+    follows: str = ""
+    streams: bool = True
+    reads_text: bool = False
+    worthwhile_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ def streamed(model: Any, made: Sequence[Rollout]) -> list[Any]:
     settings = {"schedule": {"preset": "stretto"}, "rollout": {"batch": 4, "max_new_tokens": NEW}}
     slots = scorer_slots(Config.model_validate(settings), model, said.append)
     scorer = reference_scorer(model, 1.0, 16, slots=slots, say=said.append)
-    assert scorer.streaming
+    assert scorer.info.streams
     assert said == []
     scorer.admit(told([Rollout(r.id, r.prompt, r.group) for r in made]))
     for start in range(0, NEW, 5):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from _published import greedy
 from pipeline_models import VOCABULARY, critic_of, language_model
 from pipeline_workers import Batch, Trainer, lm_loss, value_loss
 from stretto.config import ModelConfig
@@ -19,14 +20,12 @@ from stretto.models.attention import use_short_attention
 from stretto.models.forward import backbone, output_head
 from stretto.models.load import set_checkpointing
 from stretto.models.lora import add_lora
-from stretto.pipelines.baselines import greedy, one_f_one_b
-from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.executor import PipelineExecutor, StageLayout, TaskWork, Timings
-from stretto.pipelines.executor.layout import Name
-from stretto.pipelines.executor.profile import makespan_us, profile
-from stretto.pipelines.executor.stages import cut
+from stretto.pipelines.baselines import one_f_one_b
+from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
+from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
+from stretto.pipelines.executor.stages import Name, StageLayout, cut
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
 from stretto.workers.ranks import Ranks
 

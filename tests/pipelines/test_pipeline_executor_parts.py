@@ -14,23 +14,21 @@ from pipeline_models import language_model
 from stretto.config import ModelConfig
 from stretto.errors import ConfigError
 from stretto.models.load import set_checkpointing
-from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.executor import StageLayout
+from stretto.pipelines.executor.executor import saved_bytes
 from stretto.pipelines.executor.instructions import (
     Instruction,
     PipelineTask,
     Receive,
     Send,
+    Timings,
     instructions,
+    makespan_us,
+    profile,
 )
-from stretto.pipelines.executor.layout import Name
-from stretto.pipelines.executor.memory import saved_bytes
-from stretto.pipelines.executor.profile import makespan_us, profile
-from stretto.pipelines.executor.stages import cut
-from stretto.pipelines.executor.timing import Timings
+from stretto.pipelines.executor.stages import Name, StageLayout, cut
 from stretto.pipelines.graph import make_graph
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule, check
+from stretto.pipelines.schedule import PipelineSchedule, check, evaluate
 
 # Instructions
 

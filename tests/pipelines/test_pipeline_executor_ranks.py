@@ -17,14 +17,13 @@ import psutil
 import pytest
 import torch
 
+from _published import greedy
 from pipeline_misbehaving import Misbehaving
 from pipeline_models import critic_of, language_model
 from pipeline_workers import Batch, Trainer
 from rank_helpers import alive, require_gone
 from stretto.errors import LearnerError, RankError
-from stretto.pipelines.baselines import greedy
-from stretto.pipelines.executor.executor import StageLayout
-from stretto.pipelines.executor.stages import cut
+from stretto.pipelines.executor.stages import StageLayout, cut
 from stretto.workers.connection import RankConnection
 from stretto.workers.forkserver import NAME
 from stretto.workers.ranks import Ranks

@@ -14,22 +14,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from _published import greedy
 from _table3 import ROWS
 from stretto.errors import ConfigError
-from stretto.pipelines.anneal import may_swap
-from stretto.pipelines.baselines import greedy, interleaved_1f1b, one_f_one_b_plus, serial_1f1b
-from stretto.pipelines.bounds import latency_bound, memory_floor
-from stretto.pipelines.evaluate import BUBBLES, evaluate, memory_curve
-from stretto.pipelines.graph import Ints, make_graph
-from stretto.pipelines.kernels import (
+from stretto.pipelines.annealing import length_after, make_state, may_swap, swap
+from stretto.pipelines.baselines import interleaved_1f1b, one_f_one_b_plus, serial_1f1b
+from stretto.pipelines.graph import (
+    Ints,
     earliest_starts,
+    latency_bound,
     latency_of,
-    length_after,
-    make_state,
-    swap,
+    make_graph,
+    memory_floor,
 )
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule, check
+from stretto.pipelines.schedule import BUBBLES, PipelineSchedule, check, evaluate, memory_curve
 from stretto.pipelines.sizes import ModelShape, Parallel, make_problem
 
 INSTANCES = json.loads((Path(__file__).parent / "pipeline_instances.json").read_text())

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from _certify import by_cp_sat
 from stretto.errors import ConfigError
 from stretto.pipelines.baselines import one_f_one_b_plus, serial_1f1b
-from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.graph import capacity_units, make_graph
-from stretto.pipelines.kernels import earliest_starts
+from stretto.pipelines.graph import capacity_units, earliest_starts, make_graph
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import solve
 
 
@@ -140,7 +139,7 @@ class TestInterrupts:
         """CP-SAT's own handler would swallow the first, and the next would end the process."""
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            solve(unequal(2.0), seconds=300.0, method="cp-sat")
+            solve(unequal(2.0), seconds=300.0, search=by_cp_sat)
         assert time.monotonic() - begun < 60
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -17,18 +17,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pipelines as benchmark
+from _certify import by_cp_sat
+from _published import as_published, greedy
 from _table3 import ROWS
 from stretto.cli.main import main
-from stretto.errors import ConfigError, MissingExtraError
-from stretto.pipelines.baselines import greedy
-from stretto.pipelines.bounds import latency_bound
+from stretto.errors import ConfigError
 from stretto.pipelines.draw import bars, page_html, save_png, tick_step, timeline_svg
-from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.graph import Ints, capacity_units, make_graph
-from stretto.pipelines.kernels import earliest_starts, latency_of, peak_memory
+from stretto.pipelines.graph import (
+    Ints,
+    capacity_units,
+    earliest_starts,
+    latency_bound,
+    latency_of,
+    make_graph,
+    peak_memory,
+)
 from stretto.pipelines.listing import UNLIMITED, decode, plain_rules, urgency
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.search import list_schedule, make_views, turned
 from stretto.pipelines.sizes import UNITS, Units
 from stretto.pipelines.solve import Solution, solve
@@ -165,7 +171,7 @@ class TestSearch:
         # them. So the next one may start after 6 ticks if it is of the same model, after 5 if not.
         # Model after model: at 0, 6, 11 and 17, the last for 6. In turn: at 0, 5, 10 and 15.
         assert solution.makespan <= 17 + 6
-        proved = solve(problem, seconds=5, method="cp-sat")
+        proved = solve(problem, seconds=5, search=by_cp_sat)
         assert (proved.makespan, proved.peak, proved.status) == (15 + 6, 1.0, "proved optimal")
 
     def test_decoder_prefers_the_higher_key(self) -> None:
@@ -206,19 +212,18 @@ class TestSearch:
     def test_published_search_is_a_peer(self) -> None:
         problem = ROWS[0].problem
         start = evaluate(problem, greedy(problem))
-        solution = solve(problem, seconds=2, method="annealing")
+        solution = solve(problem, seconds=2, search=as_published)
         recheck(problem, solution)
         assert (solution.trace[0].latency, solution.trace[0].peak) == (start.latency, start.peak)
         assert solution.makespan < start.latency == 244
         with pytest.raises(ConfigError, match="knows no capacity"):
-            solve(replace(problem, capacity=20.0), method="annealing")
+            solve(replace(problem, capacity=20.0), search=as_published)
 
     @pytest.mark.parametrize(
         ("given", "message"),
         [
             ({"seconds": 0}, "seconds 0: must be more than 0"),
             ({"threads": 0}, "threads 0: must be 1 or more"),
-            ({"method": "strettto"}, "unknown method 'strettto'. Did you mean 'stretto'"),
         ],
     )
     def test_bad_settings(self, given: dict[str, Any], message: str) -> None:
@@ -230,7 +235,7 @@ class TestProofs:
     def test_what_brute_force_finds_is_proved(self) -> None:
         # The capacity keeps the schedule above the bound, which knows no memory.
         latency, peak = brute_force(SMALL[3])
-        solution = solve(SMALL[3], seconds=6, method="cp-sat")
+        solution = solve(SMALL[3], seconds=6, search=by_cp_sat)
         recheck(SMALL[3], solution)
         assert (solution.makespan, solution.bound, solution.peak) == (latency, latency, peak)
         assert latency > latency_bound(SMALL[3])
@@ -239,16 +244,11 @@ class TestProofs:
 
     def test_memory_is_proved_least(self) -> None:
         problem = Problem(side(2, 1, 3), side(2, 1, 3))
-        solution = solve(problem, seconds=10, method="cp-sat")
+        solution = solve(problem, seconds=10, search=by_cp_sat)
         recheck(problem, solution)
         assert solution.memory_proved
         tighter = replace(problem, capacity=solution.peak - 0.5)
         assert solve(tighter, seconds=0.5).makespan > solution.makespan
-
-    def test_missing_library_names_the_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "ortools", None)
-        with pytest.raises(MissingExtraError, match=r"pip install 'ortools>=9.10'"):
-            solve(SMALL[0], method="cp-sat")
 
 
 class TestPictures:
@@ -505,7 +505,7 @@ class TestTable3:
         capacities = []
 
         def seen(problem: Problem, **given: Any) -> Solution:
-            capacities.append((problem.capacity, given["memory"], given["method"]))
+            capacities.append((problem.capacity, given["memory"], given["search"]))
             return found
 
         monkeypatch.setattr(benchmark, "solve", seen)
@@ -519,7 +519,7 @@ class TestTable3:
         capacity, goal, asked = capacities[0]
         assert goal == pytest.approx(15.6)
         assert capacity == (None if method == "annealing" else goal)
-        assert asked == method
+        assert asked is benchmark.METHODS[method]
 
     def test_ends_at_an_interrupt(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

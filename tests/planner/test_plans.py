@@ -11,7 +11,7 @@ from stretto.config import PRESETS, ScheduleConfig
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape, shape_of
 from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
-from stretto.pipelines.bounds import latency_bound
+from stretto.pipelines.graph import latency_bound
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import solve
 from stretto.planner.bounds import Bounds

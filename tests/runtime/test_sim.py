@@ -737,7 +737,7 @@ def test_a_call_waits_for_the_faulty_one_before_it() -> None:
             Faults(dawdles=1.0, slow_factor=3.0, unscored=1.0),
             "reward",
         )
-        assert (scorer.name, scorer.kind) == ("reward", "reward")
+        assert (scorer.info.name, scorer.info.kind) == ("reward", "reward")
         await scorer.admit(told([rollout(1)]))
         first = asyncio.create_task(scorer.extend([chunk(1, 0, 5, STOP)]))
         await asyncio.sleep(0)

@@ -40,7 +40,7 @@ from stretto.runtime.sim.faults import Faults, InjectedError
 from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
-from stretto.schedules.feedback import DecodeSample
+from stretto.schedules.controller import DecodeSample
 from stretto.types import FinishReason
 
 DEADLINE_S = 100.0

@@ -14,16 +14,24 @@ from stretto.config import Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.errors import ConfigError, StateError
 from stretto.schedules.buffer import Buffer
-from stretto.schedules.chunking import ChunkSize, FixedChunk, TunedChunk
-from stretto.schedules.feedback import DecodeSample, Feedback
-from stretto.schedules.latency import LatencyModel, drain_seconds, drain_times
-from stretto.schedules.lengths import LengthModel
-from stretto.schedules.migration import FixedMigration, MigrationLimits, MigrationPolicy
-from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
-from stretto.schedules.replayed import ReplayedChunk, ReplayedOvercommit
+from stretto.schedules.chunking import ChunkSize, FixedChunk, ReplayedChunk, TunedChunk
+from stretto.schedules.controller import DecodeSample, Feedback
+from stretto.schedules.migration import (
+    AutoMigration,
+    FixedMigration,
+    MigrationLimits,
+    MigrationPolicy,
+)
+from stretto.schedules.models import LatencyModel, LengthModel, drain_seconds, drain_times
+from stretto.schedules.overcommit import (
+    Algorithm1,
+    Equation4,
+    FixedOvercommit,
+    Overcommit,
+    ReplayedOvercommit,
+    ThroughputOvercommit,
+)
 from stretto.schedules.rollout import Rollout
-from stretto.schedules.stragglers import AutoMigration
-from stretto.schedules.throughput import ThroughputOvercommit
 from stretto.types import FinishReason, Prompt
 
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import ConfigError
-from stretto.schedules.feedback import DecodeSample, Feedback
+from stretto.schedules.controller import DecodeSample, Feedback
 from stretto.schedules.migration import (
+    AutoMigration,
     FixedMigration,
     MigrationLimits,
     Move,
     destinations,
     plan,
 )
-from stretto.schedules.stragglers import AutoMigration
 
 
 def limits_of(

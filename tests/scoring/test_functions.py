@@ -100,8 +100,8 @@ def test_trl_gets_everything_by_keyword(function: Scorers, tmp_path: Path) -> No
             return [float(len(c)) for c in completions]
         """
     )
-    assert scorer.name.endswith("reward.py:f")
-    assert scorer.kind == "reward"
+    assert scorer.info.name.endswith("reward.py:f")
+    assert scorer.info.kind == "reward"
     prompts = [
         Prompt(0, (0,), "a", data={"n": 1, "_index": 7}),
         Prompt(1, (0,), "b", data={"m": 2}),
@@ -109,7 +109,7 @@ def test_trl_gets_everything_by_keyword(function: Scorers, tmp_path: Path) -> No
     scores = judge(scorer, ["xyz", "é"], prompts)
     assert numbers(scores) == [3.0, 1.0]
     assert [score.rollout_id for score in scores] == [100, 101]
-    assert all(score.source == scorer.name and score.kind == "reward" for score in scores)
+    assert all(score.source == scorer.info.name and score.kind == "reward" for score in scores)
     seen = json.loads((tmp_path / "seen").read_text())
     columns = {"n": [1, None], "m": [None, 2]}
     assert seen == [["a", "b"], ["xyz", "é"], [[*ids("xyz"), 1], [*ids("é"), 1]], columns]
@@ -322,7 +322,7 @@ def test_each_failure_is_reported_with_its_sample(
         assert scores[2].failure is None
     for at, what in expected.items():
         failure = scores[at].failure or ""
-        assert failure.startswith(f"'{scorer.name}' failed on rollout {100 + at}: {what}")
+        assert failure.startswith(f"'{scorer.info.name}' failed on rollout {100 + at}: {what}")
         assert failure.endswith(f"\n  prompt: 'q{at}'\n  response: {responses[at]!r}")
         assert scores[at].values.shape == (0,)
 
@@ -603,7 +603,7 @@ def test_an_object_is_judged_with_in_each_convention() -> None:
     scores = judge(scorer, ["abc", "d"])
     assert numbers(scores) == [3.5, 2.5]
     assert {s.source for s in scores} == {"mine"}
-    assert (scorer.kind, scorer.streaming, scorer.follows) == ("reward", False, "")
+    assert (scorer.info.kind, scorer.info.streams, scorer.info.follows) == ("reward", False, "")
     prompt = Prompt(0, (0,), "", data=VERL)
     assert numbers(judge(local(verl), ["7", "8"], [prompt] * 2)) == [1.0, 0.0]
     assert numbers(judge(local(openrlhf, columns=["label"]), ["xy", ""])) == [2.0, 0.0]

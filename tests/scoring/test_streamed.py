@@ -40,7 +40,7 @@ from stretto.scoring.base import ModelScorer
 from stretto.scoring.functions import FunctionScorer
 from stretto.scoring.models import RewardModelScorer, critic_scorer, reference_scorer
 from stretto.scoring.retokenise import Reading, StablePrefix
-from stretto.types import FinishReason, Message, Prompt
+from stretto.types import FinishReason, Message, Prompt, ScorerInfo
 
 EOS = 258
 TOLERANCE = rounding(GRADIENT_TERMS)
@@ -199,7 +199,7 @@ def test_scores_depend_on_neither_chunks_nor_order(
     model, made, expected = case(architecture, part)
     said: list[str] = []
     driver = Driver(scorer_of(part, model, budget, slots=slots, say=said.append), made)
-    assert driver.scorer.streaming
+    assert driver.scorer.info.streams
     for operation in operations:
         driver.do(*operation)
     assert_same(driver.complete(), expected)
@@ -351,7 +351,7 @@ def test_out_of_memory_ends_streaming_and_nothing_else(
 
     monkeypatch.setattr(SlotCache, "update", failing)
     assert_same(stream(scorer, made, 3), expected)
-    assert not scorer.streaming
+    assert not scorer.info.streams
     (line,) = said
     assert line.startswith(f"'{scorer.name}' scores rollouts whole from now on, at their end: ")
     assert "memory" in line
@@ -477,13 +477,13 @@ def test_carried_rollouts() -> None:
 def test_weights_that_did_not_arrive_are_refused() -> None:
     critic = critic_of(llama())
     scorer = critic_scorer(critic, 100, slots=1, channel=CHANNEL)
-    assert scorer.follows == "critic"
+    assert scorer.info.follows == "critic"
     with pytest.raises(EngineError, match=r"version 4 .* fingerprint abc, but scorer 'critic'"):
         scorer.load(ticket(4, "abc"))
     with pytest.raises(EngineError, match="brings 'other', which the model of scorer 'critic'"):
         scorer.load(ticket(4, "abc", {"other": torch.zeros(1)}))
     frozen = reference_scorer(llama(), 1.0, 100)
-    assert frozen.follows == ""
+    assert frozen.info.follows == ""
     with pytest.raises(EngineError, match="'reference' is frozen and takes no weights"):
         frozen.load(ticket(4, fingerprint(frozen.model.named_parameters())))
 
@@ -536,7 +536,7 @@ def test_models_that_cannot_be_streamed_score_whole_rollouts(
     said: list[str] = []
     model, made = make(), rollouts(SHAPES[:3])
     scorer = scorer_of(part, model, slots=8, say=said.append)
-    assert not scorer.streaming
+    assert not scorer.info.streams
     assert re.search(why, said[0])
     assert "scores rollouts whole, at their end" in said[0]
     assert_same(stream(scorer, made, 4), whole(scorer_of(part, model), made))
@@ -846,8 +846,7 @@ def test_a_tokenizer_without_offsets_reads_whole_texts() -> None:
 
 
 def test_functions_follow_no_model() -> None:
-    assert FunctionScorer.follows == ""
     scorer = object.__new__(FunctionScorer)  # without a process
-    scorer.name = "task"
+    scorer.info = ScorerInfo("task", "reward", streams=False, reads_text=True)
     with pytest.raises(EngineError, match="'task' is a function and takes no weights"):
         scorer.load(ticket(1, ""))

@@ -26,8 +26,8 @@ from stretto.errors import ConfigError, LearnerError, ModelError, RankError
 from stretto.models.lora import add_lora
 from stretto.models.weights import fingerprint
 from stretto.pipelines.baselines import one_f_one_b
-from stretto.pipelines.evaluate import evaluate
 from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.schedule import evaluate
 from stretto.training import pipelined
 from stretto.training.learner import PolicyLearner
 from stretto.training.partition import into_micro_batches

@@ -23,9 +23,8 @@ from stretto.cli.dry_run import describe_run
 from stretto.config import Config, PipelineConfig
 from stretto.errors import LearnerError, ModelError, RankError
 from stretto.models.forward import states_at
-from stretto.pipelines.executor.instructions import PipelineTask
+from stretto.pipelines.executor.instructions import PipelineTask, Timings
 from stretto.pipelines.executor.stages import cut, for_sending
-from stretto.pipelines.executor.timing import Timings
 from stretto.pipelines.problem import Problem
 from stretto.runtime.run import start as start_run
 from stretto.training import pipelined

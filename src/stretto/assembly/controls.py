@@ -8,11 +8,20 @@ from typing import NamedTuple
 from stretto.config import Config, ScheduleConfig
 from stretto.config.schedule import Settings
 from stretto.schedules.chunking import FixedChunk, TunedChunk
-from stretto.schedules.migration import FixedMigration, MigrationLimits, MigrationPolicy
-from stretto.schedules.overcommit import Algorithm1, Equation4, FixedOvercommit, Overcommit
+from stretto.schedules.migration import (
+    AutoMigration,
+    FixedMigration,
+    MigrationLimits,
+    MigrationPolicy,
+)
+from stretto.schedules.overcommit import (
+    Algorithm1,
+    Equation4,
+    FixedOvercommit,
+    Overcommit,
+    ThroughputOvercommit,
+)
 from stretto.schedules.schedule import Controls
-from stretto.schedules.stragglers import AutoMigration
-from stretto.schedules.throughput import ThroughputOvercommit
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from stretto.config import Config
-from stretto.pipelines.executor.layout import Name
+from stretto.pipelines.executor.stages import Name
 from stretto.training.learner import PolicyLearner
 from stretto.training.losses import Losses
 from stretto.training.passes import LocalPasses, Passes, Trained

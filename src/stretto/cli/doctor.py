@@ -37,7 +37,6 @@ _EXTRAS = {
     "prometheus": "observe.prometheus_port",
     "judge": "LLM judges",
     "lm-eval": "eval --lm-eval",
-    "cpsat": "proofs of pipeline schedules",
     "plots": "pictures of them as PNG",
 }
 """What each extra is for."""

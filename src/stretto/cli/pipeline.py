@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -63,8 +63,6 @@ class Options:
     """Seed of the search's random numbers."""
     threads: int = 1
     """Searches at the same time."""
-    method: Literal["stretto", "annealing", "cp-sat"] = "stretto"
-    """The search; 'annealing' is RLHFuse's, 'cp-sat' adds proofs by OR-tools."""
     schedule: str = ""
     """File for the schedule as JSON, with its problem."""
     draw: str = ""
@@ -161,7 +159,6 @@ def _solve(problem: Problem, options: Options) -> Solution:
             problem,
             seconds=options.seconds,
             seed=options.seed,
-            method=options.method,
             threads=options.threads,
             keep_interrupted=True,
         )

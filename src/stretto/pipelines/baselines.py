@@ -1,4 +1,4 @@
-"""Baselines for fused schedules: 1F1B and its variants, and the greedy schedule."""
+"""Baselines for fused schedules: 1F1B and its variants."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from stretto.pipelines.graph import BACKWARD, make_graph
-from stretto.pipelines.kernels import earliest_starts, latency_of
-from stretto.pipelines.listing import UNLIMITED, decode, plain_rules
+from stretto.pipelines.graph import earliest_starts, latency_of, make_graph
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
 
@@ -101,18 +99,6 @@ def interleaved_1f1b(problem: Problem, chunks: int = 2) -> Baseline:
         in_flight = min(in_flight, chunks * side.micro_batches)
         peak = max(peak, in_flight / chunks * max(side.activation))
     return Baseline(math.ceil(latency), peak)
-
-
-def greedy(problem: Problem) -> PipelineSchedule:
-    """RLHFuse's start: whatever is ready runs, of the larger model first; memory has no limit."""
-    graph = make_graph(problem)
-    work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.sides]
-    larger = 0 if work[0] >= work[1] else 1
-    of_larger = (graph.pipeline >= problem.actor.pipelines) == bool(larger)
-    key = (2.0 * of_larger + (graph.kind == BACKWARD))[graph.queue_of]
-    word, start = np.empty(key.size, np.int64), np.empty(key.size, np.int64)
-    decode(graph, key, plain_rules(graph), UNLIMITED, word, start)
-    return PipelineSchedule.of_tasks(graph, word)
 
 
 def _alone(problem: Problem, actor: bool) -> int:

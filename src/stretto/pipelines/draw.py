@@ -12,9 +12,9 @@ import numpy as np
 
 from stretto.errors import require
 from stretto.pipelines.baselines import serial_1f1b
-from stretto.pipelines.evaluate import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.graph import BACKWARD, Graph, make_graph
 from stretto.pipelines.problem import Problem
+from stretto.pipelines.schedule import BUBBLES, Evaluation, memory_curve
 from stretto.pipelines.sizes import Units
 
 _ACTOR, _CRITIC = ("#4477aa", "#8fb4d9"), ("#cc6677", "#e8b0b8")

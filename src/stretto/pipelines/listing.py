@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stretto.pipelines.bounds import tails
-from stretto.pipelines.compiler import njit
-from stretto.pipelines.graph import FORWARD, Flags, Floats, Graph, Ints
+from stretto.pipelines.graph import FORWARD, Flags, Floats, Graph, Ints, njit, tails
 
 _NEVER = np.int64(2**60)
 UNLIMITED = np.iinfo(np.int64).max // 4
@@ -146,7 +144,6 @@ def _highest(
     d: int,
     until: float,
 ) -> int:
-    """Find the queue of the highest key whose next task may start by ``until``; -1 if none may."""
     chosen, highest = -1, -np.inf
     for j in range(4 * d, 4 * d + 4):
         q = queues[j]

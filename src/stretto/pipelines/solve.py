@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 
-from stretto.errors import ConfigError, nearest
-from stretto.pipelines import certify
-from stretto.pipelines.baselines import greedy
-from stretto.pipelines.descent import Descent
-from stretto.pipelines.evaluate import Evaluation, evaluate_tasks
+from stretto.errors import ConfigError
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.published import anneal_schedule, as_published
-from stretto.pipelines.record import Improvement, Record
-from stretto.pipelines.schedule import PipelineSchedule
-from stretto.pipelines.search import list_schedule, make_views, squeeze
+from stretto.pipelines.schedule import Evaluation, PipelineSchedule, evaluate_tasks
+from stretto.pipelines.search import (
+    Descent,
+    Improvement,
+    Record,
+    list_schedule,
+    make_views,
+    squeeze,
+)
 
-Method = Literal["stretto", "annealing", "cp-sat"]
 SEEDS = 2**31
-"""Seeds are below this; CP-SAT's are of 32 bits."""
+"""Seeds are below this."""
 Status = Literal["proved optimal", "at the bound", "best found"]
+
+
+def descend(record: Record, seed: int, threads: int) -> None:
+    """Fill a record until nothing can get better or time is over; see :class:`Descent`."""
+    Descent(record, seed, threads, record.deadline).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +40,8 @@ class Solution:
         schedule: the schedule.
         evaluation: its latency, memory and bubbles.
         bound: latency below which there is no schedule, in ticks.
-        status: of its latency: ``at the bound``, which proves it the shortest; ``proved optimal``
-            by CP-SAT, above the bound of the formula; or ``best found``.
+        status: of its latency: ``at the bound``, which proves it the shortest; ``proved optimal``,
+            above the bound of the formula, where the search can prove it; or ``best found``.
         memory_bound: memory below which there is no schedule of this latency.
         seconds: duration of the search.
         trace: its improvements.
@@ -72,10 +78,10 @@ def solve(
     *,
     seconds: float = 60.0,
     seed: int = 0,
-    method: Method = "stretto",
     threads: int = 1,
     memory: float = 0.0,
     keep_interrupted: bool = False,
+    search: Callable[[Record, int, int], None] = descend,
 ) -> Solution:
     """Look for the shortest schedule, then for one of that latency that needs less memory.
 
@@ -84,37 +90,25 @@ def solve(
         seconds: longest search; it is shorter if latency and memory cannot get any better.
         seed: of the random numbers. The same seed tries the same things in the same order; how far
             it gets depends on the machine.
-        method: ``stretto``; ``cp-sat``, which improves and proves what ``stretto`` has found in a
-            quarter of the time; or ``annealing``, the search as published, for comparison, which
-            knows no capacity.
         threads: number of threads that search at the same time.
         memory: a peak that is low enough to stop at, once the latency is at the bound.
         keep_interrupted: return what has been found when Ctrl-C strikes, instead of raising.
+        search: fills the record until its deadline, given the seed and the threads.
 
     Raises:
-        ConfigError: a number is out of range, the method unknown, or cannot keep a capacity.
+        ConfigError: a number is out of range.
         KeyboardInterrupt: it struck, and was not to be kept, or before there was any schedule.
-        MissingExtraError: CP-SAT is asked for and not installed.
     """
     if not seconds > 0:
         raise ConfigError(f"seconds {seconds:g}: must be more than 0")
     if threads < 1:
         raise ConfigError(f"threads {threads}: must be 1 or more")
-    if method not in get_args(Method):
-        raise ConfigError(f"unknown method '{method}'. {nearest(method, get_args(Method))}")
     if not 0 <= seed < SEEDS:
         raise ConfigError(f"seed {seed}: must be 0 or more, and less than {SEEDS:,}")
-    if method == "annealing" and problem.capacity is not None:
-        raise ConfigError(
-            "the published annealing knows no capacity: leave the capacity out, or take another "
-            "method"
-        )
-    if method == "cp-sat":
-        certify.require_solver()
     _compile()
     record = Record(problem, seconds, memory)
     try:
-        _search(record, method, seed, threads)
+        search(record, seed, threads)
     except KeyboardInterrupt:
         if not keep_interrupted or not record.word.size:
             raise
@@ -122,26 +116,14 @@ def solve(
     return _solution(record)
 
 
-def _search(record: Record, method: Method, seed: int, threads: int) -> None:
-    if method == "annealing":
-        as_published(record, greedy(record.problem).tasks(record.problem), seed)
-        return
-    share = 0.25 if method == "cp-sat" else 1.0
-    Descent(record, seed, threads, record.begun + share * (record.deadline - record.begun)).run()
-    if method == "cp-sat":
-        certify.improve(record, seed, threads)
-
-
 @cache
 def _compile() -> None:
-    """Have everything compiled, or read from the disk, before the clock starts."""
     one = Side.of(1, 1, 2, forward=1, backward=1, activation=1.0)
     record = Record(Problem(one, one), 60.0, 0.0)
     chance = np.random.default_rng(0)
     view, _ = make_views(record.problem)
     _, word = list_schedule(view, record.capacity, 0, 2, chance)
     record.offer(squeeze(view, word, 1, 0, 100, 1.0, 1.0, chance, lambda: False))
-    anneal_schedule(record.graph, word.copy(), 0, 0, 2, 1.0, 1.0, 0, word)
 
 
 def _solution(record: Record) -> Solution:

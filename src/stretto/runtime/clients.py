@@ -16,7 +16,7 @@ from stretto.protocols import (
     Tracer,
     remote_methods,
 )
-from stretto.types import Reply, ScoreKind, ScorerInfo, short_name
+from stretto.types import Reply, ScorerInfo, short_name
 from stretto.workers.executor import Executor
 
 Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
@@ -79,30 +79,6 @@ class ScorerClient(Client):
     ) -> None:
         self.info, member = info, replica or info.name
         super().__init__(Scorer, member, short_name(member), executor, tracer, ways or {})
-
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def kind(self) -> ScoreKind:
-        return self.info.kind
-
-    @property
-    def follows(self) -> str:
-        return self.info.follows
-
-    @property
-    def streams(self) -> bool:
-        return self.info.streams
-
-    @property
-    def reads_text(self) -> bool:
-        return self.info.reads_text
-
-    @property
-    def worthwhile_tokens(self) -> int:
-        return self.info.worthwhile_tokens
 
     def _span(self, name: str) -> str:
         return f"{name}/{short_name(self.info.name)}" if name in ("prefill", "score") else name

@@ -275,7 +275,9 @@ def start(
     stack.callback(sync.close)
     kv_router = KVRouter(meeting) if meeting else None
     generators = _generators(config.rollout.engines, workers, sync, kv_router, spans)
-    replicas = [ScorerReplica(_function(f, workers.thread_of(f.name), spans)) for f in functions]
+    replicas = [
+        ScorerReplica(_function(f, workers.thread_of(f.info.name), spans)) for f in functions
+    ]
     replicas += [_replica(seat, workers, sync, given, say, spans) for seat in workers.scorers]
     memory = None
     if workers.groups:

@@ -221,20 +221,13 @@ class ScorerService(Follower):
 
     @property
     def light(self) -> frozenset[str]:
-        whole = set() if self.worker.streaming else {"admit", "extend"}
+        whole = set() if self.worker.info.streams else {"admit", "extend"}
         return super().light | {"ready", "require"} | whole
 
     def info(self) -> ScorerInfo:
         """Return the facts about the scorer that a schedule needs."""
-        w = self.worker
-        return ScorerInfo(
-            name=w.name,
-            kind=w.kind,
-            follows=w.follows,
-            streams=w.streaming,
-            reads_text=w.reads_text,
-            worthwhile_tokens=w.worthwhile_tokens,
-        )
+        info: ScorerInfo = self.worker.info
+        return info
 
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
         """Return the facts about the scorer, and lines for people."""

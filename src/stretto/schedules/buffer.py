@@ -34,7 +34,6 @@ class _Group:
 
     @property
     def carries(self) -> int:
-        """Rounds that went by without it."""
         return self.rollouts[0].carries
 
 
@@ -151,7 +150,6 @@ class Buffer:
         return self._max_carries - group.carries
 
     def _set_due(self) -> None:
-        """Count what must be chosen, of all groups, so that none is ever carried too often."""
         left = Counter(map(self._left, self._groups.values()))
         rounds = min(self._max_carries, -(-len(self._groups) // max(self._wanted, 1)))
         self._due, within = [], 0

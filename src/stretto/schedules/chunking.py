@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any, Protocol
 
 from stretto.errors import ConfigError
-from stretto.schedules.feedback import Feedback
-from stretto.schedules.lengths import LengthModel
+from stretto.schedules.controller import Controller, Feedback, Fixed, Replayed
+from stretto.schedules.models import LengthModel
 
 SHORTEST = 8
 """Tokens in a chunk, at least; below that the calls cost more than they overlap."""
@@ -21,7 +21,7 @@ ABOUT = 1.05
 """Times that differ by less than this factor count as equal: steps differ by as much anyway."""
 
 
-class ChunkSize(Protocol):
+class ChunkSize(Controller, Protocol):
     """A controller that decides the size of chunks, step by step."""
 
     @property
@@ -29,21 +29,9 @@ class ChunkSize(Protocol):
         """Tokens that one decode call of the coming step gives each rollout."""
         ...
 
-    def observe(self, feedback: Feedback) -> None:
-        """Learn from the step that has just ended."""
-        ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the controller has learnt, as plain data."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        ...
-
-
-class FixedChunk:
-    """A chunk size that never changes. There is no state.
+class FixedChunk(Fixed):
+    """A chunk size that never changes.
 
     Raises:
         ConfigError: the size is not positive.
@@ -56,18 +44,22 @@ class FixedChunk:
 
     @property
     def tokens(self) -> int:
-        """The fixed size, in tokens."""
         return self._tokens
 
-    def observe(self, feedback: Feedback) -> None:
-        """Learn nothing."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
+class ReplayedChunk(Replayed):
+    """Sizes of chunks, in tokens.
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: there is no state."""
+    Raises:
+        ConfigError: there is none, or one is not positive.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__("chunk sizes", 1, sizes)
+
+    @property
+    def tokens(self) -> int:
+        return self._now
 
 
 class TunedChunk:
@@ -115,11 +107,9 @@ class TunedChunk:
 
     @property
     def tokens(self) -> int:
-        """The size for the coming step."""
         return self._tokens
 
     def observe(self, feedback: Feedback) -> None:
-        """Learn the time per decoded token of the step, and move to the next place."""
         self._lengths.observe(feedback.lengths)
         decoded = sum(sample.rows * sample.steps for sample in feedback.decode)
         if 0 <= self._place < self._trial_steps and decoded:
@@ -136,7 +126,6 @@ class TunedChunk:
             self._tokens = self._fastest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sizes, the times and the lengths, as plain data."""
         return {
             "sizes": list(self._sizes),
             "tokens": self._tokens,
@@ -146,7 +135,6 @@ class TunedChunk:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self._sizes, self._tokens = list(state["sizes"]), state["tokens"]
         self._place = state["place"]
         self._times = [list(times) for times in state["times"]]

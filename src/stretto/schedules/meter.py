@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from stretto.clock import Clock
-from stretto.schedules.feedback import DecodeSample, Feedback
+from stretto.schedules.controller import DecodeSample, Feedback
 from stretto.schedules.rollout import Rollout
 from stretto.types import Stats
 

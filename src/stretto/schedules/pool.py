@@ -15,8 +15,8 @@ from itertools import chain
 
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Generator
-from stretto.schedules.feedback import DecodeSample
-from stretto.schedules.guard import GoneError, Guard, Surroundings
+from stretto.schedules.controller import DecodeSample
+from stretto.schedules.fleet import GoneError, Guard, RoleContext
 from stretto.schedules.migration import MigrationPolicy, Move
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.waits import Work
@@ -41,13 +41,13 @@ class Pool:
         self,
         generators: Sequence[Generator],
         migration: MigrationPolicy | None,
-        around: Surroundings,
+        context: RoleContext,
         freed: Callable[[], None],
     ) -> None:
         self._generators, self._migration = generators, migration
-        self._clock, self._phases, self._waits = around.clock, around.phases, around.waits
-        self._freed, self._replaces = freed, around.fleet.restarts > 0
-        self._decoding = around.decoding
+        self._clock, self._phases, self._waits = context.clock, context.phases, context.waits
+        self._freed, self._replaces = freed, context.fleet.restarts > 0
+        self._decoding = context.decoding
         self._held: list[dict[int, Rollout]] = [{} for _ in generators]
         self._untold: list[dict[int, Rollout]] = [{} for _ in generators]  # held, not admitted yet
         self._orphans: dict[int, Rollout] = {}  # while nobody serves
@@ -60,7 +60,7 @@ class Pool:
         names = [f"generator {i}" for i in range(len(generators))]
         self._names = names if len(generators) > 1 else ["generator"]
         self._guards = [
-            Guard(generator, self._names[i], "actor", around, partial(self._lost, i))
+            Guard(generator, self._names[i], "actor", context, partial(self._lost, i))
             for i, generator in enumerate(generators)
         ]
         self._idle_since_s = [self._clock.now()] * len(generators)

@@ -26,8 +26,7 @@ from stretto.protocols import DRIVER, Generator, Learner, Replaceable, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.filtering import reasons_to_reject
-from stretto.schedules.fleet import Fleet, tickets_from, tickets_of
-from stretto.schedules.guard import Surroundings
+from stretto.schedules.fleet import Fleet, RoleContext, tickets_from, tickets_of
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.meter import Meter
 from stretto.schedules.migration import MigrationPolicy
@@ -119,9 +118,9 @@ class Schedule:
         self._buffer = Buffer(s.max_carries)
         self._fleet = Fleet(s.restarts, initial)
         self._waits, self._changed = Waits(), asyncio.Event()
-        around = Surroundings(self._fleet, s.deadline_s, clock, self._phases, self._waits)
-        self._scoring = Scoring(replicas, s.score_on, around)
-        self._pool = Pool(generators, controls.migration, around, self._scoring.look)
+        context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits)
+        self._scoring = Scoring(replicas, s.score_on, context)
+        self._pool = Pool(generators, controls.migration, context, self._scoring.look)
         self._rollouts: dict[int, Rollout] = {}  # all in flight
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
@@ -250,7 +249,6 @@ class Schedule:
         self._phases.enter("data")
 
     async def _admit(self) -> None:
-        """Have everything decoded that has not ended."""
         for rollout in self._buffer.open:
             if rollout.state is not RolloutState.DECODING:
                 self.ledger.move(rollout, RolloutState.DECODING)
@@ -259,13 +257,6 @@ class Schedule:
         await self._pool.admit(new)
 
     def _chunk_tokens(self) -> int:
-        """Return how many tokens a decode call may add to a rollout.
-
-        Responses that nobody looks at in between are decoded to their ends in one call.
-
-        Several generators that have more in flight than the round needs are the exception: none of
-        them could tell when the others have enough.
-        """
         unseen = self._settings.score_on == "batch" and self._migration is None
         whole = unseen and (self._pool.single or len(self._buffer) <= self._round_size)
         return self._settings.max_new_tokens if whole else self._chunk.tokens

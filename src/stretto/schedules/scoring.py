@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from stretto.config.knobs import ScoreOn
 from stretto.errors import LifecycleError, StrettoError
 from stretto.protocols import Scorer
-from stretto.schedules.guard import GoneError, Guard, Surroundings
+from stretto.schedules.fleet import GoneError, Guard, RoleContext
 from stretto.schedules.rollout import Rollout
 from stretto.types import Chunk, Score, WeightsRef, short_name
 
@@ -51,24 +51,24 @@ class Feed:
         self,
         replica: ScorerReplica,
         deliver: Callable[[Sequence[Score]], None],
-        around: Surroundings,
+        context: RoleContext,
     ) -> None:
         scorer = self.scorer = replica.scorer
-        self.host, self._decoding = replica.host, around.decoding
-        self._role = replica.role or short_name(scorer.name)
+        self.host, self._decoding = replica.host, context.decoding
+        self._role = replica.role or short_name(scorer.info.name)
         self._guard = Guard(
-            scorer, replica.role or scorer.name, scorer.follows, around, self._begin_anew
+            scorer, replica.role or scorer.info.name, scorer.info.follows, context, self._begin_anew
         )
         self.group: _ScorerGroup
         self.load = 0  # rollouts given to it and not scored
-        self._deliver, self._clock, self._phases = deliver, around.clock, around.phases
+        self._deliver, self._clock, self._phases = deliver, context.clock, context.phases
         self.unscored: dict[int, Rollout] = {}  # all that it was given
         self.asked_for: dict[int, None] = {}  # those of them whose score is wanted
         self._admitted: dict[int, Rollout] = {}
         self._chunks: list[Chunk] = []
         self._wanted: list[int] = []
         self._tokens = 0  # in all of these
-        self._waits, self._changed = around.waits, asyncio.Event()
+        self._waits, self._changed = context.waits, asyncio.Event()
         self._worthwhile = self._serving = self.paused = self._left = False
 
     @property
@@ -106,7 +106,7 @@ class Feed:
 
     def _arrived(self, tokens: int) -> None:
         self._tokens += tokens
-        if self._tokens >= self.scorer.worthwhile_tokens:  # fewer while it streams
+        if self._tokens >= self.scorer.info.worthwhile_tokens:  # fewer while it streams
             self._call()
 
     def _call(self) -> None:
@@ -162,7 +162,7 @@ class Feed:
             GoneError: it was lost; all of it is to be told anew.
         """
         scorer, ask = self.scorer, self._guard.ask
-        admitted = [r.response(text=scorer.reads_text) for r in self._admitted.values()]
+        admitted = [r.response(text=scorer.info.reads_text) for r in self._admitted.values()]
         chunks, wanted = self._chunks, self._wanted
         self._admitted, self._chunks, self._wanted, self._tokens = {}, [], [], 0
         if admitted:
@@ -173,7 +173,7 @@ class Feed:
             scores = await ask(scorer.finish(wanted), wanted)
             if [s.rollout_id for s in scores] != wanted:
                 raise LifecycleError(
-                    f"scorer '{scorer.name}' was asked for rollouts {wanted} and answered for "
+                    f"scorer '{scorer.info.name}' was asked for rollouts {wanted} and answered for "
                     f"{[s.rollout_id for s in scores]}; a scorer answers for each, in order"
                 )
             self.load -= len(wanted)
@@ -233,9 +233,9 @@ class _ScorerGroup:
 
     def __init__(self, feeds: Sequence[Feed], score_on: ScoreOn) -> None:
         self.feeds = feeds
-        self.follows = feeds[0].scorer.follows
+        self.follows = feeds[0].scorer.info.follows
         self.streams = score_on == "chunk" and all(
-            f.host is None and f.scorer.streams for f in feeds
+            f.host is None and f.scorer.info.streams for f in feeds
         )
         self.replica_of: dict[int, Feed] = {}
         self._backlog: deque[Rollout] = deque()
@@ -246,11 +246,9 @@ class _ScorerGroup:
 
     @property
     def backlog(self) -> Sequence[int]:
-        """Ids of rollouts that no replica has drawn."""
         return [r.id for r in self._backlog]
 
     def admit(self, rollout: Rollout) -> None:
-        """Give a rollout that will grow to the replica with the least to do."""
         feed = min(self.feeds, key=lambda f: f.load)
         self.replica_of[rollout.id] = feed
         feed.admit(rollout)
@@ -262,17 +260,15 @@ class _ScorerGroup:
         else:
             self._backlog.append(rollout)
             self._tokens += rollout.total_tokens
-            if self._tokens >= self.feeds[0].scorer.worthwhile_tokens:
+            if self._tokens >= self.feeds[0].scorer.info.worthwhile_tokens:
                 self.wake()
 
     def wake(self) -> None:
-        """Let free replicas look at the backlog."""
         if self._backlog:
             for feed in self.feeds:
                 feed.look()
 
     def hurry(self) -> None:
-        """Ask for the wanted scores now, as someone waits for them."""
         self.wake()
         for feed in self.feeds:
             feed.hurry()
@@ -312,7 +308,6 @@ class _ScorerGroup:
         return True
 
     def end_round(self, rollouts: int) -> None:
-        """Note that the last so many of the backlog are one round."""
         self._rounds.append(rollouts)
 
     def draw(self) -> list[Rollout]:
@@ -344,15 +339,15 @@ class Scoring:
         self,
         replicas: Sequence[ScorerReplica],
         score_on: ScoreOn,
-        around: Surroundings,
+        context: RoleContext,
     ) -> None:
         self._score_on = score_on
         self._rollouts: dict[int, Rollout] = {}
-        self._waits, self._delivered = around.waits, asyncio.Event()
-        self.feeds = [Feed(s, self._deliver, around) for s in replicas]
+        self._waits, self._delivered = context.waits, asyncio.Event()
+        self.feeds = [Feed(s, self._deliver, context) for s in replicas]
         by_name: dict[str, list[Feed]] = {}
         for feed in self.feeds:
-            by_name.setdefault(feed.scorer.name, []).append(feed)
+            by_name.setdefault(feed.scorer.info.name, []).append(feed)
         self._groups = [_ScorerGroup(feeds, score_on) for feeds in by_name.values()]
         self._streaming = [t for t in self._groups if t.streams]
 

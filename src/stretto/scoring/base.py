@@ -18,7 +18,7 @@ from stretto.models.weights import load_weights
 from stretto.saying import Say
 from stretto.scoring.responses import Pending, worthwhile_tokens
 from stretto.scoring.streamed import Piece, Stream, Streams, out_of_memory
-from stretto.types import Chunk, Response, Score, ScoreKind, WeightsRef
+from stretto.types import Chunk, Response, Score, ScoreKind, ScorerInfo, WeightsRef
 from stretto.weights.channel import WeightChannel, fetched
 
 
@@ -42,8 +42,11 @@ class ModelScorer:
         channel: where those come from; ``None`` where the learner trains the same module.
 
     Attributes:
+        reads_text: whether it looks at prompts' text, and not at the actor's tokens alone.
         read_tokens: tokens that went through the model so far, padding not counted.
     """
+
+    reads_text = False
 
     def __init__(
         self,
@@ -66,19 +69,11 @@ class ModelScorer:
         self._streams = self._open_streams(slots) if slots else None
 
     @property
-    def worthwhile_tokens(self) -> int:
-        """Tokens that make a call worth its fixed cost."""
-        return worthwhile_tokens(self._budget, streaming=self.streaming)
-
-    @property
-    def reads_text(self) -> bool:
-        """Return whether it looks at prompts' text, and not at the actor's tokens alone."""
-        return False
-
-    @property
-    def streaming(self) -> bool:
-        """Return whether rollouts are read while they are being decoded."""
-        return self._streams is not None
+    def info(self) -> ScorerInfo:
+        """The facts about it that a schedule needs."""
+        streams = self._streams is not None
+        worthwhile = worthwhile_tokens(self._budget, streaming=streams)
+        return ScorerInfo(self.name, self.kind, self.follows, streams, self.reads_text, worthwhile)
 
     def admit(self, responses: Sequence[Response]) -> None:
         """Learn of responses whose chunks will follow; with slots, read their prompts."""

@@ -24,7 +24,7 @@ from stretto.errors import ConfigError, EngineError, RewardError
 from stretto.scoring.conventions import recognise
 from stretto.scoring.responses import Pending, response_text
 from stretto.tasks.base import INDEX_KEY, fingerprint
-from stretto.types import Chunk, Prompt, Response, Score, ScoreKind, WeightsRef
+from stretto.types import Chunk, Prompt, Response, Score, ScorerInfo, WeightsRef
 from stretto.workers.function import FunctionProcess
 
 if TYPE_CHECKING:
@@ -77,12 +77,6 @@ class FunctionScorer:
         TaskError: the task cannot be opened, or has no verifier.
     """
 
-    kind: ScoreKind = "reward"
-    worthwhile_tokens = 0
-    streaming = False
-    reads_text = True
-    follows = ""
-
     def __init__(
         self,
         source: RewardSource,
@@ -95,7 +89,7 @@ class FunctionScorer:
         columns: Collection[str] | None = None,
         function: Callable[..., Any] | None = None,
     ) -> None:
-        self.name = source.name
+        self.info = ScorerInfo(source.name, "reward", streams=False, reads_text=True)
         self._tokenizer, self._stop, self._timeout_s = tokenizer, tuple(stop), timeout_s
         self._pending = Pending(source.name)
         self._payload: Callable[[_Response], Mapping[str, Any]]
@@ -155,7 +149,7 @@ class FunctionScorer:
         Raises:
             EngineError: always.
         """
-        raise EngineError(f"scorer '{self.name}' is a function and takes no weights")
+        raise EngineError(f"scorer '{self.info.name}' is a function and takes no weights")
 
     def close(self) -> None:
         """End the reward function's process; what it is doing is lost."""
@@ -170,13 +164,13 @@ class FunctionScorer:
         if verdict.failure is None:
             numbers = [] if verdict.value is None else [verdict.value]
             values = np.array(numbers, dtype=np.float32)
-            return Score(rollout_id, self.name, self.kind, values)
+            return Score(rollout_id, self.info.name, "reward", values)
         failure = (
-            f"'{self.name}' failed on rollout {rollout_id}: {verdict.failure}\n"
+            f"'{self.info.name}' failed on rollout {rollout_id}: {verdict.failure}\n"
             f"  prompt: {_short(response.prompt.text)}\n"
             f"  response: {_short(response.text)}"
         )
-        return Score(rollout_id, self.name, self.kind, np.empty(0, np.float32), failure)
+        return Score(rollout_id, self.info.name, "reward", np.empty(0, np.float32), failure)
 
     def _ask_all(self, responses: Sequence[_Response]) -> list[_Verdict]:
         """Ask for all in one call; where that leaves some open, for those one at a time."""
@@ -195,7 +189,7 @@ class FunctionScorer:
         if left:
             _log.warning(
                 "reward source '%s' on %d responses: %s; asking about %d of them one at a time",
-                self.name, len(payloads), trouble, len(left),
+                self.info.name, len(payloads), trouble, len(left),
             )  # fmt: skip
         give_up_s = time.monotonic() + RETRY_LIMITS * self._timeout_s
         for at in left:

@@ -199,6 +199,7 @@ class RewardModelScorer(ModelScorer):
         say: Say = warn,
     ) -> None:
         self.same_tokenizer = same_tokenizer(tokenizer, actor_tokenizer)
+        self.reads_text = not self.same_tokenizer
         self.rolled_back_tokens = 0
         self._causal = reads_last_token(model)
         ends = _end_tokens(model, tokenizer) if self._causal else frozenset[int]()
@@ -206,11 +207,6 @@ class RewardModelScorer(ModelScorer):
         self._positions = positions(model)
         self._has_offsets = self.same_tokenizer or tokenizer.is_fast
         super().__init__(name, "reward", model, token_budget, slots=slots, say=say)
-
-    @property
-    def reads_text(self) -> bool:
-        """Return whether the reward model has a tokenizer of its own."""
-        return not self.same_tokenizer
 
     def _open_streams(self, slots: int) -> Streams | None:
         if self._causal and self._has_offsets:

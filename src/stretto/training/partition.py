@@ -23,8 +23,7 @@ from stretto.models.forward import (
     predicting_response,
     response_tokens,
 )
-from stretto.pipelines.executor.layout import Name
-from stretto.pipelines.executor.stages import check_cut
+from stretto.pipelines.executor.stages import Name, check_cut
 from stretto.training.losses import MicroBatch
 
 Names = Mapping[str, str]

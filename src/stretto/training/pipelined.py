@@ -22,12 +22,10 @@ from stretto.errors import ConfigError, LearnerError, ModelError
 from stretto.models.backend import backend_of
 from stretto.models.forward import by_token_budget
 from stretto.pipelines.baselines import one_f_one_b
-from stretto.pipelines.evaluate import evaluate
-from stretto.pipelines.executor.executor import Name, StageLayout, Timings
-from stretto.pipelines.executor.profile import makespan_us, profile
-from stretto.pipelines.executor.stages import Stage, cut, for_sending
+from stretto.pipelines.executor.instructions import Timings, makespan_us, profile
+from stretto.pipelines.executor.stages import Name, Stage, StageLayout, cut, for_sending
 from stretto.pipelines.problem import Problem, Side
-from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 from stretto.pipelines.solve import SEEDS, solve
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.partition import (

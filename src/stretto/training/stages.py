@@ -14,14 +14,9 @@ from stretto.algorithms.reductions import Metrics
 from stretto.config import OptimizerConfig
 from stretto.models.backend import backend_of
 from stretto.models.forward import states_at
-from stretto.pipelines.executor.executor import (
-    Name,
-    PipelineExecutor,
-    StageLayout,
-    TaskWork,
-    Timings,
-)
-from stretto.pipelines.executor.stages import Stage
+from stretto.pipelines.executor.executor import PipelineExecutor, TaskWork
+from stretto.pipelines.executor.instructions import Timings
+from stretto.pipelines.executor.stages import Name, Stage, StageLayout
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
 from stretto.training.losses import Losses

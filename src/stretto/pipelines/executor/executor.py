@@ -9,25 +9,28 @@ woven into each other: only its private parts, which change between versions, co
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain, product
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from stretto.errors import ConfigError
-from stretto.pipelines.executor.instructions import PipelineTask, Receive, Send, instructions
-from stretto.pipelines.executor.layout import Name, StageLayout
-from stretto.pipelines.executor.memory import saved_bytes
-from stretto.pipelines.executor.stages import Stage
-from stretto.pipelines.executor.timing import Stopwatch, Timings
-from stretto.pipelines.executor.transfers import Groups, Outbox, connect
+from stretto.pipelines.executor.instructions import (
+    PipelineTask,
+    Receive,
+    Send,
+    Timings,
+    instructions,
+)
+from stretto.pipelines.executor.stages import NAMES, Name, Stage, StageLayout
 from stretto.pipelines.problem import Problem
 from stretto.pipelines.schedule import PipelineSchedule
-
-__all__ = ["Name", "PipelineExecutor", "StageLayout", "TaskWork", "Timings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +175,6 @@ class _Pass:
     roots: dict[int, Tensor | GradientEdge | None] = field(default_factory=dict)
 
     def ask(self, task: PipelineTask, peer: int) -> None:
-        """Begin to receive the input of a task."""
         shape = (*self.works[task.micro_batch].tokens.shape, self.stage.hidden_size)
         buffer = torch.empty(shape, dtype=self.stage.dtype, device=self.device)
         work = dist.irecv(buffer, peer)
@@ -205,10 +207,177 @@ class _Pass:
         return y.detach()
 
     def _backward(self, i: int, given: Tensor | None) -> Tensor | None:
-        """The gradient for the stage before; ``None`` on the first."""
         x, root = self.inputs.pop(i), self.roots.pop(i)
         if isinstance(root, Tensor):
             root.backward()
         elif root is not None:  # else this is a first stage of frozen weights
             torch.autograd.backward([root], given)
         return x.grad
+
+
+class Stopwatch:
+    """A recorder of this rank's moments; made on all ranks at once, which is their common start.
+
+    Ranks share the machine's clock. On a GPU the moments are those of its stream, so that nothing
+    has to wait for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        latest = torch.tensor(time.monotonic(), dtype=torch.float64, device=device)
+        dist.all_reduce(latest, dist.ReduceOp.MAX)
+        self._zero = latest.item()
+        self._moments: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self._begin_s = 0.0
+        if self._cuda:
+            torch.cuda.synchronize(device)
+            self.mark()
+            self._begin_s = time.monotonic() - self._zero
+
+    def mark(self) -> None:
+        """Mark this moment."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._moments.append(time.monotonic() - self._zero)
+
+    def timings(self, word: Sequence[PipelineTask]) -> Timings:
+        """Make the timings from three marks a task: free for it, input there, done."""
+        if self._cuda:
+            begin = self._events[0]
+            self._events[-1].synchronize()
+            self._moments = [
+                self._begin_s + begin.elapsed_time(event) / 1000 for event in self._events[1:]
+            ]
+        asked, start, end = (tuple(self._moments[k::3]) for k in range(3))
+        return Timings(tuple(word), asked, start, end)
+
+
+class Outbox:
+    """Sends under way; a tensor is kept until it has left, and no longer.
+
+    gloo tells that a send is done only to those who wait for it, so a thread does.
+    """
+
+    def __init__(self) -> None:
+        self._waits = ThreadPoolExecutor(1) if dist.get_backend() == "gloo" else None
+        self._waited: list[Future[None]] = []
+        self._under_way: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Begin to send; the tensor must not be changed any more."""
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, peer)
+        assert work is not None
+        if self._waits:
+            self._waited.append(self._waits.submit(_wait, work, tensor))
+        else:
+            self._under_way = [each for each in self._under_way if not each[0].is_completed()]
+            self._under_way.append((work, tensor))
+
+    def flush(self) -> None:
+        """Wait until all has left."""
+        for future in self._waited:
+            future.result()
+        for work, _ in self._under_way:
+            work.wait()
+        self._waited, self._under_way = [], []
+
+
+def _wait(work: dist.Work, tensor: Tensor) -> None:
+    work.wait()
+
+
+def connect(layout: StageLayout, rank: int, device: torch.device) -> None:
+    """Have the two ranks of each pair that will exchange tensors meet once; on all ranks at once.
+
+    NCCL makes a pair's connection in its first transfer, and both sides wait for that. Here they do
+    so in one order of the pairs; in the middle of a run, where a rank asks for a tensor long before
+    it is made, they could wait for each other in a circle.
+    """
+    pairs = set()
+    for name in NAMES:
+        stages, pipelines = layout.of(name)
+        for p, s in product(range(pipelines), range(stages - 1)):
+            pairs.add(tuple(sorted(layout.rank(name, p, each) for each in (s, s + 1))))
+    for low, high in sorted(pairs):
+        if rank == low:
+            dist.send(torch.zeros(1, device=device), high)
+        elif rank == high:
+            dist.recv(torch.zeros(1, device=device), low)
+
+
+class Groups:
+    """Process groups in which a model's gradients are summed; made on all ranks at once.
+
+    Ranks with one stage of a model sum its gradients over the pipelines. Those with the first and
+    the last stage sum a tied weight's over both, in one go.
+    """
+
+    def __init__(self, layout: StageLayout, rank: int) -> None:
+        self._same: dict[Name, dist.ProcessGroup] = {}
+        self._ends: dict[Name, dist.ProcessGroup] = {}
+        for name in NAMES:
+            stages, pipelines = layout.of(name)
+            for stage in range(stages):
+                _join(
+                    self._same, name, [layout.rank(name, p, stage) for p in range(pipelines)], rank
+                )
+            ends = [layout.rank(name, p, s) for p in range(pipelines) for s in {0, stages - 1}]
+            _join(self._ends, name, sorted(ends), rank)
+
+    def reduce(self, name: Name, gradients: Mapping[str, Tensor], tied: frozenset[str]) -> None:
+        """Sum in place; see :meth:`PipelineExecutor.reduce`."""
+        under_way = []
+        for groups, of_tied in ((self._same, False), (self._ends, True)):
+            for key in sorted(gradients):
+                if (key in tied) == of_tied and name in groups:
+                    under_way.append(
+                        dist.all_reduce(gradients[key], group=groups[name], async_op=True)
+                    )
+        for work in under_way:
+            assert work is not None
+            work.wait()
+
+
+def _join(groups: dict[Name, dist.ProcessGroup], name: Name, ranks: list[int], rank: int) -> None:
+    if len(ranks) < 2:
+        return
+    group = dist.new_group(ranks)
+    if rank in ranks:
+        groups[name] = group
+
+
+def saved_bytes(stage: Stage, tokens: Tensor) -> int:
+    """Bytes that autograd saves in a forward pass, in the mode that the stage is in.
+
+    A checkpointed layer saves its input alone.
+
+    Memory that several tensors share counts once, parameters and buffers not at all.
+
+    Args:
+        stage: runs once; no gradient is made.
+        tokens: ids [b, L]; stages after the first get noise of the same shape.
+    """
+    weight = next(stage.parameters())
+    x = tokens
+    if not stage.first:
+        shape = (*tokens.shape, stage.hidden_size)
+        x = torch.randn(shape, device=weight.device).to(stage.dtype).requires_grad_()
+    own = {t.untyped_storage().data_ptr() for t in chain(stage.parameters(), stage.buffers())}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    # While the output lives, so does all that was saved, and no two have one address.
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = stage(x)
+    del output
+    return sum(saved.values())

@@ -1,4 +1,4 @@
-"""Instructions of each rank for a schedule: tasks, and the transfers between them.
+"""Instructions of each rank for a schedule; and the problem that their measured times describe.
 
 Transfers cannot deadlock, however slow ranks and links are, and even if a send lasts until its
 receiver has asked for it:
@@ -16,15 +16,19 @@ its two ends in the words is done or under way, so it happens.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import median
 from typing import Literal
 
-from stretto.pipelines.evaluate import evaluate
+from stretto.pipelines.executor.stages import Name, StageLayout
 from stretto.pipelines.graph import FORWARD, Graph, make_graph
-from stretto.pipelines.problem import Problem
-from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.problem import Problem, Side
+from stretto.pipelines.schedule import PipelineSchedule, evaluate
 
+_US = 1e6
 Kind = Literal["F", "B"]
 
 
@@ -112,10 +116,91 @@ def _task(graph: Graph, task: int) -> PipelineTask:
 
 
 def _sent(graph: Graph, task: int) -> Send | None:
-    """Send of a task's result to the next stage; ``None`` if no other device needs it."""
     q = int(graph.queue_of[task])
     after = int(graph.after[q])
     if after < 0 or graph.device[after] == graph.device[q]:
         return None
     following = int(graph.offset[after]) + task - int(graph.offset[q])
     return Send(_task(graph, following), int(graph.device[after]))
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Times of a rank's tasks, in seconds from a start that all ranks share.
+
+    Attributes:
+        word: its tasks in order.
+        asked: when the rank was free for each task, and began to wait for its input.
+        start: when its input was there.
+        end: when it was done.
+    """
+
+    word: tuple[PipelineTask, ...]
+    asked: tuple[float, ...]
+    start: tuple[float, ...]
+    end: tuple[float, ...]
+
+
+def profile(
+    layout: StageLayout,
+    timings: Sequence[Timings],
+    saved_bytes: Sequence[tuple[int, int]] | None = None,
+) -> Problem:
+    """The problem in microseconds and bytes, as measured.
+
+    The latency of a stage's forwards is their median over micro-batches and pipelines, and so is
+    that of its backwards. Communication is the median over those transfers that the receiver was
+    already waiting for when their tensor was made; of others it cannot be seen how long they took.
+
+    Args:
+        timings: of all ranks, of one run; the first run of a process is no good measure.
+        saved_bytes: of each rank, what a micro-batch of the actor and one of the critic keeps
+            (:meth:`~stretto.pipelines.executor.executor.PipelineExecutor.saved_bytes`); without it,
+            1 each.
+    """
+    saved = saved_bytes or [(1, 1)] * layout.ranks
+    return Problem(
+        _side(layout, "actor", timings, [actor for actor, _ in saved]),
+        _side(layout, "critic", timings, [critic for _, critic in saved]),
+    )
+
+
+def makespan_us(timings: Sequence[Timings]) -> int:
+    """Microseconds from the start of the first task to the end of the last, over all ranks."""
+    return round(_US * (max(t.end[-1] for t in timings) - min(t.start[0] for t in timings)))
+
+
+def _side(
+    layout: StageLayout, name: Name, timings: Sequence[Timings], saved: Sequence[int]
+) -> Side:
+    stages, pipelines = layout.of(name)
+    first = 0 if name == "actor" else layout.actor_pipelines
+    own = range(first, first + pipelines)
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+    ends: dict[tuple[PipelineTask, int], float] = {}
+    for rank, of in enumerate(timings):
+        _, stage = layout.place(name, rank)
+        for task, start, end in zip(of.word, of.start, of.end, strict=True):
+            if task.pipeline in own:
+                seconds[task.kind, stage].append(end - start)
+                ends[task, stage] = end
+    travels = []
+    for rank, of in enumerate(timings):
+        _, stage = layout.place(name, rank)
+        for task, asked, start in zip(of.word, of.asked, of.start, strict=True):
+            made = ends.get((task, stage - 1 if task.kind == "F" else stage + 1))
+            if task.pipeline in own and made is not None and asked < made:
+                travels.append(start - made)
+    places = [layout.place(name, rank)[1] for rank in range(layout.ranks)]
+    return Side.of(
+        stages,
+        pipelines,
+        len(ends) // (2 * stages * pipelines),
+        forward=[max(1, round(_US * median(seconds["F", s]))) for s in range(stages)],
+        backward=[max(1, round(_US * median(seconds["B", s]))) for s in range(stages)],
+        activation=[
+            float(max(saved[r] for r, place in enumerate(places) if place == s))
+            for s in range(stages)
+        ],
+        communication=max(0, round(_US * median(travels))) if travels else 0,
+    )

@@ -1,4 +1,4 @@
-"""Cutting a transformers model into stages of consecutive layers.
+"""Stages of consecutive layers: cut out of transformers models, and laid out on the ranks.
 
 A stage is the model's own decoder with its other layers left out: its forward pass is the one of
 transformers, fed with hidden states in place of embeddings. What comes before and after the layers
@@ -12,19 +12,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from stretto.errors import ModelError
+from stretto.errors import ConfigError, ModelError
 from stretto.models import attention
 from stretto.models.forward import backbone, output_head, unwrapped
 from stretto.models.heads import HEAD_NAMES, scalar_head
 from stretto.models.logits import OutputHead
 from stretto.models.weights import with_own_structure
+from stretto.pipelines.problem import Problem, Side
 
+Name = Literal["actor", "critic"]
+NAMES: tuple[Name, Name] = ("actor", "critic")
 _TOLERANCE = 1e-3
 """Largest error of the cut model's hidden states, relative to the largest state."""
 
@@ -234,3 +237,81 @@ def _check_parameters(model: nn.Module, parts: list[Stage]) -> None:
                 f"parameter '{name}' would be on {holders[name]} of {len(parts)} stages; it must "
                 f"be on {wanted}. Freeze it, or train without a pipeline"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayout:
+    """Layout of the two models on the ranks; rank r is device r of the problem.
+
+    Raises:
+        ConfigError: the two do not cover the same ranks.
+    """
+
+    actor_stages: int
+    actor_pipelines: int
+    critic_stages: int
+    critic_pipelines: int
+
+    def __post_init__(self) -> None:
+        self.problem(self.actor_pipelines, self.critic_pipelines)  # which checks it
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.actor_stages * self.actor_pipelines
+
+    def of(self, name: Name) -> tuple[int, int]:
+        """Stages and pipelines of a model."""
+        if name == "actor":
+            return self.actor_stages, self.actor_pipelines
+        return self.critic_stages, self.critic_pipelines
+
+    def place(self, name: Name, rank: int) -> tuple[int, int]:
+        """Pipeline (from 0 in its model) and stage of a model on a rank."""
+        stages, _ = self.of(name)
+        pipeline, along = divmod(rank, stages)
+        return pipeline, along if name == "actor" else stages - 1 - along
+
+    def rank(self, name: Name, pipeline: int, stage: int) -> int:
+        """The inverse of :meth:`place`."""
+        stages, _ = self.of(name)
+        return pipeline * stages + (stage if name == "actor" else stages - 1 - stage)
+
+    def problem(self, actor: int, critic: int) -> Problem:
+        """The problem of so many micro-batches (of all pipelines) where nothing is measured yet.
+
+        A backward takes as long as two forwards, all stages are alike, as are the two models.
+
+        Raises:
+            ConfigError: micro-batches do not divide evenly among the pipelines.
+        """
+        return Problem(self._side("actor", actor), self._side("critic", critic))
+
+    def require(self, problem: Problem, actor: int, critic: int) -> None:
+        """See that a problem is of this layout and of so many micro-batches.
+
+        Raises:
+            ConfigError: it is not, or they do not divide evenly among the pipelines.
+        """
+        for name, side, mine in zip(
+            NAMES, problem.sides, self.problem(actor, critic).sides, strict=True
+        ):
+            given, wanted = (
+                f"{s.pipelines} pipelines x {s.stages} stages x {s.micro_batches} micro-batches"
+                for s in (side, mine)
+            )
+            if given != wanted:
+                raise ConfigError(
+                    f"the problem's {name} has {given}, but what runs has {wanted}; give the "
+                    "problem of this run"
+                )
+
+    def _side(self, name: Name, micro_batches: int) -> Side:
+        stages, pipelines = self.of(name)
+        if pipelines > 0 and micro_batches % pipelines:
+            raise ConfigError(
+                f"{micro_batches} micro-batches of the {name} do not divide evenly among its "
+                f"{pipelines} pipelines; make them a multiple"
+            )
+        each = micro_batches // max(pipelines, 1)
+        return Side.of(stages, pipelines, each, forward=1, backward=2, activation=1.0)

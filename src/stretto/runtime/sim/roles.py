@@ -18,7 +18,16 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
 from stretto.runtime.sim.devices import SimWorker
 from stretto.runtime.sim.lengths import uniform
-from stretto.types import Chunk, Response, Score, ScoreKind, TrainBatch, TrainOutput, WeightsRef
+from stretto.types import (
+    Chunk,
+    Response,
+    Score,
+    ScoreKind,
+    ScorerInfo,
+    TrainBatch,
+    TrainOutput,
+    WeightsRef,
+)
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
 """Zeros that per-token scores are slices of; longer than any response."""
@@ -88,40 +97,12 @@ class SimScorer:
             worthwhile_tokens: that make a call worth its fixed cost.
         """
         self._worker, self._cost, self._reward = worker, cost, reward
-        self._streams = streams and isinstance(cost, PrefillCost)
-        self._kind, self._follows, self._padded = kind, follows, padded
-        self._worthwhile_tokens, self._load_s = worthwhile_tokens, load_s
+        self._padded, self._load_s, self.name = padded, load_s, worker.role
+        streams = streams and isinstance(cost, PrefillCost)
+        self.info = ScorerInfo(
+            self.name, kind, follows, streams, worthwhile_tokens=worthwhile_tokens
+        )
         self._pending: dict[int, _Pending] = {}
-
-    @property
-    def name(self) -> str:
-        """The worker's role."""
-        return self._worker.role
-
-    @property
-    def kind(self) -> ScoreKind:
-        """The kind of its scores."""
-        return self._kind
-
-    @property
-    def follows(self) -> str:
-        """The trained model whose weights it loads; empty when it is frozen."""
-        return self._follows
-
-    @property
-    def reads_text(self) -> bool:
-        """Return false: prompts have no text here."""
-        return False
-
-    @property
-    def streams(self) -> bool:
-        """Return whether tokens are prefilled as they come."""
-        return self._streams
-
-    @property
-    def worthwhile_tokens(self) -> int:
-        """Tokens that make a call worth its fixed cost."""
-        return self._worthwhile_tokens
 
     async def admit(self, responses: Sequence[Response]) -> None:
         """Learn of responses; their prompts are worked on with their first chunk.
@@ -152,7 +133,7 @@ class SimScorer:
                     )
                 entry.tokens += len(chunk.tokens)
                 entry.version, entry.ended = chunk.version, chunk.finish is not None
-            if self._streams:
+            if self.info.streams:
                 ids = list(dict.fromkeys(c.rollout_id for c in chunks))
                 await self._work("prefill", ids)
 
@@ -213,11 +194,11 @@ class SimScorer:
         return [len(part) * max(part) for part in parts]
 
     def _score(self, rollout_id: int, entry: _Pending) -> Score:
-        if self._kind == "reward":
+        if self.info.kind == "reward":
             values = np.array([self._reward(rollout_id, entry.version)], np.float32)
         else:
             values = _NUMBERS[: entry.tokens]
-        return Score(rollout_id, self.name, self._kind, values)
+        return Score(rollout_id, self.name, self.info.kind, values)
 
 
 class SimLearner:

@@ -21,7 +21,8 @@ from stretto.runtime.sim.lengths import Lengths
 from stretto.runtime.sim.loop import VirtualClock, run, spend
 from stretto.runtime.sim.roles import SimLearner, SimScorer
 from stretto.saying import Advance, unseen
-from stretto.schedules.replayed import ReplayedChunk, ReplayedOvercommit
+from stretto.schedules.chunking import ReplayedChunk
+from stretto.schedules.overcommit import ReplayedOvercommit
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Prompt, Stats

@@ -1,4 +1,4 @@
-"""A model of a decode step's time, as a function of the rows that are decoded together."""
+"""Models of what controllers simulate from: response lengths, and the time of decode steps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import StateError
-from stretto.schedules.feedback import DecodeSample
+from stretto.errors import ConfigError, StateError
+from stretto.schedules.controller import DecodeSample, Feedback
 
+IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
+HALF_LIVES = 4
+"""Half-lives that a window spans: at its far end a length counts 1/16."""
+GOLDEN = (5**0.5 - 1) / 2
+"""The golden ratio less 1; its multiples, modulo 1, are spread evenly."""
 WINDOW = 512
 """Decode calls remembered."""
 KNEES = 24
@@ -24,6 +29,115 @@ TIE = 0.5
 """Criteria that differ by less are equal, and the simpler curve is taken."""
 HUBER = 1.345
 """A call farther than this many standard deviations from the curve loses weight (Huber 1981)."""
+
+
+class LengthModel:
+    """The distribution of response lengths in tokens, from the responses that finished lately.
+
+    Lengths drift as a policy learns, so the newest count most: a length counts half as much as one
+    that came a quarter of the window later. Lengths of one step count the same, as their order is
+    that of finishing, the short ones first.
+
+    The lengths are of responses that finished. While the number of unfinished ones grows, long
+    responses are missing among them, as the short ones finish first; while it stays the same, as
+    many long ones come in as go out, and the lengths are those of all responses.
+
+    State: the lengths, step by step.
+
+    Args:
+        window: lengths that are remembered, at least.
+
+    Raises:
+        ConfigError: the window is not positive.
+    """
+
+    def __init__(self, window: int) -> None:
+        if window < 1:
+            raise ConfigError(f"a length window holds at least 1 length; got {window}")
+        self._window = window
+        self._steps: list[list[int]] = []
+        self._table: tuple[IntArray, FloatArray] | None = None
+
+    def __len__(self) -> int:
+        """Lengths remembered."""
+        return sum(map(len, self._steps))
+
+    def observe(self, lengths: Sequence[int]) -> None:
+        self._steps.append([int(length) for length in lengths])
+        while len(self) - len(self._steps[0]) >= self._window:
+            del self._steps[0]
+        self._table = None
+
+    def mean(self) -> float:
+        """Mean length in tokens."""
+        lengths, weights = self._weighted()
+        return float(lengths @ weights)
+
+    def quantile(self, share: float) -> float:
+        """The shortest length that at least ``share`` of the responses do not exceed."""
+        lengths, weights = self._weighted()
+        place = int(np.searchsorted(np.cumsum(weights), share - 1e-12))
+        return float(lengths[min(place, len(lengths) - 1)])
+
+    def sample(self, uniform: FloatArray) -> IntArray:
+        """Draw lengths by inversion, for numbers of any shape, uniform in [0, 1)."""
+        lengths, weights = self._weighted()
+        places = np.searchsorted(np.cumsum(weights), uniform, side="right")
+        return lengths[np.minimum(places, len(lengths) - 1)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": [list(step) for step in self._steps]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = [list(step) for step in state["steps"]]
+        self._table = None
+
+    def _weighted(self) -> tuple[IntArray, FloatArray]:
+        if self._table is None:
+            if not len(self):
+                raise StateError("no response has finished yet; ask after the first step")
+            self._table = self._tabulate()
+        return self._table
+
+    def _tabulate(self) -> tuple[IntArray, FloatArray]:
+        counts = np.array([len(step) for step in self._steps])
+        newer = counts[::-1].cumsum()[::-1] - counts
+        of_step = 0.5 ** (newer * HALF_LIVES / self._window)
+        lengths = np.concatenate([np.array(step, np.int64) for step in self._steps])
+        order = np.argsort(lengths, kind="stable")
+        weights = np.repeat(of_step, counts)[order]
+        return lengths[order], weights / weights.sum()
+
+
+def under_way(
+    draws: IntArray, wanted: int, carried: int, max_carries: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Draw groups as met at a random moment, so that a simulation need not start afresh.
+
+    A point thrown on all groups laid end to end is the likelier to hit a group the longer it is,
+    and says how far it has come. How often it was carried follows from the steps of a round: the
+    tokens of a batch, over the rows that decode them.
+
+    Args:
+        draws: lengths; shape [replicas, groups drawn, group].
+        carried: groups to return for each replica.
+
+    Returns:
+        Tokens so far, and tokens left, shape [replicas, carried, group] each; times carried, shape
+        [replicas, carried].
+    """
+    replicas, _, n = draws.shape
+    groups = draws.reshape(-1, n)
+    lengths = groups.max(axis=1)
+    ends = lengths.cumsum()
+    points = (np.arange(replicas * carried) * GOLDEN % 1.0) * ends[-1]
+    hit = np.searchsorted(ends, points, side="right")
+    reached = points - (ends[hit] - lengths[hit])
+    left = np.maximum(0, np.ceil(groups[hit] - reached[:, None])).astype(np.int64)
+    steps = lengths.mean() * wanted / (carried + wanted / 2)
+    carries = 1 + np.minimum(reached / steps, reached / lengths[hit] * max_carries).astype(np.int64)
+    shape = replicas, carried, n
+    return (groups[hit] - left).reshape(shape), left.reshape(shape), carries.reshape(shape[:2])
 
 
 class LatencyModel:
@@ -48,7 +162,6 @@ class LatencyModel:
         return len(self._calls)
 
     def observe(self, calls: Sequence[DecodeSample]) -> None:
-        """Take in decode calls; those without a step or a row say nothing."""
         for call in calls:
             if call.steps and call.rows > 0:
                 start = [1.0, float(call.carried)] if call.first else [0.0, 0.0]
@@ -77,11 +190,9 @@ class LatencyModel:
         return float(p + q * carried)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the remembered calls, as plain data."""
         return {"calls": [list(call) for call in self._calls]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self._calls = [list(call) for call in state["calls"]]
         self._fitted = None
 
@@ -168,3 +279,31 @@ def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> Floa
             best, chosen = criteria[place], np.zeros(columns)
             chosen[trials[place]] = found[place]
     return chosen
+
+
+class Simulating:
+    """The part that controllers share which simulate steps: lengths, decode calls, steps seen."""
+
+    def __init__(self, window: int) -> None:
+        self._lengths, self._latency, self._steps = LengthModel(window), LatencyModel(), 0
+
+    def _learn(self, feedback: Feedback) -> None:
+        self._lengths.observe(feedback.lengths)
+        self._latency.observe(feedback.decode)
+        self._steps += 1
+
+    @property
+    def _knows_enough(self) -> bool:
+        return bool(len(self._lengths) and len(self._latency))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self._steps,
+            "lengths": self._lengths.state_dict(),
+            "latency": self._latency.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._steps = state["steps"]
+        self._lengths.load_state_dict(state["lengths"])
+        self._latency.load_state_dict(state["latency"])

@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.pipelines.compiler import njit
-from stretto.pipelines.graph import Graph, Ints
-from stretto.pipelines.kernels import earliest_starts, latency_of, peak_memory
+from stretto.errors import ConfigError
+from stretto.pipelines.graph import (
+    BACKWARD,
+    Graph,
+    Ints,
+    earliest_starts,
+    latency_of,
+    make_graph,
+    njit,
+    peak_memory,
+)
+from stretto.pipelines.listing import UNLIMITED, decode, plain_rules
+from stretto.pipelines.problem import Problem
+from stretto.pipelines.schedule import PipelineSchedule
+from stretto.pipelines.search import Record
 
-if TYPE_CHECKING:
-    from stretto.pipelines.record import Record
+
+def greedy(problem: Problem) -> PipelineSchedule:
+    """RLHFuse's start: whatever is ready runs, of the larger model first; memory has no limit."""
+    graph = make_graph(problem)
+    work = [side.stages * (max(side.forward) + max(side.backward)) for side in problem.sides]
+    larger = 0 if work[0] >= work[1] else 1
+    of_larger = (graph.pipeline >= problem.actor.pipelines) == bool(larger)
+    key = (2.0 * of_larger + (graph.kind == BACKWARD))[graph.queue_of]
+    word, start = np.empty(key.size, np.int64), np.empty(key.size, np.int64)
+    decode(graph, key, plain_rules(graph), UNLIMITED, word, start)
+    return PipelineSchedule.of_tasks(graph, word)
 
 
 @njit(cache=True, nogil=True)
@@ -73,12 +93,19 @@ def anneal_schedule(
     return best
 
 
-def as_published(record: Record, word: Ints, seed: int) -> None:
+def as_published(record: Record, seed: int, threads: int) -> None:
     """Anneal from the greedy schedule: latency until it is at the bound, then memory.
 
     As there, the temperature falls by a constant factor a move, and starts again when it is low.
-    A quarter of the time at least is left to memory.
+    A quarter of the time at least is left to memory. It is on one thread.
+
+    Raises:
+        ConfigError: the problem has a capacity, which this search cannot keep.
     """
+    if record.problem.capacity is not None:
+        raise ConfigError("the published annealing knows no capacity: leave the capacity out")
+    word = greedy(record.problem).tasks(record.problem)
+    anneal_schedule(record.graph, word.copy(), 0, 0, 2, 1.0, 1.0, 0, word.copy())  # compile
     record.offer(word)
     chance, moves = np.random.default_rng(seed), 200 * word.size
     turn = record.begun + 0.75 * (record.deadline - record.begun)

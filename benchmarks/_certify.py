@@ -1,4 +1,4 @@
-"""Proofs by constraint programming: CP-SAT of OR-tools, an extra."""
+"""Proofs by constraint programming: CP-SAT of OR-tools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stretto.errors import require
-from stretto.pipelines.bounds import heads, tails
-from stretto.pipelines.graph import FORWARD, Ints
-from stretto.pipelines.kernels import earliest_starts
-from stretto.pipelines.record import Record
+from stretto.pipelines.graph import FORWARD, Ints, earliest_starts, heads, tails
+from stretto.pipelines.search import Descent, Record
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntervalVar, IntVar
+
+
+def by_cp_sat(record: Record, seed: int, threads: int) -> None:
+    """Improve, and prove, what the usual search has found in a quarter of the time."""
+    Descent(record, seed, threads, record.begun + (record.deadline - record.begun) / 4).run()
+    improve(record, seed, threads)
 
 
 def improve(record: Record, seed: int, threads: int) -> None:
@@ -25,9 +28,6 @@ def improve(record: Record, seed: int, threads: int) -> None:
 
     Above the bound, half of the time that is left goes into a lower latency or the proof that there
     is none; then memory is minimised at the latency reached.
-
-    Raises:
-        MissingExtraError: OR-tools is not installed.
     """
     if record.latency > record.bound:
         model, at, holding = _model(record)
@@ -51,15 +51,6 @@ def improve(record: Record, seed: int, threads: int) -> None:
         record.memory_bound = max(record.memory_bound, lowest)
 
 
-def require_solver() -> None:
-    """Say what to install where OR-tools is missing.
-
-    Raises:
-        MissingExtraError: it is.
-    """
-    require("ortools", "cpsat", "a proof by CP-SAT")
-
-
 def _starts(record: Record) -> Ints:
     starts = np.empty(record.word.size, np.int64)
     earliest_starts(record.graph, record.word, starts, np.empty_like(starts))
@@ -69,8 +60,7 @@ def _starts(record: Record) -> Ints:
 def _model(
     record: Record,
 ) -> tuple[CpModel, list[IntVar], list[list[tuple[IntervalVar, int]]]]:
-    """Starts of all tasks [T] that end by the record's latency, and what each device holds when."""
-    require_solver()
+    """The CP-SAT model: starts of all tasks [T] by the record's latency, and memory by device."""
     from ortools.sat.python.cp_model import CpModel
 
     problem, graph, latency = record.problem, record.graph, record.latency
