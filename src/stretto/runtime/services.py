@@ -247,7 +247,7 @@ class ScorerService(Follower):
             )
 
     def _span(self, name: str) -> str:
-        return f"{name}/{short_name(self.worker.name)}"
+        return f"{name}/{short_name(self.worker.info.name)}"
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
         ids = args[0] if name == "finish" else [chunk.rollout_id for chunk in args[0]]

@@ -77,8 +77,8 @@ class Threads:
             values = own(critic) if critic else None
             made = model_scorers(config, models.reference, values, channel, say)
             for scorer in (*replica, *made):
-                role = scorer.name if host is None else f"{scorer.name} {i}"
-                self.scorers.append(Seat(role, scorer.name, host))
+                role = scorer.info.name if host is None else f"{scorer.info.name} {i}"
+                self.scorers.append(Seat(role, scorer.info.name, host))
                 thread = self._threads["scorers" if host is None else generator_names(engines)[i]]
                 self.executors[role] = ThreadExecutor(ScorerService(scorer), thread)
         trained = ["actor", "critic"] if critic else ["actor"]
