@@ -35,8 +35,9 @@ def classes(kind: Any) -> Iterator[type]:
 
 @pytest.mark.parametrize("path", NAMES)
 def test_each_field_is_described(path: str) -> None:
-    described = re.findall(r"^    (\w+): ", inspect.getdoc(named(path)) or "", re.MULTILINE)
     kind = named(path)
+    docs = "\n".join(inspect.getdoc(each) or "" for each in inspect.getmro(kind)[:-1])
+    described = re.findall(r"^    (\w+): ", docs, re.MULTILINE)
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     assert set(described) >= {field.name for field in fields}
 
