@@ -43,7 +43,7 @@ def scored(run: Run, batch: int, first: int) -> list[Rollout]:
     for scorer in scorers(run):
         scorer.admit([r.response(text=True) for r in rollouts])
         for score in scorer.finish(list(by_id)):
-            by_id[score.rollout_id].scores[scorer.name] = score
+            by_id[score.rollout_id].scores[scorer.info.name] = score
     return rollouts
 
 

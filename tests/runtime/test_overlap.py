@@ -55,7 +55,7 @@ def responses(parts: Run, batch: int, first: int) -> list[Rollout]:
     for scorer in scorers_of(parts):
         scorer.admit(told(rollouts))
         for score in scorer.finish(list(by_id)):
-            by_id[score.rollout_id].scores[scorer.name] = score
+            by_id[score.rollout_id].scores[scorer.info.name] = score
     for r in rollouts:
         r.state = RolloutState.SCORED
     return rollouts
