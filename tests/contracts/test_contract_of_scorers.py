@@ -91,7 +91,8 @@ def test_there_is_one_score_each_in_the_order_asked(name: str, make: Make) -> No
     scores = values(scorer, made)
     assert [s.rollout_id for s in scores] == [r.id for r in made]
     for score, r in zip(scores, made, strict=True):
-        assert (score.source, score.kind, score.failure) == (scorer.info.name, scorer.info.kind, None)
+        facts = (scorer.info.name, scorer.info.kind, None)
+        assert (score.source, score.kind, score.failure) == facts
         assert len(score.values) == (1 if scorer.info.kind == "reward" else len(r))
         assert np.isfinite(score.values).all()
 

@@ -563,7 +563,7 @@ def test_what_cannot_be_sent_to_processes_is_refused(tiny_folder: Path, tmp_path
     model.unsendable = lambda: None
     config = settings(tiny_folder, runtime="local")
     with pytest.raises(ConfigError, match="cannot be sent to other processes"):
-        trained(config, tmp_path, given=Overrides(actor=model))
+        trained(config, tmp_path, overrides=Overrides(actor=model))
 
 
 def test_what_processes_cannot_do_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
