@@ -21,6 +21,7 @@ from stretto.config import ModelConfig, RolloutConfig, recipes
 from stretto.errors import ConfigError, ModelError, TaskError
 from stretto.evaluation.answers import generate as generate_each
 from stretto.observe.progress import NoProgress
+from stretto.planner.formulas import priced
 from stretto.runtime.sim.cluster import Cluster
 from stretto.runtime.sim.simulate import simulate
 from stretto.tasks import Task, TaskRow
@@ -502,7 +503,9 @@ def test_simulate_is_the_simulator() -> None:
             "workload": {"steps": 2, "batch": 8},
         }
     )
-    assert stretto.simulate(cluster, seed=1).makespan_s == simulate(cluster, seed=1).makespan_s
+    assert (
+        stretto.simulate(cluster, seed=1).makespan_s == simulate(priced(cluster), seed=1).makespan_s
+    )
 
 
 def test_the_config_is_the_one_of_the_package() -> None:
