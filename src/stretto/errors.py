@@ -4,6 +4,7 @@
 
     StrettoError
     ├── ConfigError            a setting is unknown, out of range, or contradicts another
+    │   └── RuleError              ... as a validator of the settings finds
     ├── MissingExtraError      an optional library is needed; names the extra to install
     ├── ModelError             a model cannot be found, fetched, loaded or driven
     ├── OutOfMemoryError       the memory of the machine or of a GPU is used up
@@ -36,11 +37,23 @@ from stretto.extras import remedy
 
 
 class StrettoError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose.
+
+    Attributes:
+        code: names the rule that was broken, for programs; the message may be reworded.
+    """
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class ConfigError(StrettoError):
     """A setting is unknown, out of range, or contradicts another."""
+
+
+class RuleError(ConfigError, ValueError):
+    """Settings contradict each other; pydantic collects it, as it does any ``ValueError``."""
 
 
 class MissingExtraError(StrettoError):
@@ -50,7 +63,8 @@ class MissingExtraError(StrettoError):
         self._parts = library, extra, purpose
         super().__init__(
             f"{purpose} needs the library '{library}', which is not installed. "
-            f"Install it with: {remedy(extra)}"
+            f"Install it with: {remedy(extra)}",
+            "missing-library",
         )
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
@@ -77,8 +91,8 @@ class RewardError(StrettoError):
         rollout_ids: the rollouts whose samples could not be scored.
     """
 
-    def __init__(self, message: str, rollout_ids: Iterable[int] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, rollout_ids: Iterable[int] = (), code: str = "") -> None:
+        super().__init__(message, code)
         self.rollout_ids = tuple(rollout_ids)
 
 
@@ -116,8 +130,8 @@ class RankError(StrettoError):
         rank: the one that failed first, or ``None`` where none did.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, rank: int | None = None, code: str = "") -> None:
+        super().__init__(message, code)
         self.rank = rank
 
 
@@ -130,8 +144,8 @@ class RoleLostError(RankError):
         role: its name.
     """
 
-    def __init__(self, role: str, cause: str) -> None:
-        super().__init__(f"{role} was lost: {cause}")
+    def __init__(self, role: str, cause: str, code: str = "") -> None:
+        super().__init__(f"{role} was lost: {cause}", code=code)
         self.args = role, cause  # both, so that the error can be pickled
         self.role, self._message = role, f"{role} was lost: {cause}"
 
@@ -146,8 +160,8 @@ class StalledError(StrettoError):
         rollout_ids: the rollouts that were waited for.
     """
 
-    def __init__(self, message: str, rollout_ids: Iterable[int] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, rollout_ids: Iterable[int] = (), code: str = "") -> None:
+        super().__init__(message, code)
         self.rollout_ids = tuple(rollout_ids)
 
 

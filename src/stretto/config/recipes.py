@@ -176,8 +176,14 @@ def build(data: Mapping[str, Any], where: str, kind: type[Any] = Config) -> Any:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = [_explain(e, kind) for e in error.errors(include_url=False)]
-        raise ConfigError(f"{where}: " + "; ".join(problems)) from error
+        faults = error.errors(include_url=False)
+        problems = "; ".join(_explain(e, kind) for e in faults)
+        raise ConfigError(f"{where}: {problems}", code_of(faults[0])) from error
+
+
+def code_of(fault: ErrorDetails) -> str:
+    """Return the code of a fault that pydantic found: the broken rule's, or pydantic's own name."""
+    return str(getattr(fault.get("ctx", {}).get("error"), "code", fault["type"]))
 
 
 def hint(key: str, kind: type[Section] = Config, *, table: bool = False) -> str:
