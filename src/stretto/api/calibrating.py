@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.api.settings import Settings, config_of
 from stretto.machine import Machine, usable_cores
+from stretto.planner.calibration import MeasuredDevice, Point, fitted, predicted_s
 from stretto.planner.hardware import Hardware, write_hardware
+from stretto.planner.memory import HALF
 from stretto.saying import LOADING, Say, working
 
 if TYPE_CHECKING:
-    from stretto.planner.measuring import Sizes
-    from stretto.planner.points import Place, Point
-    from stretto.planner.subject import Subject
+    from stretto.planner.measuring import MeasuredModel, Sizes
 
 NOT_MEASURED = "Not measured: links.between_bytes_per_s (between machines), assumed.usable"
 NOTE = f"""Figures of a machine, for 'stretto plan --hardware FILE'; they may be edited.
@@ -35,113 +35,97 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine, and write what plans read; what ``stretto plan --calibrate`` does.
 
-    Device, type and threads are those that a run of the settings would take.
+    Device, type and threads are those that a run of the settings would take. ``say`` is told what
+    was measured. Raises ModelError if no model fits here to measure with, RankError if the
+    processes that sync weights did not start, or failed, StorageError if the file cannot be
+    written.
 
     Args:
         settings: see :mod:`stretto.api`.
         file: that is written, see :mod:`stretto.planner.hardware`.
         sizes: how much is measured; ``None`` for what suits the device.
         command: by which it was asked for, to be written beside the figures.
-        say: told what was measured, a line at a time.
-
-    Returns:
-        the figures.
-
-    Raises:
-        ModelError: no model fits here to measure with.
-        RankError: the processes that exchange weights did not start, or failed.
-        StorageError: the file cannot be written.
     """
     with working(say, LOADING):
         import torch
 
         from stretto.assembly.models import prepare_torch
         from stretto.models.backend import pick_device
-        from stretto.planner.measuring import Sizes
-        from stretto.planner.points import fitted
-        from stretto.planner.subject import subject_of
+        from stretto.planner.measuring import Sizes, model_to_measure
 
     config, began_s = config_of(settings), time.perf_counter()
     threads = torch.get_num_threads()
     prepare_torch(config.seed, config.threads)
     try:
         sizes = sizes or Sizes.of(pick_device(config.model.device))
-        subject = subject_of(config, max(sizes.training), say)
-        place = _place(subject)
-        for line in _head(subject, place):
+        model = model_to_measure(config, max(sizes.training), say)
+        device = _device(model)
+        for line in _head(model, device):
             say(line)
         points = []
         with working(say, "measuring"):
-            for point in _points(subject, sizes):
+            for point in _points(model, sizes):
                 points.append(point)
                 say(f"  {point.kind:<9} {point.what:<28} {_seconds(point.seconds):>9}")
     finally:
         torch.set_num_threads(threads)
-    hardware = fitted(points, place)
+    hardware = fitted(points, device)
     for line in _summary(hardware, points):
         say(line)
     took_s = time.perf_counter() - began_s
-    write_hardware(file, hardware, _measured(subject, points, hardware, command, took_s), NOTE)
+    write_hardware(file, hardware, _measured(model, points, hardware, command, took_s), NOTE)
     say(NOT_MEASURED)
     return hardware
 
 
-def _points(subject: Subject, sizes: Sizes) -> Iterator[Point]:
+def _points(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     import torch
 
-    from stretto.planner import measuring as passes
-    from stretto.planner import moves
+    from stretto.planner import measuring
 
-    device, dtype = subject.device, subject.dtype
-    yield from moves.peaks(device, dtype, sizes)
-    yield from passes.prefills(subject, sizes)
-    yield from passes.decodes(subject, sizes)
-    yield from passes.trainings(subject, sizes)
-    yield from moves.swaps(device, sizes)
+    device, dtype = model.device, model.dtype
+    yield from measuring.peaks(device, dtype, sizes)
+    yield from measuring.prefills(model, sizes)
+    yield from measuring.decodes(model, sizes)
+    yield from measuring.trainings(model, sizes)
+    yield from measuring.swaps(device, sizes)
     # Processes of a run share the cores: each has as many as this one now.
-    yield from moves.broadcasts(device, dtype, torch.get_num_threads(), sizes)
+    yield from measuring.broadcasts(device, dtype, torch.get_num_threads(), sizes)
 
 
-def _place(subject: Subject) -> Place:
+def _device(model: MeasuredModel) -> MeasuredDevice:
     """The device, and what a process may fill of its memory."""
     import psutil
     import torch
 
-    from stretto.planner.points import Place
-
-    if subject.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(subject.device)
-        return Place(gpu.name, float(gpu.total_memory), torch.cuda.device_count())
+    if model.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(model.device)
+        return MeasuredDevice(gpu.name, float(gpu.total_memory), torch.cuda.device_count())
     threads = torch.get_num_threads()
     processes = max(1, usable_cores() // threads)
     share = psutil.virtual_memory().total / processes
     cores = f"{threads} core{'s' if threads > 1 else ''}"
-    return Place(f"{Machine.here().cpu} ({cores})", float(share), processes)
+    return MeasuredDevice(f"{Machine.here().cpu} ({cores})", float(share), processes)
 
 
-def _head(subject: Subject, place: Place) -> Iterator[str]:
-    from stretto.planner.memory import HALF
-
-    dtype = str(subject.dtype).removeprefix("torch.")
+def _head(model: MeasuredModel, device: MeasuredDevice) -> Iterator[str]:
     yield (
-        f"{place.name} with random weights of the shape of '{subject.name}' "
-        f"({subject.shape.parameters / 1e6:,.4g} million) in {dtype}"
+        f"{device.name} with random weights of the shape of '{model.name}' "
+        f"({model.shape.parameters / 1e6:,.4g} million) in {_dtype(model)}"
     )
-    if subject.device.type == "cpu":
+    if model.device.type == "cpu":
         yield (
-            f"This machine counts as {place.per_node} of these, which share its memory evenly: "
-            f"{place.memory_bytes / 1e9:.1f} GB each"
+            f"This machine counts as {device.per_node} of these, which share its memory evenly: "
+            f"{device.memory_bytes / 1e9:.1f} GB each"
         )
-    if subject.dtype.itemsize != HALF:
+    if model.dtype.itemsize != HALF:
         yield (
             f"Weights, keys and values are counted at {HALF} bytes, as plans do, and have "
-            f"{subject.dtype.itemsize}: rates are as much lower, and memory is underestimated"
+            f"{model.dtype.itemsize}: rates are as much lower, and memory is underestimated"
         )
 
 
 def _summary(hardware: Hardware, points: Sequence[Point]) -> Iterator[str]:
-    from stretto.planner.points import predicted_s
-
     gpu, a = hardware.gpu, hardware.assumed
     yield (
         f"peaks: {gpu.flops / 1e12:.4g} Tflop/s, {gpu.memory_bytes_per_s / 1e9:.4g} GB/s; links "
@@ -155,12 +139,8 @@ def _summary(hardware: Hardware, points: Sequence[Point]) -> Iterator[str]:
     yield "By these figures, beside what was measured:"
     for point in points:
         if point.kind not in ("product", "copy", "reduce"):
-            found = predicted_s(point, hardware)
-            yield f"  {point.kind:<9} {point.what:<28} {_off(point, found):>9}"
-
-
-def _off(point: Point, found_s: float) -> str:
-    return f"{100 * (found_s / point.seconds - 1):+.0f} %"
+            off = f"{100 * (predicted_s(point, hardware) / point.seconds - 1):+.0f} %"
+            yield f"  {point.kind:<9} {point.what:<28} {off:>9}"
 
 
 def _seconds(seconds: float) -> str:
@@ -170,19 +150,21 @@ def _seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
+def _dtype(model: MeasuredModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
+
+
 def _measured(
-    subject: Subject, points: Sequence[Point], hardware: Hardware, command: str, took_s: float
+    model: MeasuredModel, points: Sequence[Point], hardware: Hardware, command: str, took_s: float
 ) -> dict[str, Any]:
     """What the figures come from, as plain data."""
-    from stretto.planner.points import predicted_s
-
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "seconds": round(took_s, 1),
         "machine": str(Machine.here()),
-        "model": subject.name,
-        "dtype": str(subject.dtype).removeprefix("torch."),
+        "model": model.name,
+        "dtype": _dtype(model),
         "versions": {name: metadata.version(name) for name in ("stretto", "torch", "transformers")},
         "points": [
             {

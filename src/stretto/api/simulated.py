@@ -32,13 +32,10 @@ class Simulation:
     seed: int | None = None
 
     def asked(self, job: Job, steps: int = 0) -> Cluster:
-        """The cluster of one run.
+        """Return the cluster of one run; raises ConfigError if its schedule or seed does not fit.
 
         Args:
             steps: batches to train on; 0 leaves it to the cluster's description.
-
-        Raises:
-            ConfigError: the schedule, or the seed, does not fit.
         """
         cluster = self.cluster_of(job)
         changed = {"seed": job.seed, "steps": steps or cluster.workload.steps}
@@ -47,13 +44,7 @@ class Simulation:
         return cluster.model_copy(update={"workload": checked})
 
     def run(self, job: Job, cluster: Cluster, advance: Advance = unseen) -> Outcome:
-        """One run in virtual time.
-
-        Args:
-            job: what its outcome is called.
-            cluster: of the run, see :meth:`asked`.
-            advance: told of each step.
-        """
+        """Simulate one run, on its cluster of :meth:`asked`; ``advance`` is told of each step."""
         from stretto.runtime.sim.simulate import simulate
 
         result = simulate(cluster, advance=advance)
@@ -75,11 +66,7 @@ class Simulation:
 
 
 def described(file: str) -> Simulation:
-    """Simulate on a described cluster.
-
-    Raises:
-        ConfigError: the description cannot be read, or is wrong.
-    """
+    """Simulate on a described cluster; raises ConfigError if the description is wrong."""
     from stretto.planner.formulas import priced
     from stretto.runtime.sim.cluster import Cluster
 
@@ -95,13 +82,12 @@ def described(file: str) -> Simulation:
 def recorded(folder: str, placement: str = "") -> Simulation:
     """Simulate on a run's records: its costs, response lengths and seed.
 
+    Raises ConfigError if it is no run's folder, or the placement is impossible, StateError if the
+    run has recorded too little.
+
     Args:
         placement: settings whose ``runtime``, ``[cluster]`` and ``rollout.engines`` take the place
             of the run's: a recipe, a file, or another run's folder.
-
-    Raises:
-        ConfigError: it is no run's folder, or the placement is impossible.
-        StateError: the run has recorded too little.
     """
     from stretto.planner.replay import Recording
 
@@ -112,8 +98,4 @@ def recorded(folder: str, placement: str = "") -> Simulation:
         rollout = {**dict(config.rollout), "engines": wanted.rollout.engines}
         placed = {"runtime": wanted.runtime, "cluster": wanted.cluster, "rollout": rollout}
         config = recipes.build({**dict(config), **placed}, f"--placement {placement}")
-
-    def of(job: Job) -> Cluster:
-        return run.cluster(config_of_job(config, job, ""))
-
-    return Simulation(of, config.seed)
+    return Simulation(lambda job: run.cluster(config_of_job(config, job, "")), config.seed)

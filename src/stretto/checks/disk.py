@@ -9,7 +9,7 @@ from stretto import files
 from stretto.config import Config, SupervisedConfig
 from stretto.errors import ModelError, StorageError
 from stretto.observe.run_directory import CHECKPOINTS, KEPT
-from stretto.planner.fitting import TRAINED_ROLES, plan_for, plan_for_one, width
+from stretto.planner.fitting import TRAINED_ROLES, plan_for, width
 from stretto.saying import format_size
 
 
@@ -30,14 +30,14 @@ class Written:
     def by(cls, config: Config | SupervisedConfig) -> Written | None:
         """Return what a run writes; ``None`` where its models are not here to be counted."""
         try:
-            if not isinstance(config, Config):
-                return cls(0, width(config.model) * plan_for_one(config.model).parameters)
             plan = plan_for(config)
         except ModelError:
             return None
         weights, checkpoint = width(config.model) * plan.parameters, 0
+        if not isinstance(config, Config):
+            return cls(0, weights)
         if config.observe.checkpoints:
-            trained = sum(role.role in TRAINED_ROLES for role in plan.mixed.roles)
+            trained = sum(role in TRAINED_ROLES for role in plan.mixed)
             lags = config.schedule.knobs.lag > 0
             checkpoint = 12 * plan.trained * trained + (weights if lags else 0)
         return cls(checkpoint, weights * (2 if config.warmup_examples else 1))

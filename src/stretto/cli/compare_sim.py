@@ -51,27 +51,31 @@ class SimOptions:
 def run(arguments: Sequence[str]) -> int:
     """Compare, print the table and write it."""
     options = tyro.cli(SimOptions, prog="stretto compare", args=list(arguments))
+    sim, placement = options.sim, options.placement
     if options.steps < 0:
-        raise ConfigError(
-            f"--steps {options.steps}: must be 1 or more, or 0 for the description's own"
-        )
-    replayed = Path(options.sim).is_dir()
+        problem = f"--steps {options.steps}: must be 1 or more, or 0 for the description's own"
+        raise ConfigError(problem, "greater_than_equal")
+    replayed = Path(sim).is_dir()
     if replayed and options.seeds:
         raise ConfigError(
             f"--seeds {options.seeds}: response lengths are replayed as they were in the run "
-            f"'{options.sim}', and depend on no seed; leave it out"
+            f"'{sim}', and depend on no seed; leave it out",
+            "seeds-of-replay",
         )
-    if options.placement and not replayed:
+    if placement and not replayed:
         raise ConfigError(
-            f"--placement {options.placement}: the roles of a described cluster have their devices "
-            "in its description; leave it out, or give a run's folder as --sim"
+            f"--placement {placement}: the roles of a described cluster have their devices in its "
+            "description; leave it out, or give a run's folder as --sim",
+            "placement-of-description",
         )
+    where = f"virtual time, with costs and lengths of {sim}"
     if replayed:
-        simulation = simulated.recorded(options.sim, options.placement)
+        simulation = simulated.recorded(sim, placement)
+        jobs = plan(options.variants, str(simulation.seed))
+        where += "; rewards are those of the run's responses, whatever trains on them"
     else:
-        simulation = simulated.described(options.sim)
-    seeds = str(simulation.seed) if replayed else options.seeds or DEFAULT_SEEDS
-    jobs = plan(options.variants, seeds)
+        simulation = simulated.described(sim)
+        jobs = plan(options.variants, options.seeds or DEFAULT_SEEDS)
     # What is wrong with any of them is said before the first one starts.
     clusters = {job: simulation.asked(job, options.steps) for job in jobs}
     collected = collect(
@@ -80,9 +84,6 @@ def run(arguments: Sequence[str]) -> int:
         clusters[jobs[0]].workload.steps,
         simulated=True,
     )
-    folder = new_folder(options.out, f"{recipes.name_of(options.sim)}-compare")
-    where = f"virtual time, with costs and lengths of {options.sim}"
-    if replayed:
-        where += "; rewards are those of the run's responses, whatever trains on them"
+    folder = new_folder(options.out, f"{recipes.name_of(sim)}-compare")
     publish(collected, options.target, folder, arguments, where)
     return exit_status(collected)

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(config: Config) -> str:
-    """The plan of a reinforcement learning run.
-
-    Raises:
-        StrettoError: what :func:`~stretto.checks.check_run` finds.
-    """
+    """The plan of a reinforcement learning run; raises what ``check_run`` does."""
     from stretto.observe.progress import headline
     from stretto.planner.fitting import format_plan, plan_for
 
@@ -48,12 +44,8 @@ def describe_run(config: Config) -> str:
 
 
 def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
-    """The plan of supervised training.
-
-    Raises:
-        StrettoError: what :func:`~stretto.checks.check_supervised` finds.
-    """
-    from stretto.planner.fitting import format_plan, plan_for_one
+    """The plan of supervised training; raises what ``check_supervised`` does."""
+    from stretto.planner.fitting import format_plan, plan_for
 
     check_supervised(config, ask_hub=False)
     rows, sides = ("sequences", 1) if isinstance(config, SftConfig) else ("pairs", 2)
@@ -66,7 +58,7 @@ def describe_supervised(config: SftConfig | RewardModelConfig) -> str:
         *_model(config.model),
         f"data: {data}, {config.data.held_out:.0%} of it held out",
     ]
-    return "\n".join([*lines, format_plan(plan_for_one(config.model))])
+    return "\n".join([*lines, format_plan(plan_for(config))])
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
@@ -85,20 +77,17 @@ def _pipelines(config: Config) -> Iterator[str]:
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
     """Describe which roles stand where, and what each process holds."""
     from stretto.planner import fitting
-    from stretto.planner.fitting import width
     from stretto.runtime.placement import places, remarks, table
 
     if config.runtime == "inline":
         return
     gpus = usable_gpus() if config.model.device != "cpu" else 0
     found = places(config, config.threads or usable_cores(), gpus)
-    roles = {role.role: role for role in plan.mixed.roles}
-    wide = width(config.model)
+    wide, sizes = fitting.width(config.model), plan.mixed
     frozen = dict.fromkeys(("actor", "critic", "reference"), wide * plan.parameters)
-    trained = sum(roles[name].total_bytes for name in ("actor", "critic") if name in roles)
-    reward = roles["reward"].total_bytes if "reward" in roles else 0
+    trained = {"learner": sizes["actor"] + sizes["critic"], "reward": sizes["reward"]}
     yield f"Processes (runtime = '{config.runtime}'):"
-    yield table(config, found, {**frozen, "learner": trained, "reward": reward})
+    yield table(config, found, frozen | trained)
     yield from remarks(config, found, usable_cores(), gpus)
     if loads := fitting.planned(config, found, wide):
         yield "Memory of each device by phase, on paper (cpu: of all processes on this machine):"

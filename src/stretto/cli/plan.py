@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from stretto.api import calibrating, planning
-from stretto.api.planning import Plan, Question
+from stretto.api.planning import Plan, PlanOptions
 from stretto.cli.settings import Recipe, leading_recipe, parse_with_config
 from stretto.config import Config, recipes
 from stretto.errors import ConfigError
@@ -22,7 +22,7 @@ from stretto.saying import Saying, format_size
 
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate
-    from stretto.planner.outcome import Outcome
+    from stretto.planner.search import PlanResult
 
 MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""
@@ -90,13 +90,13 @@ def run(arguments: Sequence[str]) -> int:
     own = vars(given)
     if own["calibrate"]:
         return _calibrate(config, own["calibrate"], arguments)
-    question = _question(own)
+    options = _plan_options(own)
     if own["write"]:
         planning.check_writable(own["write"])
-    found = planning.plan(config, question, say=on_stderr)
-    print("\n".join(_lines(found, question, recipes.name_of(recipe))))
+    plan = planning.plan(config, options, say=on_stderr)
+    print("\n".join(_lines(plan, options.gpus, recipes.name_of(recipe))))
     if own["write"]:
-        _write(found, own["write"], recipe, start)
+        _write(plan, own["write"], recipe, start)
     return 0
 
 
@@ -107,53 +107,44 @@ def _calibrate(config: Config, file: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-def _question(own: dict[str, Any]) -> Question:
-    if own["gpus"] < 1:
-        raise ConfigError(f"--gpus {own['gpus']}: say how many there are, 1 or more")
-    if min(own["minutes"], own["workers"]) < 0:
-        raise ConfigError(
-            f"--minutes {own['minutes']} --workers {own['workers']}: must be 0 or more"
-        )
-    minutes = own["minutes"] or MINUTES[own["gpus"] > 64]
-    return Question(
-        gpus=own["gpus"],
-        gpu=own["gpu"],
-        hardware=read_hardware(own["hardware"]) if own["hardware"] else None,
-        model=own["model_shape"],
-        reward_model=own["reward_shape"],
-        prompt_tokens=own["prompt_tokens"],
-        response_tokens=own["response_tokens"],
-        like=own["like"],
-        on_paper=own["on_paper"],
-        limit_s=60 * minutes,
-        workers=own["workers"],
-    )
+def _plan_options(own: dict[str, Any]) -> PlanOptions:
+    gpus, minutes, hardware = own["gpus"], own["minutes"], own["hardware"]
+    if gpus < 1:
+        problem = f"--gpus {gpus}: say how many there are, 1 or more"
+        raise ConfigError(problem, "greater_than")
+    if min(minutes, own["workers"]) < 0:
+        problem = f"--minutes {minutes} --workers {own['workers']}: must be 0 or more"
+        raise ConfigError(problem, "greater_than_equal")
+    named = {field.name for field in fields(PlanOptions)}
+    given = {name: value for name, value in own.items() if name in named}
+    given["hardware"] = read_hardware(hardware) if hardware else None
+    return PlanOptions(**given, limit_s=60 * (minutes or MINUTES[gpus > 64]))
 
 
-def _write(found: Plan, file: str, recipe: str, start: Config) -> None:
-    best = found.found.runnable
+def _write(plan: Plan, file: str, recipe: str, start: Config) -> None:
+    best = plan.found.runnable
     if best is None:
         raise ConfigError(
             f"'{file}' is not written: none of these plans is one that 'stretto train' can run; "
-            "give more GPUs"
+            "give more GPUs",
+            "plan-on-paper",
         )
-    planning.write(file, found.config, best.candidate, found.setting, start)
+    planning.write(file, plan.config, best.candidate, plan.spec, start)
     print(f"wrote {file}: stretto train {recipe} --overrides {file}")
 
 
-def _lines(plan: Plan, question: Question, name: str) -> Iterator[str]:
-    found, w = plan.found, plan.setting.workload
-    gpus = f"{question.gpus} {plan.setting.hardware.gpu.name}"
+def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
+    found, w = plan.found, plan.spec.workload
     yield (
-        f"{name} on {gpus}: {w.batch} responses a step of {w.mean_tokens:.0f} tokens on average, "
-        f"prompts included, and up to {w.max_new_tokens}"
+        f"{name} on {gpus} {plan.spec.hardware.gpu.name}: {w.batch} responses a step of "
+        f"{w.mean_tokens:.0f} tokens on average, prompts included, and up to {w.max_new_tokens}"
     )
     shown = list(found.best)
     for further in (found.runnable, found.baseline):
         if further and further not in shown:
             shown.append(further)
-    for number, outcome in enumerate(shown, 1):
-        yield from _plan(number, outcome, plan)
+    for number, result in enumerate(shown, 1):
+        yield from _plan(number, result, plan)
     if found.baseline is None:
         yield "   No layout with all roles on all GPUs, one after another, fits."
     yield (
@@ -169,50 +160,50 @@ def _lines(plan: Plan, question: Question, name: str) -> Iterator[str]:
         yield f"Assumed: {assumption}"
 
 
-def _plan(number: int, outcome: Outcome, plan: Plan) -> Iterator[str]:
-    candidate = outcome.candidate
-    place = candidate.layout
-    scored = plan.setting.models.scoring
-    where = _SHARING[place.sharing]
-    if not scored and not place.colocated:
+def _plan(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
+    candidate = result.candidate
+    layout = candidate.layout
+    scored = plan.spec.models.scoring
+    where = _SHARING[layout.sharing]
+    if not scored and not layout.colocated:
         where = "learner and generators apart"
-    sync = " (the baseline)" if outcome is plan.found.baseline else ""
+    sync = " (the baseline)" if result is plan.found.baseline else ""
     yield (
-        f"{number}. {_brief(outcome.step_s)} s a step, {_brief(outcome.samples_per_s)} samples/s: "
+        f"{number}. {_brief(result.step_s)} s a step, {_brief(result.samples_per_s)} samples/s: "
         f"{candidate.variant}, {where}{sync}"
     )
     yield f"   {_roles(candidate, plan)}"
     held = ", ".join(
         f"{phase} {_gb(sum(parts.values()))}"
-        for phase, parts in outcome.memory.items()
+        for phase, parts in result.memory.items()
         if scored or phase != "scoring"
     )
-    usable = format_size(round(plan.setting.hardware.usable_bytes))
-    host = f"; host {_gb(outcome.host_bytes)} for each" if place.offload else ""
+    usable = format_size(round(plan.spec.hardware.usable_bytes))
+    host = f"; host {_gb(result.host_bytes)} for each" if layout.offload else ""
     yield f"   GB of a GPU, of {usable} that can be filled: {held}{host}"
     idle = ", ".join(
         f"{cause} {100 * share:.0f} %"
-        for cause, share in sorted(outcome.idle.items(), key=lambda item: -item[1])
+        for cause, share in sorted(result.idle.items(), key=lambda item: -item[1])
         if share >= 0.005
     )
     waits = f"; wait for {idle}" if idle else ""
-    stale = f"staleness {outcome.staleness_mean:.2f}, at most {outcome.staleness_max:.0f}"
-    yield f"   GPUs work {100 * outcome.busy:.0f} % of the time{waits}; {stale}"
+    stale = f"staleness {result.staleness_mean:.2f}, at most {result.staleness_max:.0f}"
+    yield f"   GPUs work {100 * result.busy:.0f} % of the time{waits}; {stale}"
     if candidate.on_paper:
         yield f"   On paper only: {candidate.on_paper}."
 
 
 def _roles(candidate: Candidate, plan: Plan) -> str:
-    place = candidate.layout
-    again = ", layers computed again" if place.checkpointing else ""
-    offload = ", roles offloaded" if place.offload else ""
-    learner = f"learner {_mesh(place.learner, 'fsdp')}"
-    if place.learner.stages > 1:
+    layout = candidate.layout
+    again = ", layers computed again" if layout.checkpointing else ""
+    offload = ", roles offloaded" if layout.offload else ""
+    learner = f"learner {_mesh(layout.learner, 'fsdp')}"
+    if layout.learner.stages > 1:
         learner += f" ({candidate.pipelining})"
-    parts = [f"{learner}, {place.micro_tokens:,} tokens a micro-batch{again}{offload}"]
-    parts.append(f"generators {_mesh(place.generator, 'copies')}")
-    if plan.setting.models.scoring:
-        parts.append(f"scorers {_mesh(place.scorer, 'copies')}")
+    parts = [f"{learner}, {layout.micro_tokens:,} tokens a micro-batch{again}{offload}"]
+    parts.append(f"generators {_mesh(layout.generator, 'copies')}")
+    if plan.spec.models.scoring:
+        parts.append(f"scorers {_mesh(layout.scorer, 'copies')}")
     return "; ".join(parts)
 
 

@@ -2,24 +2,21 @@
 
 A bound adds up work that no schedule can avoid or hide: what one GPU has to do in a step, and what
 must follow one another. How many steps a round of decoding has and what is carried is known from
-the responses' lengths (:mod:`~stretto.planner.rounds`).
+the responses' lengths alone: all rows in flight get a token a step, whatever the GPUs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
+from statistics import fmean
+from typing import NamedTuple
 
 from stretto.config import ScheduleConfig
 from stretto.planner.candidates import Candidate
+from stretto.planner.clusters import PlanSpec, cost_of_generator, cost_of_learner, scorers_of
 from stretto.planner.layout import Layout
-from stretto.planner.layouts import (
-    Setting,
-    cost_of_generator,
-    cost_of_learner,
-    scorers_of,
-)
-from stretto.planner.rounds import Round, rounds
-from stretto.runtime.sim.costs import GeneratorCost, PrefillCost, TrainCost
+from stretto.runtime.sim.costs import GeneratorCost, PrefillCost
 from stretto.runtime.sim.lengths import Lengths
 
 CARRIED = 0.95
@@ -27,54 +24,108 @@ CARRIED = 0.95
 so others may end first."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """Costs of a layout's roles.
+class Round(NamedTuple):
+    """The work of a round of decoding, or of an average step.
 
     Attributes:
-        learner, generator: of the learner, and of a copy of the generator.
-        score_s: seconds a token of all scorers, one after another.
-        load_s: seconds in which scorers take over weights.
+        steps: decode steps, until enough responses have ended.
+        tokens: decoded.
+        context: tokens of prompts and responses that these steps read.
+        prompts: tokens of the prompts that came in.
+        trained: tokens of the responses that ended first, with their prompts.
+        carried: tokens of what is still in flight at the end, with their prompts.
     """
 
-    learner: TrainCost
-    generator: GeneratorCost
-    score_s: float
-    load_s: float
+    steps: float
+    tokens: float
+    context: float
+    prompts: float
+    trained: float
+    carried: float
+
+
+def rounds(
+    batch: int,
+    extra: int,
+    count: int,
+    *,
+    length: Callable[[int], int],
+    prompt: Callable[[int], int],
+    samples: int = 1,
+) -> list[Round]:
+    """Decode batches in lockstep.
+
+    Args:
+        extra: that are in flight besides (delta); a multiple of ``samples``.
+        length: of a response, by its number.
+        prompt: length of a prompt, by its number.
+        samples: responses to each prompt, which end together.
+    """
+    groups: list[list[tuple[int, int, int]]] = []  # prompt tokens, first step, last step of each
+    drawn = now = 0
+    found = []
+    for _ in range(count):
+        came = 0
+        while len(groups) < (batch + extra) // samples:
+            tokens, first = prompt(drawn), drawn * samples
+            groups.append([(tokens, now, now + length(first + i)) for i in range(samples)])
+            came += tokens
+            drawn += 1
+        groups.sort(key=lambda group: max(end for *_, end in group))
+        done, groups = groups[: batch // samples], groups[batch // samples :]
+        start, now = now, max(now, *(end for *_, end in done[-1]))
+        decoded = [
+            (tokens, start - begin, max(min(end, now), start) - begin)
+            for group in (*done, *groups)
+            for tokens, begin, end in group
+        ]
+        found.append(
+            Round(
+                steps=now - start,
+                tokens=sum(last - first for _, first, last in decoded),
+                context=sum(
+                    (last - first) * tokens + (last * (last - 1) - first * (first - 1)) // 2
+                    for tokens, first, last in decoded
+                ),
+                prompts=came,
+                trained=sum(t + end - begin for group in done for t, begin, end in group),
+                carried=sum(
+                    t + min(end, now) - begin for group in groups for t, begin, end in group
+                ),
+            )
+        )
+    return found
 
 
 class Bounds:
-    """Bounds of candidates for one setting."""
+    """Bounds of a plan's candidates.
 
-    def __init__(self, setting: Setting, first: int, last: int) -> None:
-        """Take in what runs.
+    Args:
+        first, last: weight syncs, between which the time counts.
+    """
 
-        Args:
-            setting: what runs.
-            first, last: hand-overs of weights, between which the time counts.
-        """
-        self._setting, self._first, self._last = setting, first, last
-        self._costs: dict[tuple[Layout, float], _Costs] = {}
-        self._rounds: dict[tuple[int, int], Round] = {}
+    def __init__(self, spec: PlanSpec, first: int, last: int) -> None:
+        self._spec, self._first, self._last = spec, first, last
+        self._generator = cache(lambda layout: cost_of_generator(spec, layout))
+        self._learner = cache(lambda layout, bubble: cost_of_learner(spec, layout, bubble))
+        self._scorers = cache(self._scorers_of)
+        self._rounds = cache(self._rounds_of)
 
     def of(self, candidate: Candidate) -> float:
         """Return seconds that a step takes at least.
 
-        Raises:
-            ConfigError: generators have no room for keys and values.
+        Raises ConfigError if generators have no room for keys and values.
         """
-        layout, knobs = candidate.layout, candidate.schedule.knobs
-        key = layout, candidate.bubble
-        if key not in self._costs:
-            self._costs[key] = self._costs_of(*key)
-        costs = self._costs[key]
-        work = self._round(candidate.schedule)
+        layout, schedule, knobs = candidate.layout, candidate.schedule, candidate.schedule.knobs
+        generator, learner = self._generator(layout), self._learner(layout, candidate.bubble)
+        token_s, load_s = self._scorers(layout)
+        work = self._rounds(self._extra(schedule), schedule.weight_sync_interval)
         share = CARRIED if knobs.on("overcommit") else 1.0
-        generating = share * self._generating(candidate, costs.generator, work)
-        generating += costs.generator.load_s / candidate.schedule.weight_sync_interval
-        training = share * costs.learner.seconds(int(work.trained))
-        scoring = share * costs.score_s * work.trained
-        scorers = scoring + costs.load_s / candidate.schedule.weight_sync_interval
+        generating = share * self._generating(candidate, generator, work)
+        generating += generator.load_s / schedule.weight_sync_interval
+        training = share * learner.seconds(int(work.trained))
+        scoring = share * token_s * work.trained
+        scorers = scoring + load_s / schedule.weight_sync_interval
         last = scoring if knobs.score_on == "batch" else 0.0
         produced = generating + last
         if not knobs.streams and not knobs.on("overcommit"):
@@ -89,56 +140,46 @@ class Bounds:
 
     def _generating(self, candidate: Candidate, cost: GeneratorCost, work: Round) -> float:
         """Seconds of generating, as the average copy takes and as the longest response takes."""
-        copies, decode, knobs = candidate.layout.generator.data, cost.decode, candidate.schedule
+        copies, decode, schedule = candidate.layout.generator.data, cost.decode, candidate.schedule
         tokens, context = work.tokens / copies, work.context / copies
-        known = work.prompts + (work.carried if knobs.carry == "recompute" else 0.0)
+        known = work.prompts + (work.carried if schedule.carry == "recompute" else 0.0)
         prefill_s = cost.prefill.token_s * known / copies
-        if knobs.knobs.on("overcommit"):
+        if schedule.knobs.on("overcommit"):
             return decode.at_least(work.steps, tokens, context) + prefill_s
         # The copy that has the longest response may have few others.
-        rows = self._setting.workload.batch * knobs.weight_sync_interval  # that decode together
+        rows = self._spec.workload.batch * schedule.weight_sync_interval  # that decode together
         average_s = decode.at_least(work.tokens / rows, tokens, context)
         return max(average_s + prefill_s, decode.seconds(1, 0, int(work.steps)))
 
-    def _round(self, schedule: ScheduleConfig) -> Round:
+    def _rounds_of(self, extra: int, interval: int) -> Round:
         """The work of an average step, of those that count."""
-        w, interval = self._setting.workload, schedule.weight_sync_interval
-        extra = self._delta(schedule)
-        extra += -extra % w.samples_per_prompt
-        if (extra, interval) not in self._rounds:
-            lengths = Lengths(w.response_tokens, w.seed)
-            found = rounds(
-                w.batch * interval,
-                extra,
-                self._last,
-                length=lambda i: min(lengths(i), w.max_new_tokens),
-                prompt=Lengths(w.prompt_tokens, w.seed + 1),
-                samples=w.samples_per_prompt,
-            )
-            self._rounds[extra, interval] = Round.mean(found[self._first :], interval)
-        return self._rounds[extra, interval]
+        w = self._spec.workload
+        lengths = Lengths(w.response_tokens, w.seed)
+        found = rounds(
+            w.batch * interval,
+            extra + -extra % w.samples_per_prompt,
+            self._last,
+            length=lambda i: min(lengths(i), w.max_new_tokens),
+            prompt=Lengths(w.prompt_tokens, w.seed + 1),
+            samples=w.samples_per_prompt,
+        )
+        return Round(*(fmean(each) / interval for each in zip(*found[self._first :], strict=True)))
 
-    def _delta(self, schedule: ScheduleConfig) -> int:
+    def _extra(self, schedule: ScheduleConfig) -> int:
         """The largest delta in the steps that are simulated."""
-        batch = self._setting.workload.batch
-        if schedule.knobs.overcommit != "auto":
-            return schedule.largest_overcommit(batch)
+        batch = self._spec.workload.batch
         looks_back = schedule.overcommit_rule != "throughput"
         steps = self._last * schedule.weight_sync_interval
-        if looks_back and 2 * schedule.overcommit_window >= steps:
+        if (
+            schedule.knobs.overcommit == "auto"
+            and looks_back
+            and 2 * schedule.overcommit_window >= steps
+        ):
             return schedule.first_overcommit(batch)  # no reward has been looked at yet
         return schedule.largest_overcommit(batch)
 
-    def _costs_of(self, layout: Layout, bubble: float) -> _Costs:
-        setting = self._setting
-        score_s = load_s = 0.0
-        for scorer in scorers_of(setting, layout):
-            assert isinstance(scorer.cost, PrefillCost)
-            score_s += scorer.cost.token_s
-            load_s += scorer.load_s
-        return _Costs(
-            cost_of_learner(setting, layout, bubble),
-            cost_of_generator(setting, layout),
-            score_s,
-            load_s,
-        )
+    def _scorers_of(self, layout: Layout) -> tuple[float, float]:
+        """Seconds a token of all scorers in turn, and those in which they take over weights."""
+        scorers = scorers_of(self._spec, layout)
+        costs = [scorer.cost for scorer in scorers if isinstance(scorer.cost, PrefillCost)]
+        return sum(cost.token_s for cost in costs), sum(scorer.load_s for scorer in scorers)

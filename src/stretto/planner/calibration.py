@@ -1,6 +1,7 @@
-"""Costs fitted to the spans of a real run, so that it can be replayed and varied in virtual time.
+"""Costs fitted to measurements: to the spans of a run, or to timed pieces of work.
 
-The fit reads the length of each span, and of its attributes
+Spans of a run make the costs of its roles (:func:`calibrate`), by which it can be replayed and
+varied in virtual time. The fit reads the length of each span, and of its attributes
 
 - ``gen``: ``steps``, ``tokens`` and, where the engine counts them, ``context`` (tokens of context
   that all steps read) and ``prefilled``;
@@ -8,17 +9,20 @@ The fit reads the length of each span, and of its attributes
   function, whose time goes by the number of its ``rollouts``;
 - ``update``: ``tokens``; ``publish``, ``load`` and, between processes, ``send``: nothing;
 - ``driver/...``, the driver's own work: ``items``.
+
+Timed pieces of work (``measuring.py``) make the figures of a device, for plans (:func:`fitted`).
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
 from statistics import median
 from types import MappingProxyType
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +30,12 @@ import numpy.typing as npt
 from stretto.errors import StateError
 from stretto.observe.idle import is_generator, seconds, subtract, union
 from stretto.observe.spans import HANDOVER, NO_DEVICES, Span
+from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.protocols import DRIVER
 from stretto.runtime.sim.costs import (
     DecodeCost,
     DriverCost,
+    Efficiency,
     GeneratorCost,
     PrefillCost,
     SampleCost,
@@ -46,110 +52,7 @@ _FAR_OFF = 10.0
 """How many times what the others let expect a first call takes that is left out: it compiles."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """The costs of a run's roles.
-
-    Attributes:
-        generator: of the generators, all alike.
-        scorers: by name.
-        loads_s: seconds that scorers take to take over a version of the weights, by name.
-        learner: its training and publishing.
-        call_s: seconds that a call is on its way, and its answer: what passes between the end of an
-            update and the publishing that follows, without the driver's own work.
-        driver: its own work, by the names of its spans.
-    """
-
-    generator: GeneratorCost
-    scorers: Mapping[str, PrefillCost | SampleCost]
-    loads_s: Mapping[str, float]
-    learner: TrainCost
-    call_s: float
-    driver: Mapping[str, DriverCost]
-
-
-def calibrate(
-    spans: Iterable[Span], threads: Mapping[str, int] = _NO_THREADS, cores: int = 0
-) -> Calibration:
-    """Fit all costs to the spans of a run; the first steps are best left out, as they warm up.
-
-    Args:
-        spans: of all roles.
-        threads, cores: see :func:`undisturbed`, which takes off what roles took from each other.
-
-    Raises:
-        StateError: the generator or the learner has no spans.
-    """
-    as_they_were = list(spans)
-    by_role: defaultdict[str, list[Span]] = defaultdict(list)
-    sends: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in undisturbed(as_they_were, threads, cores):
-        if span.role == HANDOVER:  # which contains the loads of all who take part
-            sends[span.attributes.get("model", "")].append(replace(span, name="load"))
-        elif not span.waits and span.role not in NO_DEVICES:
-            by_role[role_of(span)].append(span)
-    loads_s = {
-        name: _mean_s(sends.get("actor" if name == "generator" else name) or found, "load")
-        for name, found in by_role.items()
-    }
-    for role, name in (("generator", "gen"), ("learner", "update")):
-        if not any(s.name == name for s in by_role[role]):
-            raise StateError(
-                f"costs are fitted to a run's spans, and there is no '{name}' of the {role}; "
-                "calibrate on a run of at least a few steps"
-            )
-    generator, learner = by_role.pop("generator"), by_role.pop("learner")
-    return Calibration(
-        generator=_generator(generator, loads_s["generator"]),
-        scorers={
-            name: _scorer(spans)
-            for name, spans in by_role.items()
-            if any(span.name != "load" for span in spans)
-        },
-        loads_s=loads_s,
-        learner=_learner(learner),
-        call_s=_call_s(as_they_were),
-        driver=_driver(as_they_were),
-    )
-
-
-def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
-    """Yield work as it would have been without the others at work on the same cores.
-
-    While more threads are at work than there are cores, all work at the same reduced rate.
-
-    Args:
-        threads: of each role's work, by the names that :func:`role_of` gives.
-        cores: that they share; 0 for enough.
-    """
-    spans = list(spans)
-    if not cores:
-        yield from spans
-        return
-    changes: defaultdict[float, int] = defaultdict(int)
-    for span in spans:
-        works = not span.waits and span.role not in NO_DEVICES
-        used = threads[role_of(span)] if works else 0
-        changes[span.start_s] += used
-        changes[span.end_s] -= used
-    done_s = at_s = 0.0  # seconds of work that each has done
-    busy = 0
-    done: dict[float, float] = {}
-    for moment_s in sorted(changes):
-        done_s += (moment_s - at_s) * (min(1.0, cores / busy) if busy else 1.0)
-        at_s = moment_s
-        busy += changes[moment_s]
-        done[moment_s] = done_s
-    for span in spans:
-        yield replace(span, start_s=done[span.start_s], end_s=done[span.end_s])
-
-
-def role_of(span: Span) -> str:
-    """Return whose work a span is, by a name that replicas share."""
-    if is_generator(span.role):
-        return "generator"
-    name, _, number = span.role.rpartition(" ")
-    return name if name and number.isdecimal() else span.role
+# -- least squares ---------------------------------------------------------------------------------
 
 
 def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Array:
@@ -219,22 +122,133 @@ def nonnegative(x: Array, y: Array) -> Array:
     return coefficients
 
 
-def _fit(
-    spans: Sequence[Span], rows: Sequence[Sequence[float]], far_off: float = _FAR_OFF
-) -> list[float]:
+# -- the spans of a run ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The costs of a run's roles.
+
+    Attributes:
+        generator: of the generators, all alike.
+        scorers: by name.
+        loads_s: seconds that scorers take to take over a version of the weights, by name.
+        learner: its training and publishing.
+        call_s: seconds that a call is on its way, and its answer: what passes between the end of an
+            update and the publishing that follows, without the driver's own work.
+        driver: its own work, by the names of its spans.
+    """
+
+    generator: GeneratorCost
+    scorers: Mapping[str, PrefillCost | SampleCost]
+    loads_s: Mapping[str, float]
+    learner: TrainCost
+    call_s: float
+    driver: Mapping[str, DriverCost]
+
+
+def calibrate(
+    spans: Iterable[Span], threads: Mapping[str, int] = _NO_THREADS, cores: int = 0
+) -> Calibration:
+    """Fit all costs to the spans of a run; the first steps are best left out, as they warm up.
+
+    What roles took from each other is taken off by ``threads`` and ``cores``, see
+    :func:`undisturbed`. Raises StateError if the generator or the learner has no spans.
+    """
+    as_they_were = list(spans)
+    by_role: defaultdict[str, list[Span]] = defaultdict(list)
+    sends: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in undisturbed(as_they_were, threads, cores):
+        if span.role == HANDOVER:  # which contains the loads of all roles that take part
+            sends[span.attributes.get("model", "")].append(replace(span, name="load"))
+        elif not span.waits and span.role not in NO_DEVICES:
+            by_role[role_of(span)].append(span)
+    loads_s = {
+        name: _mean_s(sends.get("actor" if name == "generator" else name) or found, "load")
+        for name, found in by_role.items()
+    }
+    for role, name in (("generator", "gen"), ("learner", "update")):
+        if not any(s.name == name for s in by_role[role]):
+            raise StateError(
+                f"costs are fitted to a run's spans, and there is no '{name}' of the {role}; "
+                "calibrate on a run of at least a few steps",
+                "no-spans",
+            )
+    generator, learner = by_role.pop("generator"), by_role.pop("learner")
+    return Calibration(
+        generator=_generator(generator, loads_s["generator"]),
+        scorers={
+            name: _scorer(spans)
+            for name, spans in by_role.items()
+            if any(span.name != "load" for span in spans)
+        },
+        loads_s=loads_s,
+        learner=_learner(learner),
+        call_s=_call_s(as_they_were),
+        driver=_driver(as_they_were),
+    )
+
+
+def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
+    """Yield work as it would have been without the others at work on the same cores.
+
+    While more threads are at work than there are cores, all work at the same reduced rate.
+
+    Args:
+        threads: of each role's work, by the names that :func:`role_of` gives.
+        cores: that they share; 0 for enough.
+    """
+    spans = list(spans)
+    if not cores:
+        yield from spans
+        return
+    changes: defaultdict[float, int] = defaultdict(int)
+    for span in spans:
+        works = not span.waits and span.role not in NO_DEVICES
+        used = threads[role_of(span)] if works else 0
+        changes[span.start_s] += used
+        changes[span.end_s] -= used
+    done_s = at_s = 0.0  # seconds of work that each has done
+    busy = 0
+    done: dict[float, float] = {}
+    for moment_s in sorted(changes):
+        done_s += (moment_s - at_s) * (min(1.0, cores / busy) if busy else 1.0)
+        at_s = moment_s
+        busy += changes[moment_s]
+        done[moment_s] = done_s
+    for span in spans:
+        yield replace(span, start_s=done[span.start_s], end_s=done[span.end_s])
+
+
+def role_of(span: Span) -> str:
+    """Return whose work a span is, by a name that replicas share."""
+    if is_generator(span.role):
+        return "generator"
+    name, _, number = span.role.rpartition(" ")
+    return name if name and number.isdecimal() else span.role
+
+
+def _fit(spans: Sequence[Span], rows: Sequence[Sequence[float]], far_off: float) -> list[float]:
     features = np.array(rows, np.float64).reshape(len(spans), -1)
     took_s = np.array([s.end_s - s.start_s for s in spans])
     return [float(c) for c in fit_costs(features, took_s, far_off)]
 
 
+def _fit_line(
+    spans: Sequence[Span], amount: Callable[[Span], float], far_off: float = _FAR_OFF
+) -> list[float]:
+    """Return seconds of a call, and of a unit of its amount."""
+    return _fit(spans, [[1.0, float(amount(s))] for s in spans], far_off)
+
+
 def _generator(spans: Sequence[Span], load_s: float) -> GeneratorCost:
-    calls = [s for s in spans if s.name == "gen"]
-    numbers = [
-        [float(s.attributes.get(key, 0)) for key in ("steps", "tokens", "context", "prefilled")]
-        for s in calls
-    ]
+    calls, names = (
+        [s for s in spans if s.name == "gen"],
+        ("steps", "tokens", "context", "prefilled"),
+    )
+    numbers = [[float(s.attributes.get(name, 0)) for name in names] for s in calls]
     rows = [[*n, float(n[3] > 0)] for n in numbers]
-    step_s, row_s, context_s, token_s, call_s = _fit(calls, rows)
+    step_s, row_s, context_s, token_s, call_s = _fit(calls, rows, _FAR_OFF)
     return GeneratorCost(
         decode=DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s),
         prefill=PrefillCost(call_s=call_s, token_s=token_s),
@@ -246,16 +260,17 @@ def _scorer(spans: Sequence[Span]) -> PrefillCost | SampleCost:
     calls = [s for s in spans if s.name.partition("/")[0] in ("prefill", "score")]
     if any("tokens" in s.attributes for s in calls):
         known = [s for s in calls if s.attributes.get("tokens")]
-        call_s, token_s = _fit(known, [[1.0, s.attributes["tokens"]] for s in known])
+        call_s, token_s = _fit_line(known, lambda s: s.attributes["tokens"])
         return PrefillCost(call_s=call_s, token_s=token_s)
-    counts = [s.attributes.get("rollouts_count", len(s.attributes["rollouts"])) for s in calls]
-    call_s, sample_s = _fit(calls, [[1.0, float(n)] for n in counts])
+    call_s, sample_s = _fit_line(
+        calls, lambda s: s.attributes.get("rollouts_count", len(s.attributes["rollouts"]))
+    )
     return SampleCost(call_s=call_s, sample_s=sample_s)
 
 
 def _learner(spans: Sequence[Span]) -> TrainCost:
     updates = [s for s in spans if s.name == "update"]
-    step_s, token_s = _fit(updates, [[1.0, s.attributes["tokens"]] for s in updates])
+    step_s, token_s = _fit_line(updates, lambda s: s.attributes["tokens"])
     return TrainCost(step_s=step_s, token_s=token_s, publish_s=_mean_s(spans, "publish"))
 
 
@@ -267,8 +282,7 @@ def _driver(spans: Sequence[Span]) -> dict[str, DriverCost]:
             by_name[span.name].append(span)
     costs = {}
     for name, found in by_name.items():
-        rows = [[1.0, float(s.attributes["items"])] for s in found]
-        call_s, item_s = _fit(found, rows, far_off=inf)
+        call_s, item_s = _fit_line(found, lambda s: s.attributes["items"], far_off=math.inf)
         costs[name] = DriverCost(call_s=call_s, item_s=item_s)
     return costs
 
@@ -289,8 +303,159 @@ def _call_s(spans: Sequence[Span]) -> float:
 
 
 def _mean_s(spans: Sequence[Span], name: str) -> float:
-    return _mean([s.end_s - s.start_s for s in spans if s.name == name])
+    times = np.array([s.end_s - s.start_s for s in spans if s.name == name])
+    return float(fit_costs(np.ones((len(times), 1)), times)[0]) if len(times) else 0.0
 
 
-def _mean(times: Sequence[float]) -> float:
-    return float(fit_costs(np.ones((len(times), 1)), np.array(times))[0]) if times else 0.0
+# -- timed pieces of work --------------------------------------------------------------------------
+
+Kind = Literal[
+    "product", "copy", "prefill", "decode", "training", "update", "broadcast", "swap", "reduce"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Seconds of a piece of work.
+
+    Attributes:
+        kind: of work; a decode point is one step.
+        what: its size, in words.
+        flops: its operations, by the formulas of :mod:`stretto.planner.formulas`.
+        size: its bytes, likewise.
+    """
+
+    kind: Kind
+    what: str
+    seconds: float
+    flops: float = 0.0
+    size: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredDevice:
+    """The device that was measured.
+
+    Attributes:
+        memory_bytes: that a process may fill.
+        per_node: such devices of this machine; of a CPU, processes with as many threads.
+    """
+
+    name: str
+    memory_bytes: float
+    per_node: int
+
+
+def fitted(points: Sequence[Point], device: MeasuredDevice) -> Hardware:
+    """Return the figures by which formulas come nearest to the points; no term is negative.
+
+    Peaks are the highest rates of all points: of products and copies, and of a run's work, if that
+    is faster. A forward pass and a decode step take seconds beside their work, which are fitted
+    with the rate by least squares of relative errors; a decode step takes the longer of reading and
+    computing. Where seconds hardly grow with the work, a pass is taken to go at the peak, and a
+    decode step to read like a copy of about its size. Training, updates and transfers take no such
+    seconds in the formulas, so what they do take lowers their rates. Links get the rate that was
+    reached, of which the share is 1.
+
+    Raises StateError if a kind has no points.
+    """
+    of = {kind: [p for p in points if p.kind == kind] for kind in KINDS}
+    if missing := [kind for kind, found in of.items() if not found]:
+        problem = f"no points of {', '.join(missing)}: measure every kind of work"
+        raise StateError(problem, "no-points")
+    # Work of a run may outdo a plain product or copy, as by what caches hold.
+    computing = [*of["product"], *of["prefill"], *of["training"]]
+    flops = max(p.flops / p.seconds for p in computing)
+    memory = max(p.size / p.seconds for p in [*of["copy"], *of["decode"], *of["update"]])
+    call_s, prefill = _line(of["prefill"], [p.flops for p in of["prefill"]], flops, flops)
+    training = min(_rate(of["training"]), flops)
+    largest = max(p.size for p in of["decode"])
+    like = min(of["copy"], key=lambda p: abs(math.log(p.size / largest)))
+    step_s, read = _decoding(of["decode"], prefill, memory, like.size / like.seconds)
+    update = min(_rate(of["update"]), memory)
+    link, host = _rate(of["broadcast"]), _rate(of["swap"])
+    gpu = Gpu(device.name, flops, memory, device.memory_bytes, link, host)
+    assumed = Efficiency(
+        memory=read / memory,
+        prefill=prefill / flops,
+        training=training / flops,
+        link=1.0,
+        optimizer=update / memory,
+        step_s=step_s,
+        call_s=call_s,
+        reduce_s=min(p.seconds for p in of["reduce"]),
+    )
+    return Hardware(gpu, Links.of(gpu, device.per_node), assumed)
+
+
+def predicted_s(point: Point, on: Hardware) -> float:
+    """Return the seconds of a point's work by the formulas."""
+    gpu, a = on.gpu, on.assumed
+    shares = {"prefill": a.prefill, "decode": a.prefill, "training": a.training}
+    speeds = {
+        "decode": gpu.memory_bytes_per_s * a.memory,
+        "update": gpu.memory_bytes_per_s * a.optimizer,
+        "broadcast": gpu.link_bytes_per_s * a.link,
+        "swap": gpu.host_bytes_per_s * a.link,
+    }
+    beside_s = {"prefill": a.call_s, "decode": a.step_s, "reduce": a.reduce_s}.get(point.kind, 0.0)
+    flops = gpu.flops * shares.get(point.kind, 1.0)
+    speed = speeds.get(point.kind, gpu.memory_bytes_per_s)
+    return beside_s + max(point.flops / flops, point.size / speed)
+
+
+def _decoding(
+    points: Sequence[Point], flops: float, peak: float, otherwise: float
+) -> tuple[float, float]:
+    """Return seconds beside the work of a decode step, and the rate at which it reads.
+
+    The points with the fewest operations a byte read for longer than they compute, at the rate
+    ``flops``. How many they are is tried.
+    """
+    ordered = sorted(points, key=lambda p: p.flops / p.size)
+
+    def fit(reading: int) -> tuple[float, float]:
+        sizes = [p.size * (i < reading) for i, p in enumerate(ordered)]
+        computed_s = [p.flops / flops * (i >= reading) for i, p in enumerate(ordered)]
+        return _line(ordered, sizes, peak, otherwise, computed_s)
+
+    def error(found: tuple[float, float]) -> float:
+        beside_s, read = found
+        took = ((beside_s + max(p.size / read, p.flops / flops)) / p.seconds for p in points)
+        return sum((t - 1) ** 2 for t in took)
+
+    return min(map(fit, range(len(points), -1, -1)), key=error)
+
+
+def _line(
+    points: Sequence[Point],
+    work: Sequence[float],
+    peak: float,
+    otherwise: float,
+    known_s: Sequence[float] = (),
+) -> tuple[float, float]:
+    """Return seconds beside the work, and its rate.
+
+    Args:
+        work: of each, in operations or bytes.
+        peak: what the rate is at most.
+        otherwise: the rate that is taken if the points tell none.
+        known_s: seconds of each that other terms account for.
+    """
+    amount, seconds = np.array(work), np.array([p.seconds for p in points])
+    unknown_s = seconds - np.array(known_s) if known_s else seconds
+    once = 1 / seconds[:, None]  # relative errors: points differ in length by orders of magnitude
+    beside_s, unit_s = nonnegative(np.hstack([once, once * amount[:, None]]), unknown_s / seconds)
+    if unit_s * peak >= 1:
+        return float(beside_s), float(1 / unit_s)
+    (beside_s,) = nonnegative(once, (unknown_s - amount / otherwise) / seconds)
+    return float(beside_s), otherwise
+
+
+def _rate(points: Sequence[Point]) -> float:
+    """Return the rate of work that takes no seconds beside it, all points together.
+
+    It is what least squares give if errors grow with the work: the largest point says the most.
+    """
+    return sum(p.flops or p.size for p in points) / sum(p.seconds for p in points)

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
+from typing import Literal
 
 from stretto.config import ScheduleConfig
 from stretto.planner import memory
+from stretto.planner.clusters import PlanSpec, cost_of_learner, memory_of
 from stretto.planner.layout import Layout, Mesh
-from stretto.planner.layouts import Setting, cost_of_learner, memory_of
 from stretto.planner.memory import Parts
-from stretto.planner.pipelining import Pipelining, bubble
 
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)
 """Tokens of a learner's micro-batches."""
@@ -26,16 +26,33 @@ STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages of a learner, on paper."""
 BASELINE = ("all", "sync")
 """The kind that is always searched, on paper too: all roles on all GPUs, one after another."""
+Pipelining = Literal["1f1b", "interleaved", "fused"]
+"""Schedules of a learner's pipelines: models one after the other, each by 1F1B or with two chunks
+of layers a stage (interleaved), or both at once in opposite directions (fused; RLHFuse, section 5).
+"""
+
+
+def bubble(pipelining: Pipelining, stages: int) -> float:
+    """Return how long a stage is idle in an update, in micro-batches, for each model.
+
+    It does not depend on the number of micro-batches, if there are twice as many as stages. Two
+    chunks of layers a stage halve the bubble. Fused schedules are of two models of one size, at the
+    lower bound of latency, which the solver of :mod:`stretto.pipelines` reaches for them.
+    """
+    match pipelining:
+        case "1f1b":
+            return stages - 1.0
+        case "interleaved":
+            return (stages - 1) / 2
+        case "fused":
+            return ((stages + 1) // 2 - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout with a schedule.
+    """A layout with a variant of the schedule.
 
     Attributes:
-        layout: of the roles.
-        variant: of the schedule, by name.
-        schedule: its settings.
         engines: generators; more than one where stragglers move between them.
         pipelining: schedule of the learner's pipeline stages, if it has some.
     """
@@ -59,16 +76,16 @@ class Candidate:
     @property
     def on_paper(self) -> str:
         """Why ``stretto train`` cannot run it; empty if it can."""
-        place = self.layout
-        if place.offload:
+        layout = self.layout
+        if layout.offload:
             return "shards of the learner and weights of a generator are not offloaded"
-        if place.gpus == 1:
+        if layout.gpus == 1:
             return ""
-        if place.learner.stages > 1:
+        if layout.learner.stages > 1:
             return "a learner's processes have no pipeline stages"
-        if place.colocated and place.generator.data > 1:
+        if layout.colocated and layout.generator.data > 1:
             return "a learner's processes hold one generator"
-        if place.scorer.data > 1 and place.sharing in ("all", "learner"):
+        if layout.scorer.data > 1 and layout.sharing in ("all", "learner"):
             return "a learner's processes hold one copy of a scorer"
         return ""
 
@@ -88,9 +105,9 @@ class Space:
     on_paper: bool = False
 
 
-def candidates(setting: Setting, space: Space) -> Iterator[Candidate]:
+def candidates(spec: PlanSpec, space: Space) -> Iterator[Candidate]:
     """Yield all candidates of a space, whether they fit into memory or not (see :func:`fits`)."""
-    for layout in _Layouts(setting, space).all():
+    for layout in _Layouts(spec, space).all():
         for variant, schedule in space.variants.items():
             candidate = Candidate(layout, variant, schedule)
             if _pointless(candidate):
@@ -98,69 +115,62 @@ def candidates(setting: Setting, space: Space) -> Iterator[Candidate]:
             if schedule.knobs.migrates(2) and not schedule.knobs.streams:
                 candidate = replace(candidate, engines=layout.generator.data)
             if space.on_paper or not candidate.on_paper or candidate.kind == BASELINE:
-                for pipelining in _pipelinings(setting, layout):
+                for pipelining in _pipelinings(spec, layout):
                     yield replace(candidate, pipelining=pipelining)
 
 
-def fits(setting: Setting, candidate: Candidate) -> bool:
+def fits(spec: PlanSpec, candidate: Candidate) -> bool:
     """Return whether all phases fit into a GPU, with room for a response at full length."""
-    usable = setting.hardware.usable_bytes
-    return all(
-        sum(parts.values()) <= usable for parts in memory_by_phase(setting, candidate).values()
-    )
+    phases = memory_by_phase(spec, candidate).values()
+    return all(sum(parts.values()) <= spec.hardware.usable_bytes for parts in phases)
 
 
-def memory_by_phase(setting: Setting, candidate: Candidate) -> dict[str, Parts]:
+def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
     """Return the memory of a GPU by phase, and by what takes it, in bytes."""
-    layout = candidate.layout
-    found = memory_of(setting, layout, candidate.schedule)
+    stages = candidate.layout.learner.stages
+    found = memory_of(spec, candidate.layout, candidate.schedule)
     more = {
         "1f1b": 0.0,
         # Two chunks of layers a stage: Narayanan et al. 2021, section 2.2.
-        "interleaved": (layout.learner.stages - 1) / (2 * layout.learner.stages),
+        "interleaved": (stages - 1) / (2 * stages),
         "fused": 1.0,  # micro-batches of both models are under way: at most
     }[candidate.pipelining]
     if more:
-        training = dict(found["training"])
-        training["activations of more micro-batches"] = more * training["activations"]
-        found["training"] = training
+        more *= found["training"]["activations"]
+        found["training"] = {**found["training"], "activations of more micro-batches": more}
     return found
 
 
-def _pipelinings(setting: Setting, layout: Layout) -> tuple[Pipelining, ...]:
-    """Return schedules of pipelines that a learner's models allow."""
+def _pipelinings(spec: PlanSpec, layout: Layout) -> Iterator[Pipelining]:
+    """Yield schedules of pipelines that a learner's models allow."""
     stages = layout.learner.stages
-    if stages == 1:
-        return ("1f1b",)
-    found: list[Pipelining] = ["1f1b"]
-    if all(shape.layers >= 2 * stages for shape in setting.models.trained):
-        found.append("interleaved")
-    if setting.models.critic:
-        found.append("fused")
-    return tuple(found)
+    yield "1f1b"
+    if stages > 1 and all(shape.layers >= 2 * stages for shape in spec.models.trained):
+        yield "interleaved"
+    if stages > 1 and spec.models.critic:
+        yield "fused"
 
 
 def _pointless(candidate: Candidate) -> bool:
     """Return whether the layout leaves the schedule nothing to overlap, or too much to swap."""
-    place, knobs = candidate.layout, candidate.schedule.knobs
-    beside = place.sharing in ("none", "learner")
-    if knobs.streams and not beside:
+    layout, knobs = candidate.layout, candidate.schedule.knobs
+    if knobs.streams and layout.sharing not in ("none", "learner"):
         return True  # scorers would wait until nothing is left to decode
-    if knobs.lag and place.colocated:
+    if knobs.lag and layout.colocated:
         return True  # no GPU is free to train while others decode
-    if place.offload and knobs.score_on != "batch":
+    if layout.offload and knobs.score_on != "batch":
         return True
     if knobs.migrates(2) and not knobs.streams:  # the freed generators score
-        return place.sharing != "generators" or place.generator.data == 1
+        return layout.sharing != "generators" or layout.generator.data == 1
     return False
 
 
 class _Layouts:
     """Lists layouts, with the quickest passes that fit into the learner's memory."""
 
-    def __init__(self, setting: Setting, space: Space) -> None:
-        self._setting, self._space = setting, space
-        models = setting.models
+    def __init__(self, spec: PlanSpec, space: Space) -> None:
+        self._spec, self._space = spec, space
+        models = spec.models
         self._scored = models.scoring
         self._shapes = {
             "learner": models.trained,
@@ -173,17 +183,21 @@ class _Layouts:
     def all(self) -> Iterator[Layout]:
         """Yield all layouts."""
         gpus = self._space.gpus
-        yield from self._together(gpus)
-        for learner in self._sizes:
-            yield from self._in_two(learner, gpus - learner)
-            for scorer in self._scorer_sizes if self._scored else ():
-                if learner + scorer < gpus:
-                    yield from self._apart(learner, gpus - learner - scorer, scorer)
+        for meshes in self._products(gpus, gpus, gpus):
+            for offload in (False, True):
+                yield from self._with_passes(Layout(*meshes, "all", offload))
+        for learners in self._sizes:
+            yield from self._in_two(learners, gpus - learners)
+            for scorers in self._scorer_sizes if self._scored else ():
+                if learners + scorers < gpus:
+                    sizes = learners, gpus - learners - scorers, scorers
+                    for meshes in self._products(*sizes):
+                        yield from self._with_passes(Layout(*meshes, "none"))
 
-    def _together(self, gpus: int) -> Iterator[Layout]:
-        roles = (self._meshes(gpus, role) for role in ("learner", "generators", "scorers"))
-        for (learner, generator, scorer), offload in product(product(*roles), (False, True)):
-            yield from self._with_passes(Layout(learner, generator, scorer, "all", offload))
+    def _products(self, *sizes: int) -> Iterator[tuple[Mesh, Mesh, Mesh]]:
+        """Yield meshes of learner, generators and scorers on so many GPUs."""
+        learners, generators, scorers = map(self._meshes, sizes, self._shapes)
+        return product(learners, generators, scorers)
 
     def _in_two(self, learners: int, generators: int) -> Iterator[Layout]:
         """Yield layouts whose scorers share the generators' GPUs, or the learner's."""
@@ -195,19 +209,10 @@ class _Layouts:
                 if scorer.data == 1 or self._space.on_paper:
                     yield from self._with_passes(Layout(learner, generator, scorer, "learner"))
 
-    def _apart(self, learners: int, generators: int, scorers: int) -> Iterator[Layout]:
-        roles = (
-            self._meshes(learners, "learner"),
-            self._meshes(generators, "generators"),
-            self._meshes(scorers, "scorers"),
-        )
-        for learner, generator, scorer in product(*roles):
-            yield from self._with_passes(Layout(learner, generator, scorer, "none"))
-
     @cached_property
     def _tensors(self) -> dict[str, list[int]]:
         """Numbers of slices that a role's models can be cut into, within a node."""
-        node = self._setting.hardware.links.gpus_per_node
+        node = self._spec.hardware.links.gpus_per_node
         return {
             role: [
                 t
@@ -220,7 +225,7 @@ class _Layouts:
 
     @cached_property
     def _sizes(self) -> range:
-        gpus, node = self._space.gpus, self._setting.hardware.links.gpus_per_node
+        gpus, node = self._space.gpus, self._spec.hardware.links.gpus_per_node
         if gpus <= SPLITS:
             return range(1, gpus)
         return range(node, gpus, node * -(-gpus // (node * SPLITS)))
@@ -241,7 +246,7 @@ class _Layouts:
         )
 
     def _with_passes(self, layout: Layout) -> Iterator[Layout]:
-        # Of the others, the learner's memory knows only who shares its GPUs.
+        # Of the other roles, the learner's memory depends on those alone that share its GPUs.
         seen = layout
         if layout.sharing in ("none", "generators"):
             seen = replace(layout, sharing="none", generator=Mesh(1), scorer=Mesh(1))
@@ -252,14 +257,14 @@ class _Layouts:
             yield replace(layout, micro_tokens=micro_tokens, checkpointing=checkpointing)
 
     def _quickest(self, layout: Layout) -> tuple[int, bool] | None:
-        setting, sizes = self._setting, self._setting.sizes()
+        spec, w = self._spec, self._spec.workload
         ways = [
-            replace(layout, micro_tokens=max(tokens, sizes.length), checkpointing=again)
+            replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=again)
             for tokens, again in product(MICRO_TOKENS, (False, True))
         ]
-        tokens = int(setting.workload.batch * setting.workload.mean_tokens)
-        ways.sort(key=lambda way: cost_of_learner(setting, way).seconds(tokens))
+        tokens = int(w.batch * w.mean_tokens)
+        ways.sort(key=lambda way: cost_of_learner(spec, way).seconds(tokens))
         for way in ways:
-            if memory.learner_bytes(setting.models, way) <= setting.hardware.usable_bytes:
+            if memory.learner_bytes(spec.models, way) <= spec.hardware.usable_bytes:
                 return way.micro_tokens, way.checkpointing
         return None

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
 
 import psutil
 
-from stretto.config import Config, ModelConfig
+from stretto.config import Config, ModelConfig, SupervisedConfig
 from stretto.config.cluster import LEARNER
 from stretto.config.training import token_budget
 from stretto.errors import ConfigError, ModelError
@@ -30,48 +29,28 @@ from stretto.planner.memory import (
     PUBLISHED,
     STATE,
     DeviceMemory,
-    Follows,
-    Trains,
+    InferencePart,
+    LearnerPart,
     device_memory,
+    trained_bytes,
 )
 from stretto.runtime.placement import PROCESS_BYTES, Place, places, published
 from stretto.saying import format_count, format_size
 
-Role = Literal["actor", "critic", "reference", "reward", "model"]
-"""Models of a run; ``model`` is the only one in supervised training."""
-ROLES: tuple[Role, ...] = ("actor", "critic", "reference", "reward")
-TRAINED_ROLES: frozenset[Role] = frozenset({"actor", "critic", "model"})
-
+ROLES = ("actor", "critic", "reference", "reward")
+TRAINED_ROLES = frozenset({"actor", "critic", "model"})
+"""Models that are trained; ``model`` is the only one in supervised training."""
 GPU_BYTES = 80 * 10**9
+FILLED = 0.9
+"""Share of a device that can be filled: libraries and fragmentation take the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoleMemory:
-    """Bytes of one model: weights, and gradients and both moments of Adam where it is trained."""
-
-    role: Role
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Counting:
-    """The plan under one way of counting."""
-
-    roles: tuple[RoleMemory, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all models."""
-        return sum(role.total_bytes for role in self.roles)
-
-    def gpus(self) -> int:
-        """Fewest GPUs of 80 GB whose memory together holds all models."""
-        return math.ceil(self.total_bytes / GPU_BYTES)
+# -- a plan of the models --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory of actor, critic, reference and reward model.
+    """Bytes of weights, and of gradients and Adam states of what is trained, by model.
 
     Attributes:
         parameters: P, of each model.
@@ -84,88 +63,72 @@ class MemoryPlan:
 
     parameters: int
     trained: int
-    sixteen_bit: Counting
-    mixed: Counting
+    sixteen_bit: Counter[str]
+    mixed: Counter[str]
 
 
 def memory_plan(
     parameters: int,
-    *,
     trained: int | None = None,
-    roles: Sequence[Role] = ROLES,
+    *,
+    roles: Sequence[str] = ROLES,
     frozen_bytes: int = 2,
     reward: int | None = None,
 ) -> MemoryPlan:
-    """Count the memory of a run.
+    """Count the memory of a run; raises ConfigError for a count below 1.
 
     Args:
         parameters: P, of each model.
-        trained: trained parameters of actor and critic each, where these are adapters added to
-            frozen weights (LoRA); ``None`` trains all P.
+        trained: parameters of the LoRA adapters of actor and critic each; ``None`` trains all P.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
         reward: parameters of the reward models, all together, where they are not P.
-
-    Raises:
-        ConfigError: a count below 1.
     """
     for count in (parameters, trained, reward):
         if count is not None and count < 1:
-            raise ConfigError(f"a number of parameters is 1 or more; got {count}")
-    frozen, learned = (0, parameters) if trained is None else (parameters, trained)
+            raise ConfigError(f"a number of parameters is 1 or more; got {count}", "no-parameters")
 
-    def of(width: int, state: int) -> Counting:
-        sizes = []
+    def counted(width: int, state: int) -> Counter[str]:
+        found = Counter[str]()
         for role in roles:
-            size = width * frozen + state * learned
-            if role not in TRAINED_ROLES:
-                size = width * (reward if role == "reward" and reward else parameters)
-            sizes.append(RoleMemory(role, size))
-        return Counting(tuple(sizes))
+            if role in TRAINED_ROLES:
+                # The 16-bit counting has adapters as weights, too: 2 + 4 bytes of each.
+                found[role] = round(sum(trained_bytes(parameters, trained, 1, width, state)))
+            else:
+                found[role] = width * (reward if role == "reward" and reward else parameters)
+        return found
 
-    return MemoryPlan(parameters, learned, of(2, 6), of(frozen_bytes, STATE))
-
-
-def plan_for(config: Config) -> MemoryPlan:
-    """The plan of a run: with the models that it has, its adapters and its compute type.
-
-    Raises:
-        ModelError: the actor's architecture cannot be read.
-    """
-    parameters, trained = measure(config.model)
-    roles: list[Role] = ["actor"]
-    if config.algorithm.definition.critic:
-        roles.append("critic")
-    if (
-        config.algorithm.has_reference and not config.model.lora_rank
-    ):  # else the actor, adapters off
-        roles.append("reference")
-    rewards = [source.model for source in config.reward.models]
-    if rewards:
-        roles.append("reward")
-    return memory_plan(
-        parameters,
-        trained=trained,
-        roles=roles,
-        frozen_bytes=width(config.model),
-        reward=sum(_size_of_reward_model(n, parameters) for n in rewards) or None,
+    return MemoryPlan(
+        parameters, trained or parameters, counted(2, 6), counted(frozen_bytes, STATE)
     )
 
 
-def _size_of_reward_model(name: str, otherwise: int) -> int:
+def plan_for(config: Config | SupervisedConfig) -> MemoryPlan:
+    """Return the plan of a run: with the models that it has, its adapters and its compute type.
+
+    Raises ModelError if the architecture of its model cannot be read.
+    """
+    parameters, trained = measure(config.model)
+    roles, rewards = ["model"], 0
+    if isinstance(config, Config):
+        sizes = [_parameters(source.model, parameters) for source in config.reward.models]
+        rewards, adapters = sum(sizes), config.model.lora_rank
+        there = {
+            "actor": True,
+            "critic": config.algorithm.definition.critic,
+            # Without adapters it is the actor with these switched off.
+            "reference": config.algorithm.has_reference and not adapters,
+            "reward": bool(sizes),
+        }
+        roles = [role for role, has in there.items() if has]
+    wide = width(config.model)
+    return memory_plan(parameters, trained, roles=roles, frozen_bytes=wide, reward=rewards or None)
+
+
+def _parameters(name: str, otherwise: int) -> int:
     try:
         return described(name).parameters
     except ModelError:
         return otherwise
-
-
-def plan_for_one(config: ModelConfig) -> MemoryPlan:
-    """The plan of supervised training: one model, with its adapters and its compute type.
-
-    Raises:
-        ModelError: the architecture cannot be read.
-    """
-    parameters, trained = measure(config)
-    return memory_plan(parameters, trained=trained, roles=["model"], frozen_bytes=width(config))
 
 
 def width(config: ModelConfig) -> int:
@@ -174,38 +137,40 @@ def width(config: ModelConfig) -> int:
     return 2 if config.dtype == "bfloat16" or (config.dtype == "auto" and on_gpu) else 4
 
 
+def fewest_gpus(counted: Counter[str]) -> int:
+    """Return the fewest GPUs of 80 GB whose memory together holds all models."""
+    return math.ceil(counted.total() / GPU_BYTES)
+
+
 def format_plan(plan: MemoryPlan) -> str:
-    """The plan as a table, both countings side by side, with what each of them means."""
+    """Return the plan as a table, both countings side by side, with what each of them means."""
     parameters, trained = format_count(plan.parameters), f"{format_count(plan.trained)} trained"
     if plan.trained == plan.parameters:
         trained = "all trained"
-    learned = " and ".join(r.role for r in plan.mixed.roles if r.role in TRAINED_ROLES)
+    learned = " and ".join(role for role in plan.mixed if role in TRAINED_ROLES)
     where = "" if learned == "model" else f" in {learned}"
-    lines = [
-        f"Memory for weights, gradients and Adam states; {parameters} parameters a model "
-        f"({trained}{where})",
-        f"  {'model':<10} {'16-bit':>10}   {'mixed precision':>15}",
+    low, mixed = plan.sixteen_bit, plan.mixed
+    rows = [("model", "16-bit", "mixed precision")]
+    rows += [(role, format_size(low[role]), format_size(mixed[role])) for role in mixed]
+    rows += [
+        ("total", format_size(low.total()), format_size(mixed.total())),
+        ("80 GB GPUs", f">= {fewest_gpus(low)}", f">= {fewest_gpus(mixed)}"),
     ]
-    pairs = zip(plan.sixteen_bit.roles, plan.mixed.roles, strict=True)
-    for low, mixed in pairs:
-        sixteen, own = format_size(low.total_bytes), format_size(mixed.total_bytes)
-        lines.append(f"  {low.role:<10} {sixteen:>10}   {own:>15}")
-    low_total, mixed_total = plan.sixteen_bit.total_bytes, plan.mixed.total_bytes
-    lines += [
-        f"  {'total':<10} {format_size(low_total):>10}   {format_size(mixed_total):>15}",
-        f"  {'80 GB GPUs':<10} {f'>= {plan.sixteen_bit.gpus()}':>10}   "
-        f"{f'>= {plan.mixed.gpus()}':>15}",
-        "  16-bit: weights 2 bytes and Adam 4 bytes a parameter, as systems papers count.",
-        "  mixed precision: fp32 master weights, gradients and Adam states, 16 bytes a trained "
-        "parameter. This is what Stretto uses.",
-        "  On top come activations, the KV cache, and the 2 bytes of a trained weight's bfloat16 "
-        "copy, where that is computed with.",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"Memory for weights, gradients and Adam states; {parameters} parameters a model "
+            f"({trained}{where})",
+            *(f"  {role:<10} {sixteen:>10}   {own:>15}" for role, sixteen, own in rows),
+            "  16-bit: weights 2 bytes and Adam 4 bytes a parameter, as systems papers count.",
+            "  mixed precision: fp32 master weights, gradients and Adam states, 16 bytes a trained "
+            "parameter. This is what Stretto uses.",
+            "  On top come activations, the KV cache, and the 2 bytes of a trained weight's "
+            "bfloat16 copy, where that is computed with.",
+        ]
+    )
 
 
-_FILLED = 0.9
-"""Share of a device that can be filled: libraries and fragmentation take the rest."""
+# -- the memory of each device ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,55 +190,37 @@ class Load(DeviceMemory):
         return self.during(*(PHASES if self.at_once else (name,)))
 
     @property
+    def fullest(self) -> str:
+        """The phase that takes the most."""
+        return max(PHASES, key=lambda name: self.phase(name).total())
+
+    @property
     def certain(self) -> Counter[str]:
         """What is there whatever the lengths of responses, and its bytes.
 
         On a CPU frozen weights may be pages of their files, which take no memory of their own.
         """
-        of_learner = {w: n for w, n in self.held.items() if "learner" in w or w == PUBLISHED}
         if self.device == "cpu":
-            return Counter(of_learner)
+            return Counter({w: n for w, n in self.held.items() if "learner" in w or w == PUBLISHED})
         return Counter({what: size for what, size in self.held.items() if what != CACHE})
 
 
-@dataclass(frozen=True)
-class Shapes:
-    """The shapes of a run's models. One that is not known beforehand is not counted.
+def known_shapes(config: Config) -> tuple[dict[str, Shape], int | None]:
+    """Return the shapes of a run's models, by role or reward source, and the size of its adapters.
 
-    Attributes:
-        actor: of the actor and the reference.
-        critic: of the critic; ``None`` where it starts from another model that is not known.
-        rewards: of reward models, by source.
-        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` where all
-            weights are trained.
+    A model whose shape is not known beforehand is left out. The size is the number of parameters of
+    the LoRA adapters of actor and critic each, ``None`` where all weights are trained. Raises
+    ModelError if the actor's shape cannot be told, or that size.
     """
-
-    actor: Shape
-    critic: Shape | None
-    rewards: Mapping[str, Shape] = field(default_factory=dict)
-    adapters: int | None = None
-
-    @classmethod
-    def of(cls, config: Config) -> Shapes:
-        """Read the shapes of the models that the settings name.
-
-        Raises:
-            ModelError: the actor's cannot be told, or how many parameters adapters have.
-        """
-        actor, init = described(config.model.name).shape, config.critic.init
-        _, adapters = measure(config.model)
-        if config.model.lora_rank and adapters is None:
-            raise ModelError(f"the layers of '{config.model.name}' are not known by name")
-        rewards = {source.name: _valued(source.model) for source in config.reward.models}
-        known = {source: shape for source, shape in rewards.items() if shape}
-        if init == "actor":
-            return cls(actor, actor.valued(), known, adapters)
-        first = next(iter(rewards.values()), None)
-        return cls(actor, first if init == "reward" else _valued(init), known, adapters)
-
-    def scorer(self, name: str) -> Shape | None:
-        """Return the shape of a scorer that is a model."""
-        return {"reference": self.actor, "critic": self.critic, **self.rewards}.get(name)
+    actor, init = described(config.model.name).shape, config.critic.init
+    _, adapters = measure(config.model)
+    if config.model.lora_rank and adapters is None:
+        raise ModelError(f"the layers of '{config.model.name}' are not known by name")
+    rewards = {source.name: _valued(source.model) for source in config.reward.models}
+    starts = {"actor": actor.valued(), "reward": next(iter(rewards.values()), None)}
+    critic = starts[init] if init in starts else _valued(init)
+    found = {"actor": actor, "reference": actor, "critic": critic, **rewards}
+    return {role: shape for role, shape in found.items() if shape}, adapters
 
 
 def _valued(name: str) -> Shape | None:
@@ -284,17 +231,25 @@ def _valued(name: str) -> Shape | None:
         return None
 
 
-def loads(config: Config, found: Sequence[Place], shapes: Shapes, width: int) -> list[Load]:
+def loads(
+    config: Config,
+    found: Sequence[Place],
+    shapes: Mapping[str, Shape],
+    width: int,
+    adapters: int | None = None,
+) -> list[Load]:
     """Return the memory of each device.
 
     Args:
+        shapes, adapters: see :func:`known_shapes`.
         width: bytes of a weight in the type that is computed in.
     """
     at_once = config.schedule.knobs.overlaps(config.rollout.engines)
     by_device: dict[str, Load] = {}
     for place in found:
-        holds = device_memory(_parts(config, found, place, shapes, width))
-        holds.held["processes"] += PROCESS_BYTES
+        kept = published(config, found)
+        holds = device_memory(_parts(config, place, shapes, width, adapters, kept))
+        holds.put("processes", PROCESS_BYTES)
         for device in place.devices:
             load = by_device.setdefault(device, Load(device=device, at_once=at_once))
             load.add(holds)
@@ -302,8 +257,13 @@ def loads(config: Config, found: Sequence[Place], shapes: Shapes, width: int) ->
 
 
 def _parts(
-    config: Config, found: Sequence[Place], place: Place, shapes: Shapes, width: int
-) -> Iterator[Trains | Follows]:
+    config: Config,
+    place: Place,
+    shapes: Mapping[str, Shape],
+    width: int,
+    adapters: int | None,
+    versions: int,
+) -> Iterator[LearnerPart | InferencePart]:
     """Yield what the roles of a process hold on each of its devices."""
     process, bucket = config.cluster.process_of(LEARNER), config.cluster.bucket_mb << 20
     mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
@@ -311,26 +271,26 @@ def _parts(
     at_once = config.schedule.knobs.overlaps(config.rollout.engines)
     for seat in place.seats:
         if seat.role == LEARNER:
-            critic = shapes.critic if config.algorithm.definition.critic else None
-            models = (shapes.actor, critic) if critic else (shapes.actor,)
-            yield Trains(
+            trained = ("actor", "critic") if config.algorithm.definition.critic else ("actor",)
+            models = tuple(shapes[role] for role in trained if role in shapes)
+            yield LearnerPart(
                 models,
                 mesh,
                 tokens,
                 models,
                 checkpointing=config.model.gradient_checkpointing,
                 width=width,
-                adapters=shapes.adapters,
+                adapters=adapters,
                 bucket=bucket,
-                versions=published(config, found),
+                versions=versions,
                 copies=process.ranks == 1,
                 # Moments, and masters that are not the weights.
                 moments=(("training",) if at_once else ("scoring", "training")) if rests else (),
             )
-        elif model := shapes.scorer(seat.scorer) if seat.scorer else shapes.actor:
+        elif model := shapes.get(seat.scorer or "actor"):
             generates = not seat.scorer
             rows = -(-config.most_in_flight // config.rollout.engines)
-            yield Follows(
+            yield InferencePart(
                 f"{seat.role}'s weights",
                 model,
                 len(place.devices),
@@ -340,39 +300,33 @@ def _parts(
                 positions=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
                 logits=seat.scorer == "reference",
                 width=width,
-                adapters=shapes.adapters,
+                adapters=adapters,
                 bucket=bucket,
                 rests=rests and not generates,
             )
 
 
 def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str]:
-    """Yield remarks on what might not fit.
+    """Yield remarks on what might not fit into the ``capacity`` of a device, in bytes.
 
-    Args:
-        found: the memory of each device.
-        capacity: gives a device's bytes.
-
-    Raises:
-        ConfigError: weights and states alone do not fit, in a phase that is named.
+    Raises ConfigError if weights and states alone do not fit.
     """
     for load in found:
-        there = capacity(load.device)
-        totals = {name: load.phase(name).total() for name in PHASES}
-        name = max(totals, key=lambda phase: totals[phase])
+        there, name, certain = capacity(load.device), load.fullest, load.certain
+        takes = format_size(load.phase(name).total())
         where = "this machine" if load.device == "cpu" else load.device
-        if load.certain.total() > there:
+        where = f"{where}, which has {format_size(there)}"
+        if certain.total() > there:
             raise ConfigError(
-                f"weights and states take {format_size(load.certain.total())} of {where}, which "
-                f"has {format_size(there)}, in every phase ({_most(load.certain)}); {name} would "
-                f"take {format_size(totals[name])}. Give roles more processes on other devices "
-                "(fsdp, tp), a smaller model, or LoRA"
+                f"weights and states take {format_size(certain.total())} of {where}, in every "
+                f"phase ({_most(certain)}); {name} would take {takes}. Give roles more processes "
+                "on other devices (fsdp, tp), a smaller model, or LoRA",
+                "memory-exceeded",
             )
-        if totals[name] > _FILLED * there:
+        if load.phase(name).total() > FILLED * there:
             yield (
-                f"{name} may take {format_size(totals[name])} of {where}, which has "
-                f"{format_size(there)} ({_most(load.phase(name))}); lower rollout.slots or "
-                "training.microbatch_tokens if it runs out of memory"
+                f"{name} may take {takes} of {where} ({_most(load.phase(name))}); lower "
+                "rollout.slots or training.microbatch_tokens if it runs out of memory"
             )
 
 
@@ -398,41 +352,35 @@ def planned(config: Config, found: Sequence[Place], width: int) -> list[Load]:
     if config.cluster.address:
         return []
     try:
-        return loads(config, found, Shapes.of(config), width)
+        shapes, adapters = known_shapes(config)
     except ModelError:
         return []
+    return loads(config, found, shapes, width, adapters)
 
 
 def table(found: Sequence[Load]) -> str:
     """Return the memory of each device by phase, as a table."""
-    lines = [f"  {'device':<8}" + "".join(f"  {name:>10}" for name in PHASES) + "  most of it"]
+    lines = [f"  {'device':<8}" + "".join(f"  {name:>11}" for name in PHASES) + "  most of it"]
     for load in found:
-        totals = {name: load.phase(name).total() for name in PHASES}
-        name = max(totals, key=lambda phase: totals[phase])
-        ((most, _),) = load.phase(name).most_common(1)
-        cells = "".join(f"  {format_size(size):>10}" for size in totals.values())
+        cells = "".join(f"  {format_size(load.phase(name).total()):>11}" for name in PHASES)
+        ((most, _),) = load.phase(load.fullest).most_common(1)
         lines.append(f"  {load.device:<8}{cells}  {most}")
     return "\n".join(lines)
 
 
-def check_here(config: Config) -> None:
-    """Refuse a run in this process whose models do not fit into the memory that is free.
+# -- before a run ----------------------------------------------------------------------------------
 
-    Raises:
-        ConfigError: they do not.
-    """
+
+def check_here(config: Config) -> None:
+    """Raise ConfigError for a run in this process whose models exceed the memory that is free."""
     if config.runtime == "inline" and (config.model.device == "cpu" or not usable_gpus()):
         require(config, free_memory(), "this machine")
 
 
 def check_devices(config: Config) -> list[str]:
-    """Refuse a run whose models do not fit on its devices, before it starts; torch is imported.
+    """Return remarks on what might not fit on a run's devices; torch is imported.
 
-    Returns:
-        Remarks on what might not fit.
-
-    Raises:
-        ConfigError: weights and states do not fit.
+    Raises ConfigError if weights and states do not fit.
     """
     import torch
 
@@ -452,43 +400,38 @@ def check_devices(config: Config) -> list[str]:
 
 
 def require(config: Config, free: int, where: str) -> None:
-    """Refuse a run whose weights, gradients and optimizer states exceed what is free.
+    """Refuse a run whose weights, gradients and optimizer states exceed the bytes that are free.
 
-    Args:
-        free: bytes.
-        where: they are free, as it stands in a message.
-
-    Raises:
-        ConfigError: see above; the message says what would take less, and how much that takes.
+    The ConfigError says what would take less, and how much that takes.
     """
     try:
         plan = plan_for(config)
     except ModelError:  # its files are not here to be counted
         return
-    needed = plan.mixed.total_bytes
-    if needed > free:
-        parts = ", ".join(f"{r.role} {format_size(r.total_bytes)}" for r in plan.mixed.roles)
+    if plan.mixed.total() > free:
+        parts = ", ".join(f"{role} {format_size(size)}" for role, size in plan.mixed.items())
         raise ConfigError(
-            f"'{config.model.name}' takes {format_size(needed)} for weights, gradients and "
-            f"optimizer states ({parts}), and {where} has {format_size(free)} free. "
-            f"Choose {_remedies(config)}"
+            f"'{config.model.name}' takes {format_size(plan.mixed.total())} for weights, gradients "
+            f"and optimizer states ({parts}), and {where} has {format_size(free)} free. Choose "
+            f"{_remedies(config)}",
+            "memory-exceeded",
         )
 
 
 def _remedies(config: Config) -> str:
     """Return what takes less memory, and how much it takes."""
-    lora = {"model": config.model.model_copy(update={"lora_rank": 16})}
-    rloo = {"algorithm": config.algorithm.model_copy(update={"name": "rloo"})}
+
+    def size(**changes: object) -> str:
+        return format_size(plan_for(config.model_copy(update=changes)).mixed.total())
+
     found = ["a smaller model"]
     if not config.model.lora_rank:
-        found.append(f"LoRA (--model.lora-rank 16: {_size(config.model_copy(update=lora))})")
+        lora = config.model.model_copy(update={"lora_rank": 16})
+        found.append(f"LoRA (--model.lora-rank 16: {size(model=lora)})")
     if config.algorithm.definition.critic:
+        rloo = config.algorithm.model_copy(update={"name": "rloo"})
         found.append(
             "an algorithm without a critic (--algorithm.name rloo --rollout.samples-per-prompt 2: "
-            f"{_size(config.model_copy(update=rloo))})"
+            f"{size(algorithm=rloo)})"
         )
     return ", or ".join(found)
-
-
-def _size(config: Config) -> str:
-    return format_size(plan_for(config).mixed.total_bytes)

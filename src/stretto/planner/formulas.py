@@ -1,24 +1,22 @@
-"""Costs from public figures: a roofline of decoding, scoring and training on meshes of GPUs.
+"""Costs from public figures: operations, bytes over links, and the seconds that both take.
 
-Operations, bytes and memory are those of :mod:`stretto.planner`, which names the source of each
-formula; here they become terms that are linear in tokens and rows. The share of the peaks that a
-real system reaches is assumed, and so a setting of its own.
+A roofline of decoding, scoring and training on meshes of GPUs, in terms that are linear in tokens
+and rows. The share of the peaks that a real system reaches is assumed, and so a setting of its own.
+Bytes over links are those that a GPU takes in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from stretto.config import Section
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape, shape_of
-from stretto.planner import memory, wire
-from stretto.planner import work as compute
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Mesh
-from stretto.planner.wire import CHECKPOINTED, FORWARD, TRAINED
+from stretto.planner.memory import HALF, SINGLE, cache_bytes, weight_bytes
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -30,9 +28,116 @@ from stretto.runtime.sim.costs import (
 
 R = TypeVar("R", GeneratorRole, ScorerRole, LearnerRole)
 
+OPTIMIZER = 32
+"""Bytes moved per parameter by AdamW in mixed precision.
+
+The fp32 gradient is read and cleared; master weight and two moments are read and written.
+"""
+FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
+"""All-reduces of a tensor-parallel layer: forward, with a backward, and computed twice."""
+
+
+# -- operations, and what is read for them ---------------------------------------------------------
+
+
+def forward_flops(shape: Shape, tokens: float, length: float, tensor: int) -> float:
+    """Return a device's operations in a forward pass: 2 P a token, and attention's.
+
+    Kaplan et al. 2020, section 2.1, with P what a tensor-parallel device holds besides the
+    embedding, which is looked up, and attention's 2 x layers x length x h divided among them.
+    Attention is causal: on average a token sees half of the others in its sequence of ``length``.
+    """
+    attention = 2 * shape.layers * length * shape.hidden
+    return tokens * (2 * shape.multiplied(tensor) + attention / tensor)
+
+
+def training_flops(
+    shape: Shape, tokens: float, length: float, tensor: int, *, checkpointing: bool
+) -> float:
+    """Return a device's operations in a forward and a backward pass: 6 P a token.
+
+    That is three forward passes'; with checkpointing it is four (8 P), as the forward pass is
+    computed twice (Narayanan et al. 2021).
+    """
+    return (4 if checkpointing else 3) * forward_flops(shape, tokens, length, tensor)
+
+
+def decode_flops(shape: Shape, rows: float, context: float, tensor: int) -> float:
+    """Return a device's operations in a decode step: 2 P a row, and attention over its context."""
+    attention = 4 * shape.layers * context * shape.hidden
+    return rows * (2 * shape.multiplied(tensor) + attention / tensor)
+
+
+def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) -> float:
+    """Return what a device reads in a decode step: its weights once, and all its keys and values.
+
+    Pope et al. 2022. Of the embedding next to nothing is read. Each row has ``context`` tokens.
+    """
+    return HALF * shape.multiplied(tensor) + rows * context * cache_bytes(shape, tensor)
+
+
+def optimizer_bytes(shape: Shape, mesh: Mesh) -> float:
+    """Return what a device moves in an update of its shard."""
+    return OPTIMIZER * shape.stage(mesh.stages).held(mesh.tensor) / mesh.data
+
+
+# -- bytes over links ------------------------------------------------------------------------------
+
+
+def gather_bytes(total: float, members: int) -> float:
+    """Return bytes of an all-gather or a reduce-scatter of ``total`` bytes: (n-1)/n of them.
+
+    Thakur et al. 2005, by rings; no algorithm takes fewer. An all-reduce is one of each.
+    """
+    return total * (members - 1) / members
+
+
+def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
+    """Return bytes of FSDP2 in forward and backward passes of a shard's micro-batches.
+
+    A layer's weights are gathered for the forward pass and again for the backward pass, the root's
+    once; gradients are reduced in float32 after each backward pass (``training/sharded.py``; Zhao
+    et al. 2023).
+    """
+    shape = shape.stage(mesh.stages)
+    layers = shape.layers * shape.layer_parameters / mesh.tensor
+    weights = HALF * (2 * layers + shape.root_parameters)
+    gradients = SINGLE * shape.held(mesh.tensor)
+    return passes * gather_bytes(weights + gradients, mesh.data)
+
+
+def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> float:
+    """Return bytes of tensor parallelism: all-reduces of the hidden states of a device's tokens.
+
+    Shoeybi et al. 2019, section 3: a layer has two in the forward pass and two in the backward
+    pass; what checkpointing computes again has two more.
+    """
+    return shape.layers * reductions * 2 * gather_bytes(HALF * shape.hidden * tokens, tensor)
+
+
+def broadcast_bytes(shape: Shape) -> float:
+    """Return bytes that a role takes in where each rank of a learner broadcasts its shard.
+
+    All weights, in bfloat16, of which it takes what it needs. Each rank of the learner sends its
+    shard once: 2 P / (n t).
+    """
+    return HALF * shape.parameters
+
+
+def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
+    """Return bytes of making generators' weights out of the learner's shards on the same devices.
+
+    A GPU has its shard of them already, where ranks are numbered to that end: about
+    2 P (1/t - 1/n), as in HybridFlow (Sheng et al. 2024).
+    """
+    return HALF * (shape.held(generator.tensor) - shape.parameters / learner.devices)
+
+
+# -- seconds ---------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class TrainingPasses:
     """How a learner makes its passes.
 
     Attributes:
@@ -44,8 +149,6 @@ class Passes:
         checkpointing: layers are computed again in the backward pass.
         bubble: micro-batches' worth of time that a pipeline stage stands idle in an update, for
             each of the models; ``None`` takes 1F1B's, stages - 1 (Narayanan et al. 2021).
-        zero: stage of ZeRO (Rajbhandari et al. 2020). 3 gathers weights for every pass, as FSDP
-            does. 1 keeps them, and once an update reduces gradients and gathers new weights.
     """
 
     tokens: float
@@ -55,7 +158,6 @@ class Passes:
     micro_tokens: int = 8192
     checkpointing: bool = False
     bubble: float | None = None
-    zero: Literal[1, 3] = 3
 
     def micro(self, data: int) -> float:
         """Return the tokens of a micro-batch: no more than a shard has in an update."""
@@ -69,121 +171,134 @@ def generator_cost(
     """Return the cost of one copy of a generator: rows of different copies do not share a step.
 
     A decode step reads the weights once, and keys and values of its rows (Pope et al. 2022), while
-    it computes: it takes the longer of the two, as in :class:``. New
-    weights cost nothing here, see the hand-overs of ``layouts.py``.
+    it computes. New weights cost nothing here. Raises ConfigError if there is no memory for keys
+    and values.
 
     Args:
         tensor: devices that it is split over.
         length: of prompts, on average: what a prefilled token attends to.
         free_bytes: of a device, for keys and values; ``None`` takes all beside the weights.
-
-    Raises:
-        ConfigError: there is no memory for keys and values.
     """
     gpu, assumed = on.gpu, on.assumed
-    weights, cache = memory.weight_bytes(shape, tensor), memory.cache_bytes(shape, tensor)
+    weights, cache = weight_bytes(shape, tensor), cache_bytes(shape, tensor)
     free = on.usable_bytes - weights if free_bytes is None else free_bytes
     if free < cache:
         beside = "" if free_bytes is None else " and of what others keep there"
         raise ConfigError(
             f"{tensor} x {gpu.memory_bytes / 1e9:.0f} GB have no room for keys and values beside "
             f"{tensor * weights / 1e9:.0f} GB of weights{beside}; raise tensor_parallel, or give "
-            "more devices"
+            "more devices",
+            "no-cache-room",
         )
     read = gpu.memory_bytes_per_s * assumed.memory
     work = gpu.flops * assumed.prefill
     token_s, pass_s = _reduced(shape, tensor, on, FORWARD)
-    product = compute.decode_flops(shape, 1, 0, tensor)
+    product = decode_flops(shape, 1, 0, tensor)
     return GeneratorCost(
         decode=DecodeCost(
             step_s=assumed.step_s + pass_s,
             row_s=token_s,
-            weights_s=compute.decode_read_bytes(shape, 0, 0, tensor) / read,
+            weights_s=decode_read_bytes(shape, 0, 0, tensor) / read,
             cache_s=cache / read,
             product_s=product / work,
-            attention_s=(compute.decode_flops(shape, 1, 1, tensor) - product) / work,
+            attention_s=(decode_flops(shape, 1, 1, tensor) - product) / work,
         ),
         prefill=PrefillCost(
             call_s=assumed.call_s + pass_s,
-            token_s=compute.forward_flops(shape, 1, length, tensor) / work + token_s,
+            token_s=forward_flops(shape, 1, length, tensor) / work + token_s,
         ),
         transfer=TransferCost(
             latency_s=1e-4, bytes_per_s=tensor * gpu.link_bytes_per_s * assumed.link
         ),
-        cache_bytes=memory.cache_bytes(shape, 1),
+        cache_bytes=cache_bytes(shape, 1),
         cache_tokens=int(free / cache),
     )
 
 
 def prefill_cost(shape: Shape, mesh: Mesh, on: Hardware, *, length: float = 0.0) -> PrefillCost:
-    """Return the cost of scoring by a model; its copies share a call's tokens evenly.
-
-    Args:
-        mesh: copies, and the devices that each is split over.
-    """
+    """Return the cost of scoring by a model, whose copies share a call's tokens evenly."""
     token_s, pass_s = _reduced(shape, mesh.tensor, on, FORWARD)
     work = on.gpu.flops * on.assumed.prefill
-    token_s += compute.forward_flops(shape, 1, length, mesh.tensor) / work
+    token_s += forward_flops(shape, 1, length, mesh.tensor) / work
     return PrefillCost(call_s=on.assumed.call_s + pass_s, token_s=token_s / mesh.data)
 
 
-def train_cost(shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: Passes) -> TrainCost:
-    """Return the cost of training models one after the other, in shards.
+def train_cost(
+    shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: TrainingPasses
+) -> TrainCost:
+    """Return the cost of training actor and, if there is one, critic, one after the other.
 
     Passes take their operations, or as long as FSDP takes to gather weights and to reduce
     gradients meanwhile, whichever is longer. Tensor-parallel layers wait for their all-reduces,
-    pipeline stages for each other, and updates for what is exchanged once in each.
-
-    Args:
-        shapes: of the actor, and of the critic if there is one.
+    pipeline stages for each other.
     """
     token_s = step_s = 0.0
     for shape in shapes:
         each_s = _trained_token_s(shape, mesh, on, passes)
         bubble = mesh.stages - 1 if passes.bubble is None else passes.bubble
-        moved_s = compute.optimizer_bytes(shape, mesh) / (
-            on.gpu.memory_bytes_per_s * on.assumed.optimizer
-        )
-        if passes.zero == 1:
-            moved_s += exchange_s(shape, mesh, on)
+        moved_s = optimizer_bytes(shape, mesh) / (on.gpu.memory_bytes_per_s * on.assumed.optimizer)
         token_s += passes.epochs * each_s / mesh.data
         step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * each_s)
     return TrainCost(step_s=step_s, token_s=token_s)
 
 
+def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: TrainingPasses) -> float:
+    """Seconds that a stage takes a token of its own, forward and backward."""
+    stage, micro = shape.stage(mesh.stages), passes.micro(mesh.data)
+    again, length = passes.checkpointing, passes.length
+    flops = training_flops(stage, 1, length, mesh.tensor, checkpointing=again)
+    work_s = flops / (on.gpu.flops * on.assumed.training)
+    gathered = fsdp_training_bytes(shape, mesh, 1) / micro
+    beside_s = gathered / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
+    reductions = CHECKPOINTED if again else TRAINED
+    reduced_s, pass_s = _reduced(stage, mesh.tensor, on, reductions)
+    sent_s = 0.0
+    if mesh.stages > 1:  # hidden states to the next stage, their gradients back
+        sent_s = 2 * HALF * shape.hidden / mesh.tensor
+        sent_s /= on.links.between_bytes_per_s * on.assumed.link
+    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s
+
+
+def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:
+    """Seconds of all-reduces, a token and a pass."""
+    if tensor == 1:
+        return 0.0, 0.0
+    size = tensor_bytes(shape, 1, tensor, reductions)
+    speed = on.links.within_bytes_per_s * on.assumed.link
+    return size / speed, shape.layers * reductions * on.assumed.reduce_s
+
+
 def priced(cluster: Cluster) -> Cluster:
     """Return a cluster whose roles' costs are numbers, where they followed from models.
 
-    Raises:
-        ConfigError: a model or the GPU is unknown, or a model does not fit.
+    Raises ConfigError if a model or the GPU is unknown, or a model does not fit.
     """
     w, on = cluster.workload, Hardware.of(cluster.gpu, cluster.efficiency)
 
     def generator(role: GeneratorRole) -> GeneratorCost:
-        shape = shape_of(role.model)
+        shape, length = shape_of(role.model), w.prompt_tokens.quantile(0.5, 0)
         try:
-            cost = generator_cost(
-                shape, role.tensor_parallel, on, length=w.prompt_tokens.quantile(0.5, 0)
-            )
+            cost = generator_cost(shape, role.tensor_parallel, on, length=length)
         except ConfigError as error:
-            raise ConfigError(f"{role.model}: {error}") from None
-        size = wire.broadcast_bytes(shape) / role.tensor_parallel
+            raise ConfigError(f"{role.model}: {error}", error.code) from None
+        size = broadcast_bytes(shape) / role.tensor_parallel
         return cost.model_copy(update={"load_s": cost.transfer.seconds(size)})
 
     def scorer(role: ScorerRole) -> PrefillCost:
-        shape, split = shape_of(role.model), role.tensor_parallel
-        mesh = Mesh(len(role.devices) // split, split)
+        shape = shape_of(role.model)
         shape = shape if role.kind == "logprobs" else shape.valued()
-        return prefill_cost(shape, mesh, on, length=w.mean_tokens)
+        return prefill_cost(shape, mesh_of(role), on, length=w.mean_tokens)
 
     def learner(role: LearnerRole) -> TrainCost:
         actor, *critics = map(shape_of, role.models)
-        tokens, split = w.mean_tokens, role.tensor_parallel
-        passes = Passes(w.batch * tokens, tokens, epochs=role.epochs, updates=role.updates)
-        mesh = Mesh(len(role.devices) // split, split)
-        cost = train_cost((actor, *(c.valued() for c in critics)), mesh, on, passes)
+        tokens = w.mean_tokens
+        passes = TrainingPasses(w.batch * tokens, tokens, role.epochs, role.updates)
+        cost = train_cost((actor, *(c.valued() for c in critics)), mesh_of(role), on, passes)
         link = on.gpu.link_bytes_per_s * on.assumed.link
-        return cost.model_copy(update={"publish_s": wire.broadcast_bytes(actor) / link})
+        return cost.model_copy(update={"publish_s": broadcast_bytes(actor) / link})
+
+    def mesh_of(role: ScorerRole | LearnerRole) -> Mesh:
+        return Mesh(len(role.devices) // role.tensor_parallel, role.tensor_parallel)
 
     def put(role: R, cost: Callable[[R], Section]) -> R:
         if role.cost is not None:
@@ -198,39 +313,3 @@ def priced(cluster: Cluster) -> Cluster:
             "learner": put(cluster.learner, learner),
         }
     )
-
-
-def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: Passes) -> float:
-    """Seconds that a stage takes a token of its own, forward and backward."""
-    stage, micro = shape.stage(mesh.stages), passes.micro(mesh.data)
-    flops = compute.training_flops(
-        stage, 1, passes.length, mesh.tensor, checkpointing=passes.checkpointing
-    )
-    work_s = flops / (on.gpu.flops * on.assumed.training)
-    gathered = wire.fsdp_training_bytes(shape, mesh, 1) / micro if passes.zero == 3 else 0.0
-    beside_s = gathered / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
-    reductions = CHECKPOINTED if passes.checkpointing else TRAINED
-    reduced_s, pass_s = _reduced(stage, mesh.tensor, on, reductions)
-    sent_s = 0.0
-    if mesh.stages > 1:  # hidden states to the next stage, their gradients back
-        sent_s = 2 * memory.HALF * shape.hidden / mesh.tensor
-        sent_s /= on.links.between_bytes_per_s * on.assumed.link
-    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s
-
-
-def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
-    """Return the seconds of an update's exchange under ZeRO stage 1.
-
-    Gradients are reduced in float32, and new weights gathered in bfloat16.
-    """
-    held = shape.stage(mesh.stages).held(mesh.tensor)
-    size = wire.gather_bytes((memory.SINGLE + memory.HALF) * held, mesh.data)
-    return size / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
-
-
-def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:
-    if tensor == 1:
-        return 0.0, 0.0
-    size = wire.tensor_bytes(shape, 1, tensor, reductions)
-    speed = on.links.within_bytes_per_s * on.assumed.link
-    return size / speed, shape.layers * reductions * on.assumed.reduce_s

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,15 +26,12 @@ _CHECKED = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 @dataclass(frozen=True, slots=True, config=_CHECKED)
 class Gpu:
-    """A device's peak figures, by its data sheet.
+    """A device's peak figures, by its data sheet; links count one direction.
 
     Attributes:
-        name: what it is called.
         flops: dense bfloat16 operations a second.
-        memory_bytes_per_s: bandwidth of its memory.
-        memory_bytes: size of its memory.
-        link_bytes_per_s: to its neighbours by NVLink, in one direction.
-        host_bytes_per_s: to the host's memory, in one direction.
+        link_bytes_per_s: to its neighbours by NVLink.
+        host_bytes_per_s: to the host's memory.
     """
 
     name: str
@@ -59,27 +57,15 @@ counts both directions.
 """
 
 
-def gpu_of(name: str) -> Gpu:
-    """Return a GPU's figures.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
-    if name not in GPUS:
-        raise ConfigError(f"unknown GPU '{name}'. {nearest(name, GPUS)}")
-    return GPUS[name]
-
-
 @dataclass(frozen=True, slots=True, config=_CHECKED)
 class Links:
     """What connects GPUs, in bytes a second and one direction.
 
     Attributes:
         within_bytes_per_s: of a GPU, to the others of its node.
-        between_bytes_per_s: of a GPU's network adapter; each GPU has one. By default 400
-            Gbit/s, as in NVIDIA's DGX H100.
+        between_bytes_per_s: of a GPU's own network adapter; by default 400 Gbit/s, as in NVIDIA's
+            DGX H100.
         host_bytes_per_s: of a GPU, to its host's memory.
-        gpus_per_node: GPUs of a node.
     """
 
     within_bytes_per_s: PositiveFloat
@@ -88,9 +74,10 @@ class Links:
     gpus_per_node: PositiveInt = 8
 
     @classmethod
-    def of(cls, gpu: Gpu, between_bytes_per_s: float = 50e9, gpus_per_node: int = 8) -> Links:
+    def of(cls, gpu: Gpu, gpus_per_node: int = 8) -> Links:
         """Return the links of a node of such GPUs."""
-        return cls(gpu.link_bytes_per_s, between_bytes_per_s, gpu.host_bytes_per_s, gpus_per_node)
+        host = gpu.host_bytes_per_s
+        return cls(gpu.link_bytes_per_s, host_bytes_per_s=host, gpus_per_node=gpus_per_node)
 
     def bytes_per_s(self, members: int, members_a_node: int) -> float:
         """Return how fast each member of a group takes in what a collective brings it.
@@ -116,11 +103,11 @@ class Hardware:
     def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
         """Return GPUs of a kind by their published figures, linked as in their makers' servers.
 
-        Raises:
-            ConfigError: the kind is unknown.
+        Raises ConfigError for an unknown kind.
         """
-        found = gpu_of(gpu)
-        return cls(found, Links.of(found), assumed or Efficiency())
+        if gpu not in GPUS:
+            raise ConfigError(f"unknown GPU '{gpu}'. {nearest(gpu, GPUS)}", "unknown-gpu")
+        return cls(GPUS[gpu], Links.of(GPUS[gpu]), assumed or Efficiency())
 
     @property
     def usable_bytes(self) -> float:
@@ -136,25 +123,24 @@ TABLES = ("gpu", "links", "assumed", MEASURED)
 def read_hardware(file: str | Path) -> Hardware:
     """Read GPUs, their links and what software reaches of both.
 
-    ``[gpu]`` needs all of its keys. Links that are not given follow from it, as
-    :meth:`Links.of` has them; shares and seconds that are not given in ``[assumed]`` take their
-    defaults.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key or a value in it is wrong.
+    ``[gpu]`` needs all of its keys. Links that are not given follow from it (:meth:`Links.of`);
+    shares and seconds that are not given in ``[assumed]`` take their defaults. Raises ConfigError
+    if the file cannot be read, or a key or a value in it is wrong.
     """
     try:
         tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read '{file}': {error.strerror or error}; 'stretto plan --calibrate {file}' "
-            "makes one"
+            "makes one",
+            "file-unreadable",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{file}' is no TOML file: {error}") from error
+        raise ConfigError(f"'{file}' is no TOML file: {error}", "not-toml") from error
     for name in tables:
         if name not in TABLES:
-            raise ConfigError(f"unknown table [{name}] in '{file}'. {nearest(name, TABLES)}")
+            problem = f"unknown table [{name}] in '{file}'. {nearest(name, TABLES)}"
+            raise ConfigError(problem, "unknown-table")
     gpu = _table(file, "gpu", tables.get("gpu", {}), Gpu)
     links = _table(file, "links", tables.get("links", {}), Links, asdict(Links.of(gpu)))
     return Hardware(gpu, links, _table(file, "assumed", tables.get("assumed", {}), Efficiency))
@@ -163,13 +149,9 @@ def read_hardware(file: str | Path) -> Hardware:
 def write_hardware(
     file: str | Path, hardware: Hardware, measured: Mapping[str, Any], head: str = ""
 ) -> None:
-    """Write a file for :func:`read_hardware`.
+    """Write a file for :func:`read_hardware`, with what its figures come from (``measured``).
 
-    Args:
-        measured: what they come from, as plain data.
-
-    Raises:
-        StorageError: it cannot be written.
+    Raises StorageError if it cannot be written.
     """
     tables = {
         "gpu": asdict(hardware.gpu),
@@ -184,17 +166,15 @@ def write_hardware(
 def _table(
     file: str | Path, table: str, given: Any, kind: type[T], defaults: Mapping[str, Any] = {}
 ) -> T:
-    """Make an object of a table's values.
-
-    Raises:
-        ConfigError: a key or a value is wrong; the message names the first.
-    """
+    """Make an object of a table's values; the error names the first that is wrong."""
     if not isinstance(given, dict):
-        raise ConfigError(f"'{table}' in '{file}' is a table: write [{table}] on a line of its own")
-    keys = Efficiency.model_fields if kind is Efficiency else [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    for key in given:
-        if key not in keys:
-            raise ConfigError(f"unknown key '{key}' of [{table}] in '{file}'. {nearest(key, keys)}")
+        problem = f"'{table}' in '{file}' is a table: write [{table}] on a line of its own"
+        raise ConfigError(problem, "not-a-table")
+    keys = signature(kind).parameters
+    if unknown := [key for key in given if key not in keys]:
+        near = nearest(unknown[0], keys)
+        problem = f"unknown key '{unknown[0]}' of [{table}] in '{file}'. {near}"
+        raise ConfigError(problem, "extra_forbidden")
     try:
         return kind(**{**defaults, **given})
     except ValidationError as error:
@@ -202,7 +182,8 @@ def _table(
     if missing := [str(fault["loc"][0]) for fault in faults if fault["loc"][0] not in given]:
         raise ConfigError(
             f"[{table}] in '{file}' lacks {', '.join(missing)}; a data sheet has them, or "
-            "'stretto plan --calibrate'"
+            "'stretto plan --calibrate'",
+            "missing",
         )
-    key, message = faults[0]["loc"][0], faults[0]["msg"]
-    raise ConfigError(f"{table}.{key} = {given[key]!r} in '{file}': {message}")
+    key, first = faults[0]["loc"][0], faults[0]
+    raise ConfigError(f"{table}.{key} = {given[key]!r} in '{file}': {first['msg']}", first["type"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Literal
 
 from stretto.errors import ConfigError
@@ -28,7 +29,8 @@ class Mesh:
         if min(self.data, self.tensor, self.stages) < 1:
             raise ConfigError(
                 f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages: each "
-                "number is 1 or more"
+                "number is 1 or more",
+                "empty-mesh",
             )
 
     @property
@@ -43,8 +45,8 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
-    """The models of a run: the actor, and those of PPO's others that there are."""
+class ModelShapes:
+    """The shapes of a run's models: the actor, and those of PPO's others that there are."""
 
     actor: Shape
     critic: Shape | None = None
@@ -52,7 +54,7 @@ class Models:
     reward: Shape | None = None
 
     @classmethod
-    def of_one_size(cls, shape: Shape) -> Models:
+    def of_one_size(cls, shape: Shape) -> ModelShapes:
         """Return four models with the same body."""
         return cls(shape, shape.valued(), shape, shape.valued())
 
@@ -82,7 +84,6 @@ class Layout:
 
     Attributes:
         learner: of actor and critic, both trained on all of its devices, one after the other.
-        generator: of the actor that generates.
         scorer: of the frozen models.
         sharing: which roles are on the same devices and take turns. Unless all are, the critic's
             values come from a copy beside the frozen models.
@@ -90,8 +91,8 @@ class Layout:
         checkpointing: layers keep their inputs alone, and are computed again in the backward pass.
         micro_tokens: tokens of a micro-batch of one shard of the learner.
         prefill_tokens: tokens of a pass without gradients of one generator or scorer.
-        versions: of the trained weights that a learner keeps for those who follow it from other
-            devices: the lag of the schedule and 2.
+        versions: of the trained weights that a learner keeps for roles on other devices: the lag of
+            the schedule and 2.
     """
 
     learner: Mesh
@@ -105,27 +106,29 @@ class Layout:
     versions: int = 3
 
     def __post_init__(self) -> None:
-        meshes = {
-            "learner": self.learner,
-            "generators": self.generator,
-            "scorers": self.scorer,
-        }
-        together = [meshes[role] for role in self.shared]
-        if len({mesh.devices for mesh in together}) > 1:
-            counts = ", ".join(str(mesh.devices) for mesh in together)
+        counts = [self.meshes[role].devices for role in self.shared]
+        if len(set(counts)) > 1:
             raise ConfigError(
-                f"{', '.join(self.shared)} on {counts} devices: colocated roles are on the "
-                "same devices; give each as many, or set them apart"
+                f"{', '.join(self.shared)} on {', '.join(map(str, counts))} devices: colocated "
+                "roles are on the same devices; give each as many, or set them apart",
+                "colocated-sizes-differ",
             )
         if self.offload and not self.colocated:
             raise ConfigError(
                 "offload moves roles that take turns on a device; roles apart have their devices "
-                "for themselves: leave it out, or colocate them"
+                "for themselves: leave it out, or colocate them",
+                "offload-without-turns",
             )
         if min(self.micro_tokens, self.prefill_tokens) < 1:
             raise ConfigError(
-                f"passes of {self.micro_tokens} and {self.prefill_tokens} tokens: give 1 or more"
+                f"passes of {self.micro_tokens} and {self.prefill_tokens} tokens: give 1 or more",
+                "empty-passes",
             )
+
+    @property
+    def meshes(self) -> dict[str, Mesh]:
+        """The devices of each role."""
+        return {"learner": self.learner, "generators": self.generator, "scorers": self.scorer}
 
     @property
     def colocated(self) -> bool:
@@ -140,19 +143,21 @@ class Layout:
         return () if self.sharing == "none" else (self.sharing, "scorers")
 
     @property
+    def devices(self) -> dict[str, tuple[int, ...]]:
+        """The devices of each role, by number; roles that share have the same."""
+        numbers, found = count(), dict[str, tuple[int, ...]]()
+        for role, mesh in self.meshes.items():
+            shares = role in self.shared[1:]
+            found[role] = found[self.shared[0]] if shares else (*islice(numbers, mesh.devices),)
+        return found
+
+    @property
     def gpus(self) -> int:
         """Devices of all roles."""
-        if self.colocated:
-            return self.learner.devices
-        scorers = self.scorer.devices if self.sharing == "none" else 0
-        return self.learner.devices + self.generator.devices + scorers
+        return sum(m.devices for role, m in self.meshes.items() if role not in self.shared[1:])
 
-    def check(self, models: Models, links: Links) -> None:
-        """Check that the models can be divided so.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+    def check(self, models: ModelShapes, links: Links) -> None:
+        """Raise ConfigError if the models cannot be divided so."""
         pairs = [
             *((self.learner, shape) for shape in models.trained),
             (self.generator, models.actor),
@@ -162,49 +167,18 @@ class Layout:
             if mesh.stages > shape.layers:
                 raise ConfigError(
                     f"{mesh.stages} pipeline stages of a model with {shape.layers} layers: give "
-                    "each stage one or more"
+                    "each stage one or more",
+                    "too-many-stages",
                 )
             if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
                 raise ConfigError(
                     f"tensor parallelism {mesh.tensor} of a model with {shape.heads} heads, "
-                    f"{shape.kv_heads} of keys and values: it must divide both"
+                    f"{shape.kv_heads} of keys and values: it must divide both",
+                    "heads-not-divided",
                 )
             if mesh.tensor > links.gpus_per_node:
                 raise ConfigError(
                     f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs: "
-                    "it must stay within a node"
+                    "it must stay within a node",
+                    "tensor-across-nodes",
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What a step trains on. All responses are taken to be as long as the average.
-
-    Attributes:
-        responses: of a step.
-        prompt_tokens, response_tokens: of each, on average.
-        epochs: passes over them, with an update each.
-    """
-
-    responses: int = 512
-    prompt_tokens: int = 512
-    response_tokens: int = 512
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        counts = (self.responses, self.prompt_tokens, self.response_tokens, self.epochs)
-        if min(counts) < 1:
-            raise ConfigError(
-                f"{self.responses} responses of {self.prompt_tokens} and {self.response_tokens} "
-                f"tokens in {self.epochs} epochs: each number is 1 or more"
-            )
-
-    @property
-    def length(self) -> int:
-        """Tokens of a prompt and its response."""
-        return self.prompt_tokens + self.response_tokens
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all prompts and responses."""
-        return self.responses * self.length

@@ -1,4 +1,9 @@
-"""Seconds of forward passes, decode steps, training passes and updates."""
+"""Timed pieces of a run's work on this machine: the points to which figures are fitted.
+
+Forward passes, decode steps, training passes and updates of a model with random weights, of a run's
+shape or of one that is known here; products and copies on the device; and what travels between
+processes.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,68 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
+import torch.distributed as dist
 
 from stretto.algorithms.experience import Part
-from stretto.config import AlgorithmConfig, RolloutConfig
+from stretto.config import AlgorithmConfig, Config, RolloutConfig
+from stretto.errors import ModelError
+from stretto.models.attention import use_short_attention
+from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import positions
-from stretto.planner import work as compute
+from stretto.models.info import described, known
+from stretto.models.load import architecture
+from stretto.models.resolve import is_known
+from stretto.models.shapes import Shape
+from stretto.planner import formulas
+from stretto.planner.calibration import Point
 from stretto.planner.layout import Mesh
-from stretto.planner.points import Point
-from stretto.planner.subject import Subject
+from stretto.planner.memory import BUCKET, HALF, activation_bytes, logits_bytes
 from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
 from stretto.training.losses import Losses, MicroBatch
 from stretto.training.passes import LocalPasses
 from stretto.training.trained import TrainedModel, WholeModel
-from stretto.types import Prompt, Response
+from stretto.types import Prompt, Response, WeightsRef
+from stretto.weights.broadcast import WeightReceiver, WeightSender
+from stretto.weights.transfer import Backend, Meeting, Route, open_store
+from stretto.workers.ranks import Ranks
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STAND_INS = (
+    "Qwen/Qwen2.5-3B-Instruct",
+    "microsoft/rho-math-1b-v0.1",
+    "EleutherAI/pythia-410m-deduped",
+    "smollm2-135m",
+    "tiny",
+)
+"""Models in place of one that is too large or not at hand, the largest first; no shape of them has
+to be fetched."""
+CPU_PARAMETERS = 2e8
+"""Parameters that a CPU is measured with, at most: more take minutes."""
+BYTES = 20
+"""Bytes of a parameter in training: weight, gradient, and 16 of their float32 states."""
+FREE_SHARE = 0.7
+"""Share of the free memory that a measurement may take."""
 ENOUGH_S, PATIENCE_S = 0.3, 5.0
 """Seconds up to which a point gets further repeats, and after which it gets none."""
-
-
 DECODED = 3
 """Repeats of decode points for each one of others: they are short, and cannot go on for longer."""
 ADMITTED = 64
 """Tokens that a row may get while others of its point are prefilled."""
+TENSOR = 1 << 20
+"""Elements of a tensor that travels."""
+TIMEOUT_S = 60.0
+REDUCTIONS = 20
+"""All-reduces that are timed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,71 +119,101 @@ class Sizes:
             moves=(64, 512),
         )
 
-
-def prefills(subject: Subject, sizes: Sizes) -> Iterator[Point]:
-    """Yield log-probs of known tokens, as a reference model computes them."""
-    whole = WholeModel(subject.model)
-    for tokens in sizes.prefill:
-        responses = _responses(subject, tokens, sizes.length)
-        mask = _mask(responses)
-        length = len(responses[0]) + 1
-        seconds = timed(
-            partial(whole.logprobs, responses, mask, 1.0, 2 * tokens),
-            subject.device,
-            sizes.repeats,
-        )
-        total = length * len(responses)
-        flops = compute.forward_flops(subject.shape, total, length, 1)
-        yield Point("prefill", f"{len(responses)} x {length} tokens", seconds, flops=flops)
+    @property
+    def decoded(self) -> int:
+        """Tokens that a row may get in all repeats of a decode point."""
+        return self.steps * (DECODED * self.repeats + 1) + ADMITTED
 
 
-def decodes(subject: Subject, sizes: Sizes) -> Iterator[Point]:
-    """Yield decode steps of Stretto's own engine, sampling as a run does."""
-    rollout = subject.config.rollout
-    room = positions(subject.model, generating=True) or 10**9
-    budget = _decoded(sizes)
-    for rows, context in sizes.decode:
-        context = max(1, min(context, room - budget))
-        config = RolloutConfig(
-            batch=rows,
-            max_new_tokens=budget,
-            temperature=rollout.temperature,
-            engine_args=rollout.engine_args if rollout.engine == "torch" else {},
-        )
-        engine = TorchEngine(subject.model, config, end_tokens=frozenset(), seed=0, slots=rows)
-        prompts = [Prompt(i, tuple(_ids(subject, context, i).tolist()), "") for i in range(rows)]
-        engine.admit([Response(p.id, p.id, p, np.zeros(0, np.int32)) for p in prompts])
-        while len(engine.decode(1).chunks) < rows:  # until all prompts are in the cache
-            pass
-        seconds, read = _steps(engine, subject.device, sizes)
-        shape, each = subject.shape, read / rows
-        yield Point(
-            "decode",
-            f"{rows} rows, {each:.0f} tokens each",
-            seconds,
-            flops=compute.decode_flops(shape, rows, each, 1),
-            size=compute.decode_read_bytes(shape, rows, each, 1),
-        )
+# -- the model -------------------------------------------------------------------------------------
 
 
-def trainings(subject: Subject, sizes: Sizes) -> Iterator[Point]:
-    """Yield forward and backward passes of micro-batches, and then an update of the weights."""
-    training, temperature = subject.config.training, subject.config.rollout.temperature
-    trained = TrainedModel(subject.model, 1e-6, training, updates=10**6, warmup=0)
-    losses = Losses(AlgorithmConfig(), temperature)
-    passes = LocalPasses(subject.model, None, losses, training.microbatch_tokens)
-    for tokens in sizes.training:
-        batch = _micro_batch(subject, _responses(subject, tokens, sizes.length))
-        seconds = timed(
-            partial(passes.run, [batch], 0.0, trains_actor=True), subject.device, sizes.repeats
-        )
-        rows, length = len(batch.responses), len(batch.responses[0]) + 1
-        flops = compute.training_flops(subject.shape, rows * length, length, 1, checkpointing=False)
-        yield Point("training", f"{rows} x {length} tokens", seconds, flops=flops)
-    seconds = timed(trained.update, subject.device, sizes.repeats)
-    size = compute.optimizer_bytes(subject.shape, Mesh(1))
-    yield Point("update", f"{subject.shape.parameters:,.0f} weights", seconds, size=size)
-    trained.close()
+@dataclass(frozen=True)
+class MeasuredModel:
+    """A model to measure with, of the shape of the one that is named, on a run's device."""
+
+    name: str
+    config: Config
+    device: torch.device
+    dtype: torch.dtype
+
+    @cached_property
+    def shape(self) -> Shape:
+        """The shape, for the formulas."""
+        return described(self.name).shape
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """The model, as one that is loaded; torch's random state is left as it was."""
+        from transformers import AutoModelForCausalLM
+
+        auto_class: Any = AutoModelForCausalLM
+        trust = self.config.model.trust_remote_code
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self.device:
+            torch.manual_seed(0)
+            model: Any = auto_class.from_config(
+                architecture(self.name, trust), dtype=self.dtype, trust_remote_code=trust
+            )
+        model.eval()
+        use_short_attention(model)
+        made: PreTrainedModel = model
+        return made
+
+
+def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) -> MeasuredModel:
+    """Return a model of the run's shape if it fits here, else of the largest that does.
+
+    ``say`` is told when another model stands in, and why. Nothing is fetched. Raises ModelError if
+    none fits.
+
+    Args:
+        tokens: of a micro-batch that it is trained on.
+    """
+    device = pick_device(config.model.device)
+    dtype = pick_dtype(config.model.dtype, device)
+    wanted, reason = config.model.name, ""
+    for name in dict.fromkeys((wanted, *STAND_INS)):
+        model = MeasuredModel(name, config, device, dtype)
+        if fault := _fault(model, tokens):
+            reason = reason or fault
+            continue
+        if reason:
+            say(
+                f"'{wanted}' {reason}; '{name}' stands in for it. Rates carry over better than "
+                "seconds beside them, which grow with the number of layers"
+            )
+        return model
+    raise ModelError(f"no model fits here to measure with: '{wanted}' {reason}", "nothing-fits")
+
+
+def _fault(model: MeasuredModel, tokens: int) -> str:
+    """Say why a model cannot be measured here; empty if it can."""
+    name = model.name
+    if known(name) is None and not is_known(name) and not Path(name).expanduser().is_dir():
+        return "would have to be fetched"
+    try:
+        shape = model.shape
+    except ModelError as error:
+        return f"has no shape that plans know ({error})"
+    if model.device.type == "cpu" and shape.parameters > CPU_PARAMETERS:
+        return f"has {shape.parameters / 1e9:.1f} billion parameters, too many for a CPU"
+    needed = BYTES * shape.parameters + logits_bytes(shape, tokens, gradients=True)
+    needed += activation_bytes(shape, tokens, 1, checkpointing=False)
+    free = FREE_SHARE * free_bytes(model.device)
+    if needed > free:
+        return f"needs {needed / 1e9:.0f} GB to be trained, of {free / 1e9:.0f} that may be taken"
+    return ""
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the memory that is free."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(psutil.virtual_memory().available)
+
+
+# -- its passes ------------------------------------------------------------------------------------
 
 
 def timed(
@@ -155,11 +225,9 @@ def timed(
     patience_s: float = PATIENCE_S,
     pick: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
-    """Return the seconds of a call, after one that warms up.
+    """Return the seconds of a call, after one that warms up; the device is waited for.
 
     Args:
-        work: is called.
-        device: that it uses; waited for.
         repeats: calls that count, at least.
         enough_s: before which there are more.
         patience_s: after which there are none, however few there were.
@@ -179,8 +247,63 @@ def timed(
     return pick(found[1:])
 
 
-def _decoded(sizes: Sizes) -> int:
-    return sizes.steps * (DECODED * sizes.repeats + 1) + ADMITTED
+def prefills(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+    """Yield log-probs of known tokens, as a reference model computes them."""
+    whole = WholeModel(model.model)
+    for tokens in sizes.prefill:
+        responses = _responses(model, tokens, sizes.length)
+        length = len(responses[0]) + 1
+        compute = partial(whole.logprobs, responses, _mask(responses), 1.0, 2 * tokens)
+        seconds = timed(compute, model.device, sizes.repeats)
+        flops = formulas.forward_flops(model.shape, length * len(responses), length, 1)
+        yield Point("prefill", f"{len(responses)} x {length} tokens", seconds, flops=flops)
+
+
+def decodes(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+    """Yield decode steps of Stretto's own engine, sampling as a run does."""
+    rollout = model.config.rollout
+    room = positions(model.model, generating=True) or 10**9
+    for rows, context in sizes.decode:
+        context = max(1, min(context, room - sizes.decoded))
+        config = RolloutConfig(
+            batch=rows,
+            max_new_tokens=sizes.decoded,
+            temperature=rollout.temperature,
+            engine_args=rollout.engine_args if rollout.engine == "torch" else {},
+        )
+        engine = TorchEngine(model.model, config, end_tokens=frozenset(), seed=0, slots=rows)
+        prompts = [Prompt(i, tuple(_ids(model, context, i).tolist()), "") for i in range(rows)]
+        engine.admit([Response(p.id, p.id, p, np.zeros(0, np.int32)) for p in prompts])
+        while len(engine.decode(1).chunks) < rows:  # until all prompts are in the cache
+            pass
+        seconds, read = _steps(engine, model.device, sizes)
+        shape, each = model.shape, read / rows
+        yield Point(
+            "decode",
+            f"{rows} rows, {each:.0f} tokens each",
+            seconds,
+            flops=formulas.decode_flops(shape, rows, each, 1),
+            size=formulas.decode_read_bytes(shape, rows, each, 1),
+        )
+
+
+def trainings(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+    """Yield forward and backward passes of micro-batches, and then an update of the weights."""
+    training, shape = model.config.training, model.shape
+    trained = TrainedModel(model.model, 1e-6, training, updates=10**6, warmup=0)
+    losses = Losses(AlgorithmConfig(), model.config.rollout.temperature)
+    passes = LocalPasses(model.model, None, losses, training.microbatch_tokens)
+    for tokens in sizes.training:
+        batch = _micro_batch(model, _responses(model, tokens, sizes.length))
+        run = partial(passes.run, [batch], 0.0, trains_actor=True)
+        seconds = timed(run, model.device, sizes.repeats)
+        rows, length = len(batch.responses), len(batch.responses[0]) + 1
+        flops = formulas.training_flops(shape, rows * length, length, 1, checkpointing=False)
+        yield Point("training", f"{rows} x {length} tokens", seconds, flops=flops)
+    seconds = timed(trained.update, model.device, sizes.repeats)
+    size = formulas.optimizer_bytes(shape, Mesh(1))
+    yield Point("update", f"{shape.parameters:,.0f} weights", seconds, size=size)
+    trained.close()
 
 
 def _steps(engine: Engine, device: torch.device, sizes: Sizes) -> tuple[float, float]:
@@ -203,28 +326,27 @@ def _wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _responses(subject: Subject, tokens: int, length: int) -> list[Response]:
-    length = max(2, min(length, tokens, positions(subject.model) or length))
+def _responses(model: MeasuredModel, tokens: int, length: int) -> list[Response]:
+    length = max(2, min(length, tokens, positions(model.model) or length))
     return [
-        Response(i, i, Prompt(i, (1,), ""), _ids(subject, length - 1, i))
+        Response(i, i, Prompt(i, (1,), ""), _ids(model, length - 1, i))
         for i in range(max(1, tokens // length))
     ]
 
 
-def _ids(subject: Subject, count: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+def _ids(model: MeasuredModel, count: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
     """Random token ids [count]."""
     rng = np.random.default_rng(seed)
-    return rng.integers(subject.shape.vocabulary, size=count, dtype=np.int32)
+    return rng.integers(model.shape.vocabulary, size=count, dtype=np.int32)
 
 
 def _mask(responses: Sequence[Response]) -> torch.Tensor:
     return torch.ones(len(responses), len(responses[0]), dtype=torch.bool)
 
 
-def _micro_batch(subject: Subject, responses: Sequence[Response]) -> MicroBatch:
+def _micro_batch(model: MeasuredModel, responses: Sequence[Response]) -> MicroBatch:
     """Make a micro-batch as of an update of its own; its old policy is the one under training."""
-    mask = _mask(responses)
-    rows = len(responses)
+    mask, rows = _mask(responses), len(responses)
     even = mask / mask.sum()
     part = Part(
         mask=mask,
@@ -232,7 +354,120 @@ def _micro_batch(subject: Subject, responses: Sequence[Response]) -> MicroBatch:
         means=even,
         response_weights=torch.full((rows,), 1 / rows),
         advantages=torch.linspace(-1.0, 1.0, rows)[:, None].expand(mask.shape).contiguous(),
-        old_logprobs=torch.full(mask.shape, -math.log(subject.shape.vocabulary)),
+        old_logprobs=torch.full(mask.shape, -math.log(model.shape.vocabulary)),
         own=torch.ones(rows, dtype=torch.bool),
     )
     return MicroBatch(responses, part)
+
+
+# -- the device, and what travels ------------------------------------------------------------------
+
+
+def peaks(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Point]:
+    """Yield a product of square matrices, and copies within the device's memory."""
+    n = sizes.product
+    x, w = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
+    seconds = timed(lambda: torch.nn.functional.linear(x, w), device, sizes.repeats, pick=min)
+    yield Point("product", f"{n} x {n} matrices", seconds, flops=2.0 * n**3)
+    for megabytes in sizes.copies:
+        source = torch.ones(megabytes * 10**6, dtype=torch.uint8, device=device)
+        target = torch.zeros_like(source)
+        seconds = timed(partial(target.copy_, source), device, sizes.repeats, pick=min)
+        yield Point("copy", f"{megabytes} MB", seconds, size=2e6 * megabytes)  # read and written
+
+
+def swaps(device: torch.device, sizes: Sizes) -> Iterator[Point]:
+    """Yield copies from the host's pinned memory to a GPU; for a CPU these stay in its memory."""
+    gpu = device.type == "cuda"
+    for megabytes in sizes.moves:
+        source = torch.ones(megabytes * 10**6, dtype=torch.uint8, pin_memory=gpu)
+        target = torch.zeros_like(source, device=device)
+        seconds = timed(partial(target.copy_, source), device, sizes.repeats)
+        where = "from the host" if gpu else "within memory"
+        yield Point("swap", f"{megabytes} MB {where}", seconds, size=1e6 * megabytes)
+
+
+def broadcasts(
+    device: torch.device, dtype: torch.dtype, threads: int, sizes: Sizes
+) -> Iterator[Point]:
+    """Yield weight syncs between two processes, and all-reduces among them.
+
+    They use NCCL where there is a GPU for each, as runs do; else gloo. Bytes are counted at two for
+    a weight, as by the formulas, whatever their type here.
+    """
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+    backend: Backend = "nccl" if several else "gloo"
+    devices = ["cpu"] * 2
+    if device.type == "cuda":
+        devices = ["cuda:0", "cuda:1" if several else "cuda:0"]
+    store, port = open_store("127.0.0.1")
+    meeting = Meeting("127.0.0.1", port, backend, TIMEOUT_S)
+    ranks = Ranks(
+        2,
+        SyncPeer,
+        (device.type, dtype),
+        backend="cpu:gloo,cuda:nccl" if several else "gloo",
+        threads=threads,
+        devices=devices,
+        timeout_s=TIMEOUT_S,
+    )
+    try:
+        for number, megabytes in enumerate(sizes.moves):
+            count = max(1, megabytes * 10**6 // HALF // TENSOR)
+            routes = meeting.routes("weights", number, 2)
+            seconds = max(ranks.call("sync", count, routes, number, sizes.repeats))
+            size = float(HALF * count * TENSOR)
+            yield Point("broadcast", f"{size / 1e6:.0f} MB by {backend}", seconds, size=size)
+        (seconds, _) = ranks.call("reduce", sizes.repeats)
+        yield Point("reduce", f"4 kB by {backend}", seconds)
+    finally:
+        ranks.close()
+        del store
+
+
+class SyncPeer:
+    """One of two processes: rank 0 sends weights, rank 1 receives them."""
+
+    def __init__(self, rank: int, device: str, dtype: torch.dtype) -> None:
+        self._rank, self._dtype = rank, dtype
+        self._device = torch.device(device)
+        if device == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+
+    def sync(self, count: int, routes: list[Route], version: int, repeats: int) -> float:
+        """Send so many tensors as often as asked; return the median seconds."""
+        device = self._device
+        tensors = {
+            f"layer {i}": torch.full((TENSOR,), float(i), dtype=self._dtype, device=device)
+            for i in range(count)
+        }
+        sender = WeightSender(device, BUCKET, 1)
+        receiver = WeightReceiver(tensors, device, BUCKET)
+        ref = WeightsRef("actor", version, "", "broadcast")
+        sender.put(ref, tensors)
+        mark, route = sender.plan(ref)[0], routes[self._rank]
+
+        def once() -> None:
+            if self._rank == 0:
+                sender.send(ref, route)
+            else:
+                receiver.expect(ref, [mark], [route])
+                for name, part in receiver.get(ref).items():
+                    tensors[name][part.to].copy_(part.tensor)
+
+        return self._timed(once, repeats)
+
+    def reduce(self, repeats: int) -> float:
+        """Sum a small tensor over both; return the seconds of one time."""
+        small = torch.ones(1024, device=self._device)
+
+        def some() -> None:
+            for _ in range(REDUCTIONS):
+                dist.all_reduce(small)
+                small.fill_(1.0)
+
+        return self._timed(some, repeats) / REDUCTIONS
+
+    def _timed(self, work: Callable[[], None], repeats: int) -> float:
+        """Return the seconds of a call, of which both make as many."""
+        return timed(work, self._device, repeats, enough_s=0.0, patience_s=math.inf)

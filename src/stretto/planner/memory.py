@@ -17,11 +17,12 @@ from itertools import chain
 
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.planner.layout import Layout, Mesh, ModelShapes
 
 Parts = Mapping[str, float]
 """Bytes of a GPU in a phase, by what takes them."""
-PHASES = ("generation", "scoring", "training", "hand-over")
+SYNC = "weight sync"
+PHASES = ("generation", "scoring", "training", SYNC)
 CACHE, PUBLISHED, FROZEN = "keys and values", "published weights", "frozen weights"
 STATES = "learner's states"
 
@@ -42,12 +43,22 @@ SLICE_ENTRIES = 1024
 """Vocabulary entries that a slice has at least."""
 
 
-def state_bytes(shape: Shape, mesh: Mesh) -> float:
-    """Return bytes of a trained model's states, in shards (ZeRO stage 3).
+def trained_bytes(
+    weights: float, adapters: int | None, shards: int, width: int, state: int = STATE
+) -> tuple[float, float]:
+    """Return bytes of a trained model's states in shards (ZeRO stage 3), and of frozen weights.
 
-    Rajbhandari et al. 2020: 16 P / n, with P what a tensor-parallel device holds.
+    Rajbhandari et al. 2020: 16 P / n. Weights are frozen beside LoRA adapters, which are few and
+    counted as if they were in shards too.
     """
-    return STATE * shape.stage(mesh.stages).held(mesh.tensor) / mesh.data
+    if adapters is None:
+        return state * weights / shards, 0.0
+    return state * adapters / shards, width * weights / shards
+
+
+def state_bytes(shape: Shape, mesh: Mesh) -> float:
+    """Return bytes of the states on a device, where all weights are trained."""
+    return trained_bytes(shape.stage(mesh.stages).held(mesh.tensor), None, mesh.data, HALF)[0]
 
 
 def weight_bytes(shape: Shape, tensor: int) -> float:
@@ -113,25 +124,21 @@ def logits_bytes(shape: Shape, tokens: int, *, gradients: bool) -> float:
     return slices + (SINGLE * tokens * shape.hidden if gradients else 0)
 
 
-def row_bytes(shape: Shape, positions: int, tensor: int, width: int = HALF) -> float:
-    """Return bytes of a response that is decoded: keys and values, and a float32 row of logits."""
-    return positions * cache_bytes(shape, tensor) * width / HALF + SINGLE * shape.outputs
-
-
 def cache_bytes(shape: Shape, tensor: int) -> float:
     """Return bytes of a token's keys and values: 2 x layers x KV width / t x 2."""
     return 2 * shape.layers * shape.kv_width / tensor * HALF
 
 
+def row_bytes(shape: Shape, positions: int, tensor: int, width: int = HALF) -> float:
+    """Return bytes of a response that is decoded: keys and values, and a float32 row of logits."""
+    return positions * cache_bytes(shape, tensor) * width / HALF + SINGLE * shape.outputs
+
+
 def bucket_bytes(shape: Shape, mesh: Mesh, *, width: int = HALF, bucket: int = BUCKET) -> float:
-    """Return bytes of one side's two buckets at a hand-over of a learner's shards.
+    """Return bytes of one side's two buckets at a sync of a learner's shards.
 
     No tensor is cut but by the shards: a larger one has a bucket of its own. A small model has
-    buckets as large as itself (``weights/buckets.py``).
-
-    Args:
-        width: bytes of a weight on its way.
-        bucket: bytes of a bucket (``cluster.bucket_mb``).
+    buckets as large as itself (``weights/buckets.py``). A weight has ``width`` bytes on its way.
     """
     whole = width * shape.parameters / mesh.data
     return 2 * min(max(bucket, width * shape.largest_tensor / mesh.data), whole)
@@ -141,15 +148,13 @@ def bucket_bytes(shape: Shape, mesh: Mesh, *, width: int = HALF, bucket: int = B
 
 
 @dataclass(frozen=True, slots=True)
-class Trains:
+class LearnerPart:
     """A learner's part on a device.
 
     Attributes:
-        models: that are trained.
-        mesh: shards, slices and stages of each.
+        mesh: shards, slices and stages of each model.
         tokens: of a micro-batch.
-        sent: of the models, those handed over at one time.
-        checkpointing: layers are computed again in the backward pass.
+        synced: of the models, those whose weights are sent at one time.
         width: bytes of a weight in the type that is computed in.
         adapters: parameters of each model's LoRA adapters; ``None`` where all weights are trained.
         bucket: bytes of a bucket.
@@ -164,7 +169,7 @@ class Trains:
     models: tuple[Shape, ...]
     mesh: Mesh
     tokens: int
-    sent: tuple[Shape, ...] = ()
+    synced: tuple[Shape, ...] = ()
     checkpointing: bool = False
     width: int = HALF
     adapters: int | None = None
@@ -177,21 +182,20 @@ class Trains:
 
 
 @dataclass(frozen=True, slots=True)
-class Follows:
+class InferencePart:
     """The part of a generator, or of a model that scores, on a device.
 
     Attributes:
         what: its weights, as tables call them.
-        shape: of the model.
         tensor: devices that it is split over.
         tokens: of a pass without gradients.
-        learner: whose weights it takes over; ``None`` for a frozen model.
+        learner: the mesh of the learner that sends it weights; ``None`` for a frozen model.
         rows: responses that are decoded together; ``None`` for a model that scores.
         positions: of each, prompt included.
         logits: a model that scores gives log-probs.
-        width, adapters, bucket: see :class:`Trains`; ``adapters`` of a frozen model are none.
-        rests: weights are here in their phase alone: of a model that scores, as they are kept on
-            the host, and of a generator, as they are made for each step.
+        width, adapters, bucket: see :class:`LearnerPart`; a frozen model has no adapters.
+        rests: weights are here in their phase alone: a scorer's, which are kept on the host, and a
+            generator's, which are made for each step.
     """
 
     what: str
@@ -226,6 +230,11 @@ class DeviceMemory:
         """Return what takes memory while these phases go on side by side."""
         return sum((self.work[phase] for phase in phases), self.held)
 
+    def put(self, what: str, size: float, *phases: str) -> None:
+        """Count bytes in some phases, or all the time where none is named."""
+        for parts in [self.work[phase] for phase in phases] or [self.held]:
+            parts[what] += round(size)
+
     def add(self, other: DeviceMemory) -> None:
         """Add what other processes on the same device hold."""
         self.held.update(other.held)
@@ -233,7 +242,7 @@ class DeviceMemory:
             self.work[phase].update(parts)
 
 
-def device_memory(parts: Iterable[Trains | Follows]) -> DeviceMemory:
+def device_memory(parts: Iterable[LearnerPart | InferencePart]) -> DeviceMemory:
     """Return the memory of a device: of all roles that take turns on it.
 
     Of the passes that score, whichever takes the most of each kind counts; of those that train, the
@@ -241,49 +250,49 @@ def device_memory(parts: Iterable[Trains | Follows]) -> DeviceMemory:
     """
     found, scored = DeviceMemory(), Counter[str]()
     for part in parts:
-        if isinstance(part, Trains):
+        if isinstance(part, LearnerPart):
             scored |= _train(found, part)
         elif part.rows is None:
             scored |= _score(found, part)
         else:
-            _generate(found, part)
+            _generate(found, part, part.rows)
     found.work["scoring"].update(scored)
     return found
 
 
-def _train(into: DeviceMemory, part: Trains) -> Counter[str]:
+def _train(into: DeviceMemory, part: LearnerPart) -> Counter[str]:
     """Add a learner's part; return what a pass that scores takes."""
-    mesh, width, held = part.mesh, part.width, into.held
+    mesh, width, on_host = part.mesh, part.width, ("training",) if part.offload else ()
     copied = part.copies and width < SINGLE and part.adapters is None
     for shape in part.models:
         weights = shape.stage(mesh.stages).held(mesh.tensor)
-        states, travelling = state_bytes(shape, mesh), width * weights
-        if part.adapters is not None:  # few, and their own masters: counted as if shared out
-            states, travelling = STATE * part.adapters / mesh.data, SINGLE * part.adapters
-            held[FROZEN] += round(width * weights / mesh.data)
+        states, frozen = trained_bytes(weights, part.adapters, mesh.data, width)
+        if part.adapters is not None:
+            into.put(FROZEN, frozen)
         if copied:
-            held["learner's weights"] += round(width * weights)
+            into.put("learner's weights", width * weights)
         resting = round(states * (2 + copied) / 4) if part.moments else 0
-        (into.work["training"] if part.offload else held)[STATES] += round(states) - resting
-        for phase in part.moments:
-            into.work[phase]["learner's moments"] += resting
+        into.put(STATES, round(states) - resting, *on_host)
+        if part.moments:
+            into.put("learner's moments", resting, *part.moments)
         if part.versions:
-            held[PUBLISHED] += round(part.versions * travelling / mesh.data)
-    _hand_over(into, part.sent, mesh, part)
-    passes = [_pass(shape, part, gathers=not part.copies) for shape in part.models]
-    into.work["training"].update(max(passes, key=lambda taken: sum(taken.values())))
-    if part.offload and part.sent:
-        into.work["hand-over"]["actor's masters"] += round(_masters(part.models[0], mesh))
+            sent = width * weights if part.adapters is None else SINGLE * part.adapters
+            into.put(PUBLISHED, part.versions * sent / mesh.data)
+    _sync(into, part.synced, mesh, part)
+    passes = [_pass(shape, part) for shape in part.models]
+    into.work["training"].update(max(passes, key=lambda taken: taken.total()))
+    if part.offload and part.synced:
+        into.put("actor's masters", _masters(part.models[0], mesh), SYNC)
     if not part.values:
         return Counter()
     critic = part.models[-1]
     if part.offload:
-        into.work["scoring"]["critic's masters"] += round(_masters(critic, mesh))
-    into.work["scoring"]["gathered"] += round(gathered_bytes(critic, mesh, gradients=False))
+        into.put("critic's masters", _masters(critic, mesh), "scoring")
+    into.put("gathered", gathered_bytes(critic, mesh, gradients=False), "scoring")
     return Counter(activations=round(layer_activation_bytes(critic, part.tokens, mesh.tensor)))
 
 
-def _pass(shape: Shape, part: Trains, *, gathers: bool) -> Counter[str]:
+def _pass(shape: Shape, part: LearnerPart) -> Counter[str]:
     """Count what a forward and a backward pass of a trained model take."""
     mesh, tokens = part.mesh, part.tokens
     # A pipeline's first stage holds as many micro-batches as there are stages.
@@ -292,50 +301,51 @@ def _pass(shape: Shape, part: Trains, *, gathers: bool) -> Counter[str]:
         activations=round(kept * part.width / HALF),
         logits=round(logits_bytes(shape, tokens, gradients=True)),
     )
-    if gathers:
+    if not part.copies:
         stage, gradients = shape.stage(mesh.stages), part.adapters is None
         taken["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
     return taken
 
 
-def _generate(into: DeviceMemory, part: Follows) -> None:
-    assert part.rows is not None
-    working = into.work["generation"]
-    cache = part.rows * row_bytes(part.shape, part.positions, part.tensor, part.width)
-    for held in (working, into.work["hand-over"]) if part.rests else (into.held,):
-        held[part.what] += _weights(part)
-    (working if part.rests else into.held)[CACHE] += round(cache)
-    kept = layer_activation_bytes(part.shape, part.tokens, part.tensor)
-    working["activations"] += round(kept * part.width / HALF)
+def _generate(into: DeviceMemory, part: InferencePart, rows: int) -> None:
+    resting = ("generation", SYNC) if part.rests else ()
+    into.put(part.what, _weights(part), *resting)
+    cache = rows * row_bytes(part.shape, part.positions, part.tensor, part.width)
+    into.put(CACHE, cache, *resting[:1])
+    into.put("activations", _activations(part), "generation")
     if part.learner:
-        _hand_over(into, (part.shape,), part.learner, part)
+        _sync(into, (part.shape,), part.learner, part)
 
 
-def _score(into: DeviceMemory, part: Follows) -> Counter[str]:
+def _score(into: DeviceMemory, part: InferencePart) -> Counter[str]:
     """Add the part of a model that scores; return what its pass takes."""
-    (into.work["scoring"] if part.rests else into.held)[part.what] += _weights(part)
+    into.put(part.what, _weights(part), *(("scoring",) if part.rests else ()))
     if part.learner:
-        _hand_over(into, (part.shape,), part.learner, part)
-    kept = layer_activation_bytes(part.shape, part.tokens, part.tensor)
-    taken = Counter(activations=round(kept * part.width / HALF))
+        _sync(into, (part.shape,), part.learner, part)
+    taken = Counter(activations=round(_activations(part)))
     if part.logits:
         taken["logits"] = round(logits_bytes(part.shape, part.tokens, gradients=False))
     return taken
 
 
-def _weights(part: Follows) -> int:
+def _weights(part: InferencePart) -> float:
     size = part.width * part.shape.held(part.tensor)
-    return round(size) + (SINGLE * part.adapters if part.adapters and part.learner else 0)
+    return size + (SINGLE * part.adapters if part.adapters and part.learner else 0)
 
 
-def _hand_over(
-    into: DeviceMemory, shapes: Iterable[Shape], mesh: Mesh, part: Trains | Follows
+def _activations(part: InferencePart) -> float:
+    return layer_activation_bytes(part.shape, part.tokens, part.tensor) * part.width / HALF
+
+
+def _sync(
+    into: DeviceMemory, shapes: Iterable[Shape], mesh: Mesh, part: LearnerPart | InferencePart
 ) -> None:
+    """Add the buckets of models whose weights are sent, or received."""
     for shape in shapes:
         size = bucket_bytes(shape, mesh, width=part.width, bucket=part.bucket)
         if part.adapters is not None:
             size = 2 * min(part.bucket, SINGLE * part.adapters)
-        into.work["hand-over"]["buckets"] += round(size)
+        into.put("buckets", size, SYNC)
 
 
 def _masters(shape: Shape, learner: Mesh) -> float:
@@ -346,78 +356,68 @@ def _masters(shape: Shape, learner: Mesh) -> float:
 
 
 def phases_of(
-    models: Models, layout: Layout, workload: Workload, hardware: Hardware
+    models: ModelShapes, layout: Layout, responses: int, length: int, hardware: Hardware
 ) -> dict[str, Parts]:
     """Return the memory of the GPU that has the most of a layout's in each phase.
 
-    Set apart, the learner trains while weights are handed over, and generators keep the responses
-    that they have begun, so that there is room for new weights beside them, too.
+    Set apart, the learner trains while weights are synced, and generators keep the responses that
+    they have begun, so that there is room for new weights beside them, too.
+
+    Args:
+        responses: in flight, on all generators together.
+        length: of each, prompt included, in tokens.
     """
-    rows, _ = rows_in_flight(models, layout, workload, hardware)
-    on = _devices(models, layout, rows, workload.length)
+    rows, _ = rows_in_flight(models, layout, responses, length, hardware)
+    on = _devices(models, layout, rows, length)
     learner, generator, scorer = on["learner"], on["generators"], on["scorers"]
     if layout.colocated:
         return {phase: learner.during(phase) for phase in PHASES}
-    decoding = ("generation", "hand-over")
+    decoding = ("generation", SYNC)
     beside = decoding if layout.sharing == "generators" else ()
-    trained = learner.during("training", "hand-over")
-    handing_over = (trained, generator.during(*decoding), scorer.during("hand-over"))
+    syncing = (learner.during("training", SYNC), generator.during(*decoding), scorer.during(SYNC))
     return {
         "generation": generator.during(*decoding),
         "scoring": scorer.during("scoring", *beside),
         "training": learner.during("training"),
-        "hand-over": max(handing_over, key=lambda held: sum(held.values())),
+        SYNC: max(syncing, key=lambda held: sum(held.values())),
     }
 
 
-def learner_bytes(models: Models, layout: Layout) -> float:
-    """Return the bytes of a learner's GPU in training; apart, it hands weights over meanwhile."""
-    phases = ("training",) if layout.colocated else ("training", "hand-over")
+def learner_bytes(models: ModelShapes, layout: Layout) -> float:
+    """Return the bytes of a learner's GPU in training; apart, it sends weights meanwhile."""
+    phases = ("training",) if layout.colocated else ("training", SYNC)
     return _devices(models, layout, 0, 0)["learner"].during(*phases).total()
 
 
-def _devices(models: Models, layout: Layout, rows: int, length: int) -> dict[str, DeviceMemory]:
+def _devices(
+    models: ModelShapes, layout: Layout, rows: int, length: int
+) -> dict[str, DeviceMemory]:
     """Return the memory of a device of each role; roles that share have the same."""
-    colocated, learner = layout.colocated, layout.learner
-    score = partial(
-        Follows,
-        "frozen",
-        tensor=layout.scorer.tensor,
-        tokens=layout.prefill_tokens,
-        rests=layout.offload,
+    colocated, learner, tokens = layout.colocated, layout.learner, layout.prefill_tokens
+    trained = LearnerPart(
+        models.trained,
+        learner,
+        layout.micro_tokens,
+        (models.actor,),
+        checkpointing=layout.checkpointing,
+        versions=0 if colocated else layout.versions,
+        values=colocated and models.critic is not None,
+        offload=layout.offload,
     )
-    roles: dict[str, list[Trains | Follows]] = {
-        "learner": [
-            Trains(
-                models.trained,
-                learner,
-                layout.micro_tokens,
-                (models.actor,),
-                checkpointing=layout.checkpointing,
-                versions=0 if colocated else layout.versions,
-                values=colocated and models.critic is not None,
-                offload=layout.offload,
-            )
-        ],
-        "generators": [
-            Follows(
-                "weights",
-                models.actor,
-                layout.generator.tensor,
-                layout.prefill_tokens,
-                learner,
-                rows,
-                length,
-                rests=colocated,  # freed after the last response
-            )
-        ],
-        "scorers": [score(shape) for shape in (models.reward,) if shape],
+    generates = partial(InferencePart, "weights", models.actor, layout.generator.tensor, tokens)
+    scores = partial(InferencePart, "frozen", tensor=layout.scorer.tensor, tokens=tokens)
+    scores = partial(scores, rests=layout.offload)
+    roles: dict[str, list[LearnerPart | InferencePart]] = {
+        "learner": [trained],
+        # Colocated, weights are freed after the last response.
+        "generators": [generates(learner, rows, length, rests=colocated)],
+        "scorers": [scores(shape=models.reward)] if models.reward else [],
     }
     if models.reference:
-        roles["scorers"].append(score(models.reference, logits=True))
+        roles["scorers"].append(scores(shape=models.reference, logits=True))
     if models.critic and not colocated:
-        follows = learner if layout.sharing == "none" else None
-        roles["scorers"].append(score(models.critic, learner=follows))
+        sender = learner if layout.sharing == "none" else None
+        roles["scorers"].append(scores(shape=models.critic, learner=sender))
     together = device_memory(chain.from_iterable(roles[role] for role in layout.shared))
     return {
         role: together if role in layout.shared else device_memory(parts)
@@ -426,45 +426,41 @@ def _devices(models: Models, layout: Layout, rows: int, length: int) -> dict[str
 
 
 def rows_in_flight(
-    models: Models, layout: Layout, workload: Workload, hardware: Hardware
+    models: ModelShapes, layout: Layout, responses: int, length: int, hardware: Hardware
 ) -> tuple[int, int]:
     """Return how many responses a generator decodes at a time, and in how many goes.
 
     All of its share at once, where their keys and values fit at full length; else as few goes as
     possible, and one response at a time where none fits.
     """
-    share = math.ceil(workload.responses / layout.generator.data)
-    each = row_bytes(models.actor, workload.length, layout.generator.tensor)
+    share = math.ceil(responses / layout.generator.data)
+    each = row_bytes(models.actor, length, layout.generator.tensor)
     fit = max(1, int(cache_room_bytes(models, layout, hardware) // each))
     goes = math.ceil(share / fit)
     return math.ceil(share / goes), goes
 
 
-def cache_room_bytes(models: Models, layout: Layout, hardware: Hardware) -> float:
+def cache_room_bytes(models: ModelShapes, layout: Layout, hardware: Hardware) -> float:
     """Return what a generator's GPU has left for keys and values; negative if nothing."""
-    phases = ("generation",) if layout.colocated else ("generation", "hand-over")
+    phases = ("generation",) if layout.colocated else ("generation", SYNC)
     others = _devices(models, layout, 0, 0)["generators"].during(*phases)
     return hardware.usable_bytes - others.total()
 
 
-def frozen_bytes(models: Models, layout: Layout) -> float:
-    """Return bytes of the frozen models on a scorer's GPU.
-
-    Unless all roles are colocated, they have a copy of the critic beside them, which computes
-    values.
-    """
+def frozen_bytes(models: ModelShapes, layout: Layout) -> float:
+    """Return bytes of the frozen models on a scorer's GPU, and of the critic's copy beside them."""
     shapes = models.frozen if layout.colocated else models.scoring
     return sum(weight_bytes(shape, layout.scorer.tensor) for shape in shapes)
 
 
-def host_bytes(models: Models, layout: Layout) -> float:
+def host_bytes(models: ModelShapes, layout: Layout) -> float:
     """Return bytes in the host's memory for each GPU: of what is offloaded."""
     if not layout.offload:
         return 0.0
     return kept_bytes(models, layout.learner) + frozen_bytes(models, layout)
 
 
-def kept_bytes(models: Models, learner: Mesh) -> float:
+def kept_bytes(models: ModelShapes, learner: Mesh) -> float:
     """Return bytes of a learner's states on a GPU that are worth keeping between steps."""
     held = sum(shape.stage(learner.stages).held(learner.tensor) for shape in models.trained)
     return KEPT * held / learner.data

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controls import share_cores
 from stretto.config import Config, recipes
@@ -34,21 +34,18 @@ from stretto.types import ScoreKind, short_name
 
 CPU_TOKEN_BUDGET = 1024
 """Tokens of a pass on a CPU, where the settings leave it open."""
-
 FUNCTION = ""
 """Stands where the name of a reward function does."""
-
 _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class RoleDevices(NamedTuple):
     """Where a role of a run works.
 
     Attributes:
         devices: of all its ranks; none for a function with a process of its own.
         threads: of its work, in all ranks.
-        host: the generator that it sits with, by number.
+        host: the generator whose process it shares, by number.
     """
 
     devices: tuple[int, ...]
@@ -61,10 +58,8 @@ class Recording:
     """What a run has recorded, with which other schedules and placements can be simulated.
 
     Attributes:
-        config: of the run.
-        rollouts: of it, also those in flight at its end.
-        spans: of it; best without the first steps, which warm up.
-        machine: that it worked on.
+        rollouts: also those in flight at its end.
+        spans: best without the first steps, which warm up.
         chunks, deltas: sizes of chunks and over-commitment by round, as controllers chose them.
     """
 
@@ -79,9 +74,8 @@ class Recording:
     def read(cls, folder: str | Path, warm_steps: int = 1) -> Self:
         """Read a run's folder, without the spans of the first steps.
 
-        Raises:
-            ConfigError: it is no run's folder.
-            StateError: the run has recorded too little, or a file is damaged.
+        Raises ConfigError if it is no run's folder, StateError if the run has recorded too little,
+        or a file is damaged.
         """
         run = RunDirectory.open(folder)
         trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
@@ -104,12 +98,11 @@ class Recording:
     def costs(self) -> Calibration:
         """What work costs alone: what roles at work side by side took from each other is left out.
 
-        Raises:
-            StateError: the spans are too few.
+        Raises StateError if the spans are too few.
         """
-        seats = self.seats(self.config)
-        functions = seats[FUNCTION][0].threads
-        threads = defaultdict(lambda: functions, {role: s[0].threads for role, s in seats.items()})
+        roles = self.role_devices(self.config)
+        functions = roles[FUNCTION][0].threads
+        threads = defaultdict(lambda: functions, {role: r[0].threads for role, r in roles.items()})
         return calibrate(self.spans, threads, self._cores(self.config))
 
     def cluster(self, config: Config | None = None) -> Cluster:
@@ -120,68 +113,64 @@ class Recording:
         recorded ones, whatever the schedule. With the run's own settings so is what its controllers
         chose, as far as it was recorded.
 
+        Raises ConfigError if the placement is impossible, StateError if too little was recorded.
+
         Args:
             config: the run's, maybe with another schedule, runtime or placement.
-
-        Raises:
-            ConfigError: the placement is impossible.
-            StateError: too little was recorded to go by.
         """
         config = config or self.config
         if not any(r.finish for r in self.rollouts):
             raise StateError(
                 "a run is replayed from its rollouts, and it has recorded none; let it take a few "
-                "steps"
+                "steps",
+                "no-rollouts",
             )
         had, wanted = _cuts(self.config), _cuts(config)
         if wanted != had:
             raise ConfigError(
                 f"in the run roles had fsdp and tp {had or 'of 1'}, and its records do not say "
-                f"what {wanted or 'one rank each'} would take; record a run with these"
+                f"what {wanted or 'one rank each'} would take; record a run with these",
+                "cuts-not-recorded",
             )
-        costs, seats = self.costs, self.seats(config)
-        definition = config.algorithm.definition
-        (learner,) = seats["learner"]
+        costs, roles = self.costs, self.role_devices(config)
+        (learner,) = roles[LEARNER]
         return Cluster(
             cores=self._cores(config),
             call_s=costs.call_s,
             driver=costs.driver,
             generators=tuple(
                 GeneratorRole(
-                    devices=seat.devices,
-                    threads=seat.threads,
+                    devices=role.devices,
+                    threads=role.threads,
                     cost=costs.generator.model_copy(update={"padded": True}),  # as engines do
                     slots=config.rollout.slots,
                     best_batch=config.most_in_flight,  # as a run takes it
                 )
-                for seat in seats["generator"]
+                for role in roles["generator"]
             ),
-            scorers=_scorers(config, costs, seats),
+            scorers=_scorers(config, costs, roles),
             learner=LearnerRole(
                 devices=learner.devices,
                 threads=learner.threads,
-                trains=("actor", "critic") if definition.critic else ("actor",),
+                trains=("actor", "critic") if config.algorithm.definition.critic else ("actor",),
                 cost=costs.learner,
             ),
             workload=self._workload(config),
             schedule=config.schedule,
         )
 
-    def seats(self, config: Config) -> dict[str, list[Seat]]:
-        """Seat all roles of a run with these settings.
+    def role_devices(self, config: Config) -> dict[str, list[RoleDevices]]:
+        """Return where all roles of a run with these settings work, by role.
 
-        Returns:
-            The seats by role: ``generator`` (one for each), model scorers by their short names (one
-            for each replica), ``learner``, and :data:`FUNCTION` for whatever function.
-
-        Raises:
-            ConfigError: the placement is impossible.
+        Roles are ``generator`` (one for each), model scorers by their short names (one for each
+        replica), ``learner``, and :data:`FUNCTION` for whatever function. Raises ConfigError if the
+        placement is impossible.
         """
         reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
         models = [s for s in (*config.reward.sources, *_KINDS) if short_name(s) in reads]
         if config.runtime != "inline":
-            return _processes(config, self.machine, models)
-        return _threads(config, self.machine.threads, map(short_name, models))
+            return _in_processes(config, self.machine, models)
+        return _in_threads(config, self.machine.threads, map(short_name, models))
 
     def _cores(self, config: Config) -> int:
         return 0 if config.runtime == "ray" and config.cluster.address else self.machine.cores
@@ -212,23 +201,21 @@ class Recording:
 
 
 def _scorers(
-    config: Config, costs: Calibration, seats: Mapping[str, Sequence[Seat]]
+    config: Config, costs: Calibration, roles: Mapping[str, Sequence[RoleDevices]]
 ) -> tuple[ScorerRole, ...]:
-    """Describe the run's scorers, by replica; functions have nobody beside them."""
+    """Describe the run's scorers, by replica; nothing shares the process of a function."""
     budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
     worthwhile = worthwhile_tokens(budget, streaming=config.schedule.knobs.streams)
-    roles = []
+    found = []
     for name, cost in costs.scorers.items():
         common: dict[str, Any] = {"name": name, "kind": _KINDS.get(name, "reward"), "cost": cost}
         common["load_s"] = costs.loads_s.get(name, 0.0)
         if not isinstance(cost, SampleCost):
             common["follows"] = "critic" if name == "critic" else ""
             common["worthwhile_tokens"] = worthwhile
-        for seat in seats.get(name, seats[FUNCTION]):
-            roles.append(
-                ScorerRole(**common, devices=seat.devices, threads=seat.threads, host=seat.host)
-            )
-    return tuple(roles)
+        replicas = roles.get(name, roles[FUNCTION])
+        found += [ScorerRole(**common, **replica._asdict()) for replica in replicas]
+    return tuple(found)
 
 
 def _chosen(config: Config, metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[int, ...]:
@@ -243,28 +230,32 @@ def _cuts(config: Config) -> dict[str, tuple[int, int]]:
     return {role: (p.fsdp, p.tp) for p in several for role in p.roles}
 
 
-def _threads(config: Config, threads_here: int, models: Iterable[str]) -> dict[str, list[Seat]]:
-    """Seat the roles of a run in one process: all on one worker, or on one each if they overlap."""
+def _in_threads(
+    config: Config, threads_here: int, models: Iterable[str]
+) -> dict[str, list[RoleDevices]]:
+    """Place the roles of a run in one process: all on one worker, on one each if they overlap."""
     engines, knobs = config.rollout.engines, config.schedule.knobs
     cores = config.threads or max(threads_here, 1)
     if not knobs.overlaps(engines):
-        one = [Seat((0,), cores)]
-        return {"generator": one, **dict.fromkeys(models, one), "learner": one, FUNCTION: one}
+        one = [RoleDevices((0,), cores)]
+        return {"generator": one, **dict.fromkeys(models, one), LEARNER: one, FUNCTION: one}
     threads = share_cores(config.schedule, engines, cores)
     if knobs.hosts_scorers(engines):
-        scoring = [Seat((i,), threads.scoring, i) for i in range(engines)]
+        scoring = [RoleDevices((i,), threads.scoring, i) for i in range(engines)]
     else:
-        scoring = [Seat((engines,), threads.scoring)]
+        scoring = [RoleDevices((engines,), threads.scoring)]
     return {
-        "generator": [Seat((i,), threads.generating) for i in range(engines)],
+        "generator": [RoleDevices((i,), threads.generating) for i in range(engines)],
         **dict.fromkeys(models, scoring),
-        "learner": [Seat((engines + 1,), threads.training)],
-        FUNCTION: [Seat((), 1)],
+        LEARNER: [RoleDevices((engines + 1,), threads.training)],
+        FUNCTION: [RoleDevices((), 1)],
     }
 
 
-def _processes(config: Config, machine: Machine, models: Collection[str]) -> dict[str, list[Seat]]:
-    """Seat the roles of a run over processes, as its placement says."""
+def _in_processes(
+    config: Config, machine: Machine, models: Collection[str]
+) -> dict[str, list[RoleDevices]]:
+    """Place the roles of a run over processes, as its placement says."""
     from stretto.runtime.placement import places  # imports torch
 
     named = ((p.device.partition(":")[2], p.fsdp) for p in config.cluster.processes)
@@ -272,7 +263,7 @@ def _processes(config: Config, machine: Machine, models: Collection[str]) -> dic
     if config.model.device == "cpu":
         gpus = 0
     cores = config.threads or max(machine.threads, 1)
-    seats: defaultdict[str, list[Seat]] = defaultdict(list)
+    roles: defaultdict[str, list[RoleDevices]] = defaultdict(list)
     devices: dict[str, int] = {}
     for place in places(config, cores, gpus, models):
         # Processes on one GPU take turns; others have a device of their own, and share cores.
@@ -281,8 +272,8 @@ def _processes(config: Config, machine: Machine, models: Collection[str]) -> dic
         threads = (place.threads or cores) * len(place.devices)
         for seat in place.seats:
             role = short_name(seat.scorer) or (LEARNER if seat.role == LEARNER else "generator")
-            seats[role].append(Seat(used, threads, seat.host))
+            roles[role].append(RoleDevices(used, threads, seat.host))
     for role in models:
-        seats[short_name(role)].sort(key=lambda seat: seat.host or 0)
-    seats[FUNCTION] = [Seat((), 1)]
-    return dict(seats)
+        roles[short_name(role)].sort(key=lambda replica: replica.host or 0)
+    roles[FUNCTION] = [RoleDevices((), 1)]
+    return dict(roles)

@@ -12,25 +12,153 @@ import os
 import signal
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from multiprocessing import active_children, get_context, parent_process
+from statistics import fmean
 
 from stretto.errors import ConfigError
 from stretto.planner.bounds import Bounds
-from stretto.planner.candidates import BASELINE, Candidate, Space, candidates, fits
-from stretto.planner.layouts import Setting
-from stretto.planner.outcome import ROUNDS, WARM, Outcome, outcome_of
+from stretto.planner.candidates import (
+    BASELINE,
+    Candidate,
+    Space,
+    candidates,
+    fits,
+    memory_by_phase,
+)
+from stretto.planner.clusters import PlanSpec, cluster_of
+from stretto.planner.memory import Parts, host_bytes
+from stretto.runtime.sim.simulate import SimResult, simulate
 from stretto.saying import Say, silent, working
 
 Kind = tuple[str, str, bool]
+"""What shares GPUs, the schedule, and whether it is on paper."""
 WITHIN = 0.01
 """A candidate is left out when it could be quicker than what is known by this share at most."""
+ROUNDS, WARM = 6, 2
+"""Weight syncs that are simulated, and those that fill the pipeline and do not count."""
+
+
+# -- a candidate -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanResult:
+    """A candidate and what the simulator says of it.
+
+    Attributes:
+        step_s: seconds of a step, once the pipeline is filled.
+        samples_per_s: responses trained on, over all GPUs together.
+        memory: bytes of a GPU, by phase and by what takes them.
+        host_bytes: in the host's memory, for each GPU: of what is offloaded.
+        staleness_mean, staleness_max: versions that responses are behind when they are trained on.
+        busy: share of all GPUs' time in which a role worked.
+        idle: shares of all GPUs' time by what a GPU waited for: data, scores, weights, stragglers.
+            Together with ``busy`` they are 1.
+    """
+
+    candidate: Candidate
+    step_s: float
+    samples_per_s: float
+    memory: Mapping[str, Parts]
+    host_bytes: float
+    staleness_mean: float
+    staleness_max: float
+    busy: float
+    idle: Mapping[str, float]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of its candidate."""
+        return _kind(self.candidate)
+
+    @property
+    def rank(self) -> tuple[float, str]:
+        """The lower the better."""
+        return self.step_s, str(self.candidate.layout)
+
+
+def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
+    """Simulate a candidate.
+
+    Raises ConfigError if generators have no room for keys and values, StalledError if the schedule
+    cannot go on.
+    """
+    layout, schedule = candidate.layout, candidate.schedule
+    engines, bubble = candidate.engines, candidate.bubble
+    cluster = cluster_of(spec, layout, schedule, engines=engines, bubble=bubble)
+    interval = schedule.weight_sync_interval
+    steps, warm = ROUNDS * interval, WARM * interval
+    workload = spec.workload.model_copy(update={"steps": steps})
+    result = simulate(cluster.model_copy(update={"workload": workload}))
+    ends = list(accumulate(step["timing_s/step"] for step in result.steps))
+    step_s = (ends[-1] - ends[warm - 1]) / (steps - warm)
+    counted = result.steps[warm:]
+    busy, idle = gpu_time(result, candidate)
+    return PlanResult(
+        candidate=candidate,
+        step_s=step_s,
+        samples_per_s=workload.batch / step_s,
+        memory=memory_by_phase(spec, candidate),
+        host_bytes=host_bytes(spec.models, layout),
+        staleness_mean=fmean(step["staleness/mean"] for step in counted),
+        staleness_max=max(step["staleness/max"] for step in counted),
+        busy=busy,
+        idle=idle,
+    )
+
+
+def gpu_time(result: SimResult, candidate: Candidate) -> tuple[float, dict[str, float]]:
+    """Return the share of all GPUs' time that is worked, and the shares of waiting by cause.
+
+    A GPU's waiting is divided by cause as that of its roles is. Copies of a generator that have
+    nothing left to decode while others go on wait for stragglers.
+    """
+    devices = {role: set(numbers) for role, numbers in candidate.layout.devices.items()}
+    generators, count = devices["generators"], len(result.device_utilisation)
+    first, each = min(generators), len(generators) // candidate.engines
+    uneven: dict[str, float] = defaultdict(float)
+    for span in result.spans:
+        uneven[span.role] += float(span.attributes.get("uneven_s", 0.0))
+    idle: dict[str, float] = defaultdict(float)
+    worked = 0.0
+    for device, share in enumerate(result.device_utilisation):
+        waited = 0.0
+        if device in generators:
+            at = (device - first) // each
+            name = f"generator {at}" if candidate.engines > 1 else "generator"
+            waited = uneven[name] / result.makespan_s
+        worked += share - waited
+        idle["stragglers"] += waited
+        by_cause: dict[str, float] = defaultdict(float)
+        for (role, cause), seconds in result.idle_s.items():
+            if device in devices[_group(role)]:
+                by_cause[cause] += seconds
+        total = sum(by_cause.values())
+        for cause, seconds in by_cause.items():
+            idle[cause] += (1 - share) * seconds / total if total else 0.0
+    return worked / count, {cause: share / count for cause, share in idle.items() if share > 0}
+
+
+def _group(role: str) -> str:
+    """Return where a layout has a role."""
+    if role.startswith("generator"):
+        return "generators"
+    return role if role == "learner" else "scorers"
+
+
+def _kind(candidate: Candidate) -> Kind:
+    return (*candidate.kind, bool(candidate.on_paper))
+
+
+# -- all candidates --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +166,7 @@ class Found:
     """The best plans, and how far they can be trusted to be that.
 
     Attributes:
-        best: of each kind the best, the quickest first, no more than asked for.
+        best: the best of each kind, the quickest first, no more than asked for.
         baseline: the best with all roles on all GPUs, one after another; ``None`` if none fits.
         runnable: the best that ``stretto train`` can run; ``None`` if there is none.
         candidates: how many there were.
@@ -49,9 +177,9 @@ class Found:
         seconds: that the search took.
     """
 
-    best: tuple[Outcome, ...]
-    baseline: Outcome | None
-    runnable: Outcome | None
+    best: tuple[PlanResult, ...]
+    baseline: PlanResult | None
+    runnable: PlanResult | None
     candidates: int
     simulated: int
     unfit: int
@@ -60,7 +188,7 @@ class Found:
 
 
 def search(
-    setting: Setting,
+    spec: PlanSpec,
     space: Space,
     *,
     keep: int = 5,
@@ -68,26 +196,22 @@ def search(
     workers: int = 0,
     say: Say = silent,
 ) -> Found:
-    """Find the plans with the shortest steps.
+    """Find the plans with the shortest steps; raises ConfigError if nothing fits.
 
     Args:
         limit_s: seconds after which no further candidate is simulated.
         workers: processes that simulate; 0 takes one a core, 1 none but this one.
-
-    Raises:
-        ConfigError: nothing fits.
     """
     start_s = time.monotonic()
-    bounds = Bounds(setting, WARM, ROUNDS)
     with working(say, "listing plans"):
-        kinds = _by_kind(_bounded(candidates(setting, space), bounds))
+        kinds = _by_kind(spec, space)
     count = sum(map(len, kinds.values()))
     board, unfit, bound_s = _Board(keep), 0, inf
     with (
         working(say, "plans looked at or ruled out", count) as advance,
-        _simulators(setting, workers or os.cpu_count() or 1) as (simulate, room),
+        _simulators(spec, workers or os.cpu_count() or 1) as (submit, room),
     ):
-        running: set[Future[Outcome]] = set()
+        running: set[Future[PlanResult]] = set()
 
         def collect(until: int) -> None:
             while len(running) > until:
@@ -99,31 +223,32 @@ def search(
         while kinds:
             for kind, waiting in list(kinds.items()):
                 collect(room - 1)
-                if not waiting or not board.may_take(kind, waiting[0][0]):
+                late = time.monotonic() - start_s > limit_s and (board.runnable or kind[2])
+                ruled_out = not waiting or not board.may_take(kind, waiting[0][0])
+                if ruled_out or late:
+                    if not ruled_out:
+                        bound_s = min(bound_s, waiting[0][0])
                     del kinds[kind]  # all others of it have higher bounds
-                    advance(len(waiting))
-                    continue
-                if time.monotonic() - start_s > limit_s and (board.runnable or kind[2]):
-                    bound_s = min(bound_s, waiting[0][0])
-                    del kinds[kind]
                     advance(len(waiting))
                     continue
                 _, candidate = waiting.popleft()
                 advance(1)
-                if fits(setting, candidate):
-                    running.add(simulate(candidate))
+                if fits(spec, candidate):
+                    running.add(submit(candidate))
                 else:
                     unfit += 1
         collect(0)
-    if not board.outcomes:
+    if not board.results:
         raise ConfigError(
             f"nothing fits: no layout on {space.gpus} GPUs has memory for all phases; give more "
-            "GPUs, or larger ones"
+            "GPUs, or larger ones",
+            "nothing-fits",
         )
+    ranked = sorted(board.results.values(), key=lambda result: result.rank)
     return Found(
-        best=tuple(board.best()),
-        baseline=min(board.baselines, key=_rank, default=None),
-        runnable=min(board.runnable, key=_rank, default=None),
+        best=tuple(ranked[:keep]),
+        baseline=next((r for r in ranked if r.candidate.kind == BASELINE), None),
+        runnable=next((r for r in ranked if not r.candidate.on_paper), None),
         candidates=count,
         simulated=board.simulated,
         unfit=unfit,
@@ -133,82 +258,59 @@ def search(
 
 
 class _Board:
-    """The best outcome of each kind."""
+    """The best result of each kind."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
-        self.outcomes: dict[Kind, Outcome] = {}
+        self.results: dict[Kind, PlanResult] = {}
         self.simulated = 0
 
-    def add(self, outcome: Outcome) -> None:
-        """Take a candidate's outcome."""
+    def add(self, result: PlanResult) -> None:
+        """Take a candidate's result."""
         self.simulated += 1
-        kind = _kind(outcome.candidate)
-        known = self.outcomes.get(kind)
-        if known is None or _rank(outcome) < _rank(known):
-            self.outcomes[kind] = outcome
+        known = self.results.get(result.kind)
+        if known is None or result.rank < known.rank:
+            self.results[result.kind] = result
 
     @property
-    def runnable(self) -> list[Outcome]:
-        """Plans that ``stretto train`` can run."""
-        return [outcome for outcome in self.outcomes.values() if not outcome.candidate.on_paper]
-
-    @property
-    def baselines(self) -> list[Outcome]:
-        """Plans with all roles on all GPUs, one after another."""
-        return [o for o in self.outcomes.values() if o.candidate.kind == BASELINE]
-
-    def best(self) -> list[Outcome]:
-        """The best of the best kinds."""
-        return sorted(self.outcomes.values(), key=_rank)[: self._keep]
+    def runnable(self) -> bool:
+        """Whether there is a plan that ``stretto train`` can run."""
+        return any(not on_paper for *_, on_paper in self.results)
 
     def may_take(self, kind: Kind, bound: float) -> bool:
         """Return whether a candidate with this bound might still be among those shown."""
         bound *= 1 + WITHIN
-        if (own := self.outcomes.get(kind)) and bound >= own.step_s:
+        if (own := self.results.get(kind)) and bound >= own.step_s:
             return False
         if kind[:2] == BASELINE:
             return True
-        others = sorted(o.step_s for k, o in self.outcomes.items() if k != kind)
+        others = sorted(r.step_s for k, r in self.results.items() if k != kind)
         would_run_first = not kind[2] and not self.runnable
         return len(others) < self._keep or bound < others[self._keep - 1] or would_run_first
 
 
-def _kind(candidate: Candidate) -> Kind:
-    return (*candidate.kind, bool(candidate.on_paper))
-
-
-def _by_kind(
-    bounded: Iterable[tuple[float, Candidate]],
-) -> dict[Kind, deque[tuple[float, Candidate]]]:
+def _by_kind(spec: PlanSpec, space: Space) -> dict[Kind, deque[tuple[float, Candidate]]]:
+    """Return candidates with their bounds, the lowest first, by kind, the baseline's first."""
+    bounds, bounded = Bounds(spec, WARM, ROUNDS), list[tuple[float, Candidate]]()
+    for candidate in candidates(spec, space):
+        with suppress(ConfigError):  # no room for keys and values
+            bounded.append((bounds.of(candidate), candidate))
     found: dict[Kind, deque[tuple[float, Candidate]]] = {}
     for pair in sorted(bounded, key=lambda pair: pair[0]):
         found.setdefault(_kind(pair[1]), deque()).append(pair)
     return dict(sorted(found.items(), key=lambda item: item[0][:2] != BASELINE))
 
 
-def _rank(outcome: Outcome) -> tuple[float, str]:
-    return outcome.step_s, str(outcome.candidate.layout)
-
-
-def _bounded(found: Iterable[Candidate], bounds: Bounds) -> Iterator[tuple[float, Candidate]]:
-    for candidate in found:
-        try:
-            yield bounds.of(candidate), candidate
-        except ConfigError:  # no room for keys and values
-            continue
-
-
 @contextmanager
 def _simulators(
-    setting: Setting, workers: int
-) -> Iterator[tuple[Callable[[Candidate], Future[Outcome]], int]]:
+    spec: PlanSpec, workers: int
+) -> Iterator[tuple[Callable[[Candidate], Future[PlanResult]], int]]:
     """Yield what starts a simulation, and how many may be under way."""
     if workers == 1:
 
-        def here(candidate: Candidate) -> Future[Outcome]:
-            done: Future[Outcome] = Future()
-            done.set_result(outcome_of(setting, candidate))
+        def here(candidate: Candidate) -> Future[PlanResult]:
+            done: Future[PlanResult] = Future()
+            done.set_result(result_of(spec, candidate))
             return done
 
         yield here, 1
@@ -216,12 +318,8 @@ def _simulators(
     # Spawned, as threads of the caller's libraries may hold locks that a fork would keep for ever.
     before = set(active_children())
     pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_worker)
-
-    def there(candidate: Candidate) -> Future[Outcome]:
-        return pool.submit(outcome_of, setting, candidate)
-
     try:
-        yield there, workers
+        yield (lambda candidate: pool.submit(result_of, spec, candidate)), workers
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for child in set(active_children()) - before:
@@ -229,7 +327,8 @@ def _simulators(
         if isinstance(error, BrokenProcessPool):
             raise ConfigError(
                 f"one of {workers} processes that simulate was killed, maybe for want of memory; "
-                "take fewer workers"
+                "take fewer workers",
+                "simulator-killed",
             ) from error
         raise
     finally:

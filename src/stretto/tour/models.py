@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from stretto.config import ModelConfig
 from stretto.models.info import measure
-from stretto.planner.fitting import TRAINED_ROLES, MemoryPlan, memory_plan
+from stretto.planner.fitting import TRAINED_ROLES, MemoryPlan, fewest_gpus, memory_plan
 from stretto.saying import format_size
 from stretto.tour.page import heading, onward, paragraph, table
 
@@ -38,10 +38,9 @@ def page() -> Iterator[str]:
     found = plans()
     smallest, largest = found[SCALES[0]], found[SCALES[-1]]
     rows = [["role", "trained", "what it does", "16-bit", "mixed"]]
-    for low, mixed in zip(smallest.sixteen_bit.roles, smallest.mixed.roles, strict=True):
-        each = (str(role.total_bytes // smallest.parameters) for role in (low, mixed))
-        trained = "yes" if mixed.role in TRAINED_ROLES else "no"
-        rows.append([mixed.role, trained, DOES[mixed.role], *each])
+    for role, mixed in smallest.mixed.items():
+        each = (str(size // smallest.parameters) for size in (smallest.sixteen_bit[role], mixed))
+        rows.append([role, "yes" if role in TRAINED_ROLES else "no", DOES[role], *each])
     yield table(rows, left=3) + "\n"
     yield paragraph(
         "Bytes a parameter are counted in two ways. 16-bit: weights and Adam states at 16 bits, no "
@@ -54,11 +53,11 @@ def page() -> Iterator[str]:
         "fill by themselves; activations and the cache of keys and values come on top."
     )
     high = largest.mixed
-    learned = sum(r.total_bytes for r in high.roles if r.role in TRAINED_ROLES)
+    learned = sum(size for role, size in high.items() if role in TRAINED_ROLES)
     yield paragraph(
-        f"The two trained models take {learned / high.total_bytes:.0%} of it in mixed precision. "
-        f"{_short(SCALES[0])} needs at least {smallest.mixed.gpus()} GPUs, "
-        f"{_short(SCALES[-1])} {high.gpus()}."
+        f"The two trained models take {learned / high.total():.0%} of it in mixed precision. "
+        f"{_short(SCALES[0])} needs at least {fewest_gpus(smallest.mixed)} GPUs, "
+        f"{_short(SCALES[-1])} {fewest_gpus(high)}."
     )
     yield "\n" + onward("models", f"stretto memory {SCALES[-1]}")
 
@@ -68,9 +67,8 @@ def _sizes(found: Mapping[str, MemoryPlan]) -> list[list[str]]:
     for name, plan in found.items():
         first = [_short(name), f"{plan.parameters / 1e9:.2f} B each"]
         for counted, counting in (("16-bit", plan.sixteen_bit), ("mixed", plan.mixed)):
-            sizes = (counting.roles[0], counting.roles[-1], counting)
-            cells = [format_size(size.total_bytes) for size in sizes]
-            rows.append([*first, counted, *cells, f">= {counting.gpus()}"])
+            sizes = (counting["actor"], counting["reward"], counting.total())
+            rows.append([*first, counted, *map(format_size, sizes), f">= {fewest_gpus(counting)}"])
             first = ["", ""]
     return rows
 

@@ -8,18 +8,18 @@ by a model, a kind of GPU and an assumed efficiency, of which
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from stretto.assembly.controls import Migrating
-from stretto.config import NonNegative, NonNegativeInt, PositiveInt, ScheduleConfig, Section, Seed
-from stretto.errors import ConfigError
+from stretto.config import ScheduleConfig, Section, Seed, changes, recipes
+from stretto.config.base import NonNegative, NonNegativeInt, PositiveInt
+from stretto.errors import ConfigError, RuleError
 from stretto.runtime.sim.costs import (
     DriverCost,
     Efficiency,
@@ -69,8 +69,7 @@ class GeneratorRole(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_source(self.model, self.cost)
-        _check_split(self.tensor_parallel, self.devices)
+        _check_role(self.model, self.cost, self.tensor_parallel, self.devices)
         return self
 
 
@@ -106,10 +105,10 @@ class ScorerRole(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_source(self.model, self.cost)
         if self.model and not self.devices:
-            raise ValueError(f"scorer '{self.name}' is a model and needs devices; name them")
-        _check_split(self.tensor_parallel, self.devices)
+            problem = f"scorer '{self.name}' is a model and needs devices; name them"
+            raise RuleError(problem, "model-without-devices")
+        _check_role(self.model, self.cost, self.tensor_parallel, self.devices)
         return self
 
 
@@ -137,13 +136,13 @@ class LearnerRole(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_source(" ".join(self.models), self.cost)
+        _check_role(" ".join(self.models), self.cost, self.tensor_parallel, self.devices)
         if self.models and len(self.models) != len(self.trains):
-            raise ValueError(
+            raise RuleError(
                 f"learner.models names one model for each of trains = {self.trains}; got "
-                f"{self.models}"
+                f"{self.models}",
+                "models-unlike-trains",
             )
-        _check_split(self.tensor_parallel, self.devices)
         return self
 
 
@@ -194,9 +193,10 @@ class Workload(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.batch % self.samples_per_prompt:
-            raise ValueError(
+            raise RuleError(
                 f"batch must be a multiple of samples_per_prompt; got {self.batch} and "
-                f"{self.samples_per_prompt}"
+                f"{self.samples_per_prompt}",
+                "batch-not-groups",
             )
         return self
 
@@ -231,91 +231,73 @@ class Cluster(Section):
     def _check(self) -> Self:
         self.schedule.check(self.workload.batch)
         if self.schedule.asks_to_migrate and len(self.generators) == 1:
-            raise ValueError(
+            raise RuleError(
                 f"schedule.migrate = {self.schedule.migrate!r} moves responses between generators, "
-                "and there is one; describe several, or set migrate = 'off'"
+                "and there is one; describe several, or set migrate = 'off'",
+                "migrate-with-one-engine",
             )
         for scorer in self.scorers:
             if scorer.host is not None and scorer.host >= len(self.generators):
-                raise ValueError(
+                raise RuleError(
                     f"scorer '{scorer.name}' lives with generator {scorer.host}, but there are "
-                    f"{len(self.generators)}, counted from 0"
+                    f"{len(self.generators)}, counted from 0",
+                    "unknown-host",
                 )
             if scorer.follows not in ("", *self.learner.trains):
-                raise ValueError(
+                raise RuleError(
                     f"scorer '{scorer.name}' follows '{scorer.follows}', but only "
-                    f"{self.learner.trains} are trained; choose one of them, or '' for none"
+                    f"{self.learner.trains} are trained; choose one of them, or '' for none",
+                    "follows-untrained",
                 )
         return self
 
     @property
     def device_count(self) -> int:
         """Devices that some role names, counted up to the highest."""
-        used = {d for g in self.generators for d in g.devices}
-        used |= {d for s in self.scorers for d in s.devices}
-        return 1 + max(used | set(self.learner.devices))
+        roles = (*self.generators, *self.scorers, self.learner)
+        return 1 + max(device for role in roles for device in role.devices)
 
     @property
     def migrating(self) -> Migrating:
-        """The facts for moving stragglers between the generators.
-
-        Raises:
-            ConfigError: costs are not numbers yet.
-        """
+        """The facts for moving stragglers between the generators, once costs are numbers."""
         role, w = self.generators[0], self.workload
         cost = known(role.cost)
-        prompt_tokens = int(w.prompt_tokens.quantile(0.5, 0))
         longest = w.max_new_tokens + int(w.prompt_tokens.quantile(0.999, 0))
-        everything = longest * w.batch * role.replicas
         prefill_s = _token_s(cost.prefill, longest) / role.replicas
         transfer_s = cost.cache_bytes / cost.transfer.bytes_per_s
         fit = cost.decode.rows_within((1 + RISE) * cost.decode.seconds(0, 0, 1), longest / 2)
         best = max(int(fit), 1) if fit < inf else 0
-        scoring_s = [
-            _token_s(c, longest)
-            for s in self.scorers
-            if s.host == 0 and isinstance(c := s.cost, PrefillCost)
-        ]
+        scoring_s = sum(
+            _token_s(scorer.cost, longest)
+            for scorer in self.scorers
+            if scorer.host == 0 and isinstance(scorer.cost, PrefillCost)
+        )
         return Migrating(
             MigrationLimits(
                 engines=len(self.generators),
                 best_batch=(role.best_batch or best or w.batch) * role.replicas,
-                cache_tokens=cost.cache_tokens * role.replicas or everything,
+                cache_tokens=(cost.cache_tokens or longest * w.batch) * role.replicas,
                 longest_tokens=longest,
                 prefill_tokens_per_s=1 / prefill_s if prefill_s else 1e12,
                 transfer_tokens_per_s=1 / transfer_s if transfer_s else 1e12,
             ),
-            score_tokens_per_s=1 / sum(scoring_s) if sum(scoring_s) else 1e12,
-            prompt_tokens=prompt_tokens,
+            score_tokens_per_s=1 / scoring_s if scoring_s else 1e12,
+            prompt_tokens=int(w.prompt_tokens.quantile(0.5, 0)),
         )
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a description from a TOML file.
-
-        Raises:
-            ConfigError: the file is missing or no TOML, or a setting in it is wrong.
-        """
-        try:
-            return cls.model_validate(tomllib.loads(Path(path).read_text("utf-8")))
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"cannot read the cluster description '{path}': {error}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"'{path}', {where or 'as a whole'}: {first['msg']}") from None
+        """Read a description from a TOML file; raises ConfigError for a fault in it."""
+        return recipes.build(changes.read(path), f"'{path}'", cls)
 
 
 def known(cost: C | None) -> C:
-    """Return a role's cost.
-
-    Raises:
-        ConfigError: it is not a number yet, but follows from a model.
-    """
+    """Return a role's cost; raises ConfigError if it is no number yet, but follows from a model."""
     if cost is None:
         raise ConfigError(
             "a role's costs follow from a model: stretto.planner.formulas.priced(cluster) makes "
-            "numbers of them, which can be simulated"
+            "numbers of them, which can be simulated",
+            "cost-unpriced",
         )
     return cost
 
@@ -324,17 +306,16 @@ def _token_s(cost: PrefillCost, tokens: int) -> float:
     return cost.token_s or cost.call_s / tokens
 
 
-def _check_source(model: str, cost: object) -> None:
+def _check_role(model: str, cost: object, tensor_parallel: int, devices: Devices) -> None:
     if bool(model) == (cost is not None):
-        raise ValueError(
+        raise RuleError(
             f"a role's costs come either from a model or from numbers; got model = '{model}' and "
-            f"cost {'given' if cost is not None else 'not given'}"
+            f"cost {'given' if cost is not None else 'not given'}",
+            "model-or-cost",
         )
-
-
-def _check_split(tensor_parallel: int, devices: Devices) -> None:
     if len(devices) % tensor_parallel:
-        raise ValueError(
+        raise RuleError(
             f"tensor_parallel must divide the number of devices; got {tensor_parallel} for "
-            f"{len(devices)} devices"
+            f"{len(devices)} devices",
+            "devices-not-divided",
         )

@@ -1,8 +1,8 @@
 """Costs of work, in virtual seconds.
 
 Each cost is linear in the amounts of work, or the longer of two that are. Its coefficients are
-given, derived from public figures of a device and a model (``hardware.py``), or fitted to a real
-run (``calibration.py``).
+given, derived from public figures of a device and a model, or fitted to a real run
+(:mod:`stretto.planner`).
 
 Legend: R rows (rollouts decoded together), C context (tokens in all rows whose keys and values a
 step reads), n decode steps.
@@ -17,8 +17,8 @@ from typing import Annotated
 from pydantic import Field
 
 from stretto.config import NonNegative, NonNegativeInt, Section
+from stretto.config.base import Positive
 
-Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 

@@ -18,17 +18,15 @@ from stretto.protocols import Tracer
 
 
 class Device:
-    """An accelerator, or whatever else can do one thing at a time.
+    """An accelerator, or another device that can do one thing at a time.
 
-    Attributes:
-        index: its place in the cluster. A role that needs several devices takes them in this order,
-            so that two roles that share some of them never wait for each other in a circle.
-        busy_s: virtual seconds of work so far.
+    A role that needs several devices takes them in the order of their ``index`` in the cluster, so
+    that two roles that share some of them never wait for each other in a circle.
     """
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.busy_s = 0.0
+        self.busy_s = 0.0  # so far
         self.turn = asyncio.Lock()
 
 
@@ -95,6 +93,11 @@ class SimWorker:
     A role without devices (a function, a service elsewhere) works on nothing that others share,
     cores apart.
 
+    Args:
+        devices: that it occupies while it works.
+        cores: that its threads share with others; ``None`` where there are enough.
+        threads: that its work takes.
+        call_s: that each call is on its way, and its answer.
     """
 
     def __init__(
@@ -107,14 +110,6 @@ class SimWorker:
         threads: int = 1,
         call_s: float = 0.0,
     ) -> None:
-        """Make the worker of a role that does nothing yet.
-
-        Args:
-            devices: that it occupies while it works.
-            cores: that its threads share with others; ``None`` where there are enough.
-            threads: that its work takes.
-            call_s: that each call is on its way, and its answer.
-        """
         self.role = role
         self._turn, self._call_s = asyncio.Lock(), call_s
         self._devices = sorted(devices, key=lambda d: d.index)
@@ -132,10 +127,7 @@ class SimWorker:
                 await asyncio.sleep(self._call_s / 2)
 
     async def work(self, name: str, seconds: float, **attributes: Any) -> None:
-        """Occupy all devices for work that takes so long alone, once they are free.
-
-        It is recorded as a span of that name.
-        """
+        """Occupy all devices for work that takes so long alone, once they are free; record it."""
         taken = 0
         try:
             for device in self._devices:
@@ -147,9 +139,8 @@ class SimWorker:
                 device.turn.release()
 
     async def _work(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
+        loop, ended_s = asyncio.get_running_loop(), None
         began_s = loop.time()
-        ended_s = None
         try:
             if self._cores:
                 ended_s = await self._cores.work(seconds, self._threads)

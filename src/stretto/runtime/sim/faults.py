@@ -50,13 +50,13 @@ class Faults(Section):
     restart_fails: Fraction = 0.0
     """Share of new processes that die as they start."""
     slow_loads: Fraction = 0.0
-    """Share of hand-overs that take ``slow_factor`` times as long."""
+    """Share of weight syncs that take ``slow_factor`` times as long."""
     unscored: Fraction = 0.0
     """Share of scores that are failures; of scorers alone."""
 
 
 class _Faulty:
-    """A role whose calls and answers suffer faults. Calls stay in order."""
+    """A role whose calls and answers suffer faults; calls stay in order."""
 
     def __init__(self, role: Any, faults: Faults, name: str, *, mortal: bool) -> None:
         self._role, self._faults, self._name, self._mortal = role, faults, name, mortal
@@ -91,9 +91,8 @@ class _Faulty:
         answer = await call(*args, **keywords)
         if draw < f.raises:
             raise InjectedError(f"call {number} of {self._name} was made to fail")
-        slow = call.__name__ == "load" and uniform(f.seed, self._name, "load", number) < (
-            f.slow_loads
-        )
+        loads = call.__name__ == "load"
+        slow = loads and uniform(f.seed, self._name, "load", number) < f.slow_loads
         if slow or f.raises + f.hangs <= draw < alive:
             await asyncio.sleep((f.slow_factor - 1) * (loop.time() - start_s))
         if f.unscored and call.__name__ == "finish":
@@ -108,11 +107,7 @@ class _Faulty:
         raise RoleLostError(self._name, f"its process was made to die in call {number}")
 
     async def restart(self) -> None:
-        """Start a new process, which holds nothing.
-
-        Raises:
-            RoleLostError: it has died at once.
-        """
+        """Start a new process, which holds nothing; RoleLostError if it dies at once."""
         f, self._dead = self._faults, True  # calls that still wait are the old process's
         async with self._turn:
             number, self._restarts = self._restarts, self._restarts + 1
@@ -123,9 +118,8 @@ class _Faulty:
             self._dead = False
 
     def _marked(self, score: Score) -> Score:
-        if uniform(self._faults.seed, self._name, "score", score.rollout_id) >= (
-            self._faults.unscored
-        ):
+        draw = uniform(self._faults.seed, self._name, "score", score.rollout_id)
+        if draw >= self._faults.unscored:
             return score
         return replace(score, values=np.zeros(0, np.float32), failure="made to fail")
 

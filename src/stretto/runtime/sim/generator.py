@@ -1,21 +1,30 @@
 """The generator in virtual time: it costs what a cost model says, and samples nothing.
 
 Tokens are placeholders, and lengths come from a distribution. Calls that break the order of things
-(a rollout admitted twice, or after its end) are errors here as with a real engine.
+(a rollout admitted twice, or after its end) are errors here as with a real engine. Which rollouts
+advance in a call, how far, and how long it takes follows the rules of continuous batching: rollouts
+wait for a slot, are prefilled, and then get one token a decode step together with all others, until
+they end and their slot goes to the next. Copies of the model (*replicas*) work side by side, each
+on rollouts of its own.
+
+Rows are never walked step by step. All rows of a replica share one count of steps, so that a row is
+two numbers, the steps at which it came and at which it will end; a call costs time in proportion to
+the rows that end in it, and to the chunks that it returns.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from heapq import merge
+from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import numpy as np
 
 from stretto.errors import EngineError
 from stretto.runtime.sim.costs import GeneratorCost
-from stretto.runtime.sim.decoding import Replica, SimRow, decode
 from stretto.runtime.sim.devices import SimWorker
 from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Response, WeightsRef
 
@@ -25,12 +34,252 @@ for _stand_in in (_TOKENS, _LOGPROBS):
     _stand_in.flags.writeable = False
 
 
+@dataclass(slots=True)
+class SimRow:
+    """A rollout that is being decoded.
+
+    Attributes:
+        group: rollouts with the same one share a prompt, whose cache they can copy.
+        prompt: its tokens.
+        tokens: response tokens that have been returned.
+        length: response tokens at its end.
+        finish: why it will end.
+        cached: prompt and response tokens whose keys and values came with it.
+        base: the replica's count of steps minus the row's tokens, while it has a slot.
+    """
+
+    id: int
+    group: int
+    prompt: int
+    tokens: int
+    length: int
+    finish: FinishReason
+    cached: int = 0
+    base: int = 0
+
+
+@dataclass(slots=True)
+class DecodeWork:
+    """The work of a call.
+
+    Attributes:
+        steps: decode steps of the replica that took the most.
+        tokens: decoded by all.
+        prefilled: prompt and response tokens that had to be prefilled.
+        context: tokens of context that the steps read, all in all.
+        uneven_s: seconds that a replica waited for the slowest of them, on average.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    prefilled: int = 0
+    context: int = 0
+    uneven_s: float = 0.0
+
+
+class Replica:
+    """A copy of the model, with its slots; ``None`` for as many as there are rollouts."""
+
+    def __init__(self, cost: GeneratorCost, slots: int | None) -> None:
+        self._cost, self._slots = cost, slots
+        self.waiting: deque[SimRow] = deque()
+        self.rows: dict[int, SimRow] = {}
+        self.step = 0
+        self._ends: list[tuple[int, int]] = []  # (step, rollout id); left behind by those that went
+        self._in_rows = 0  # tokens
+        self._longest: list[tuple[int, int]] = []  # (base - prompt, rollout id); likewise
+        self._reserved = 0  # tokens of the cache, at the end of all rows
+        self._to_prefill = 0
+        self._void = False
+        self._groups: Counter[int] = Counter()
+        self.time_s = 0.0  # since the call began
+        self.left = 0  # steps of the call
+        self.event_s = inf  # when the next event is; infinite when there is no more to do
+        self._event_steps = 0
+        self.work = DecodeWork()
+
+    @property
+    def load(self) -> int:
+        """Rollouts here."""
+        return len(self.rows) + len(self.waiting)
+
+    def begin(self, max_steps: int) -> None:
+        """Start a call."""
+        self.time_s, self.left, self.work = 0.0, max_steps, DecodeWork()
+        self.fill()
+
+    def advance(self) -> list[SimRow]:
+        """Go on to the next event; return the rows that end there, by id."""
+        return self._advance(self._event_steps)
+
+    def advance_until(self, time_s: float) -> list[SimRow]:
+        """Finish the step under way at this time of the call; return the rows that end by then."""
+        most = self._event_steps
+        if not most or time_s <= self.time_s:
+            return []
+        return self._advance(self._steps_within(time_s - self.time_s, most))
+
+    def take_out(self, rollout_id: int) -> SimRow:
+        """Remove a row, which keeps what it needs to go on elsewhere; KeyError for an unknown."""
+        for row in self.waiting:
+            if row.id == rollout_id:
+                self.waiting.remove(row)
+                return row
+        row = self.rows.pop(rollout_id)
+        self._leave(row)
+        return row
+
+    def void_cache(self) -> None:
+        """Have the keys and values of all rows made again."""
+        self._void = True
+        for row in self.waiting:
+            row.cached = 0
+
+    def fill(self) -> None:
+        """Give free slots to waiting rollouts, prefill what is not cached, plan the next event."""
+        if self._void:
+            self._to_prefill, self._void = self._tokens_of_rows(), False
+        while self.waiting and self.left and self._has_room(self.waiting[0]):
+            row = self.waiting.popleft()
+            self._reserved += row.prompt + row.length
+            shared = row.prompt if self._groups[row.group] else 0
+            self._to_prefill += row.prompt + row.tokens - max(row.cached, shared)
+            self._groups[row.group] += 1
+            self._in_rows += row.prompt + row.tokens
+            row.base = self.step - row.tokens
+            self.rows[row.id] = row
+            if self._cost.padded:
+                heapq.heappush(self._longest, (row.base - row.prompt, row.id))
+            heapq.heappush(self._ends, (row.base + row.length, row.id))
+        if self._to_prefill:
+            self.time_s += self._cost.prefill.seconds(self._to_prefill)
+            self.work.prefilled += self._to_prefill
+            self._to_prefill = 0
+        self._plan()
+
+    def _has_room(self, row: SimRow) -> bool:
+        limit = self._cost.cache_tokens
+        fits = not limit or not self.rows or self._reserved + row.prompt + row.length <= limit
+        return fits and (self._slots is None or len(self.rows) < self._slots)
+
+    def _tokens_of_rows(self) -> int:
+        prompts = {row.group: row.prompt for row in self.rows.values()}
+        return sum(prompts.values()) + sum(self.step - row.base for row in self.rows.values())
+
+    def _plan(self) -> None:
+        """Find the next event: a row's end, or that of the call's steps."""
+        ends = self._ends
+        while ends:
+            row = self.rows.get(ends[0][1])
+            if row and row.base + row.length == ends[0][0]:
+                break
+            heapq.heappop(ends)
+        self._event_steps = min(ends[0][0] - self.step, self.left) if ends else 0
+        self.event_s = self.time_s + self._seconds(self._event_steps) if self._event_steps else inf
+
+    def _context(self) -> int:
+        """Count the tokens of context that the next step reads."""
+        if not self._cost.padded or not self.rows:
+            return self._in_rows
+        while True:
+            start, id_ = self._longest[0]
+            row = self.rows.get(id_)
+            if row and row.base - row.prompt == start:
+                return len(self.rows) * (self.step - start)
+            heapq.heappop(self._longest)
+
+    def _seconds(self, steps: int) -> float:
+        return self._cost.decode.seconds(len(self.rows), self._context(), steps)
+
+    def _steps_within(self, seconds: float, most: int) -> int:
+        if self._seconds(most) <= seconds:
+            return most
+        return min(self._cost.decode.steps_within(len(self.rows), self._context(), seconds), most)
+
+    def _advance(self, steps: int) -> list[SimRow]:
+        rows, work = len(self.rows), self.work
+        self.time_s += self._seconds(steps)
+        work.context += steps * self._context() + rows * (steps * (steps - 1) // 2)
+        work.steps += steps
+        work.tokens += rows * steps
+        self.step += steps
+        self.left -= steps
+        self._in_rows += rows * steps
+        ended = []
+        while self._ends and self._ends[0][0] <= self.step:
+            end, id_ = heapq.heappop(self._ends)
+            row = self.rows.get(id_)
+            if row and row.base + row.length == end:
+                del self.rows[id_]
+                ended.append(row)
+                self._leave(row)
+        return ended
+
+    def _leave(self, row: SimRow) -> None:
+        self._in_rows -= row.prompt + self.step - row.base
+        self._reserved -= row.prompt + row.length
+        self._groups[row.group] -= 1
+        if not self._groups[row.group]:
+            del self._groups[row.group]
+
+
+def decode(
+    replicas: Sequence[Replica], max_steps: int, stop_after: int
+) -> tuple[list[SimRow], DecodeWork]:
+    """Make a decode call on all replicas at once, each of which works at its own pace.
+
+    Return the rows that ended, in the order in which they did (by id at one instant), and the work
+    of all.
+
+    Args:
+        max_steps: tokens a row, at most.
+        stop_after: once so many rows have ended, every replica finishes its step and stops; 0 does
+            not stop.
+    """
+    for replica in replicas:
+        replica.begin(max_steps)
+    ended: list[tuple[float, int, int, SimRow]] = []
+
+    def note(replica: Replica, rows: Sequence[SimRow]) -> None:
+        ended.extend((replica.time_s, replica.work.steps, row.id, row) for row in rows)
+
+    while True:
+        first = min(replicas, key=lambda r: (r.event_s, r.work.steps))
+        time_s = first.event_s
+        if time_s == inf:
+            break
+        note(first, first.advance())
+        if stop_after and len(ended) >= stop_after:
+            for replica in replicas:
+                if replica is not first:
+                    note(replica, replica.advance_until(time_s))
+            break
+        first.fill()
+    ended.sort(key=lambda e: e[:3])
+    slowest_s = max(r.time_s for r in replicas)
+    work = DecodeWork(
+        seconds=slowest_s,
+        uneven_s=slowest_s - sum(r.time_s for r in replicas) / len(replicas),
+        steps=max(r.work.steps for r in replicas),
+        tokens=sum(r.work.tokens for r in replicas),
+        prefilled=sum(r.work.prefilled for r in replicas),
+        context=sum(r.work.context for r in replicas),
+    )
+    return [row for *_, row in ended], work
+
+
 class SimGenerator:
     """A generator that decodes to lengths known beforehand, with continuous batching.
 
-    Rollouts go to the replica with the fewest, and stay there.
+    Rollouts go to the replica with the fewest, and stay there; a call occupies all devices.
 
     State: the version. Rollouts in flight are the schedule's to save, as with a real engine.
+
+    Args:
+        lengths: response tokens of a rollout, without a limit.
+        slots: rollouts that a replica decodes together; ``None`` for all that it has.
+        carry: whether cached keys and values are made again after new weights.
     """
 
     def __init__(
@@ -44,34 +293,18 @@ class SimGenerator:
         replicas: int = 1,
         carry: Literal["recompute", "reuse"] = "recompute",
     ) -> None:
-        """Make a generator without rollouts.
-
-        Args:
-            worker: its devices; a call occupies all of them.
-            lengths: response tokens of a rollout, without a limit.
-            slots: rollouts that a replica decodes together; ``None`` for all that it has.
-            replicas: copies of the model that decode side by side.
-            carry: whether cached keys and values are made again after new weights.
-        """
         self._worker, self._cost, self._lengths = worker, cost, lengths
-        self._max_new_tokens, self._carry = max_new_tokens, carry
-        self._slots = slots
+        self._max_new_tokens, self._slots, self._carry = max_new_tokens, slots, carry
         self._replicas = [Replica(cost, slots) for _ in range(replicas)]
         self._home: dict[int, Replica] = {}
         self.version = 0
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        """Queue responses; each goes on after the tokens it already has.
-
-        Raises:
-            EngineError: a rollout is here already, or has ended.
-        """
         async with self._worker.turn:
             for response in responses:
                 self._add(response, 0)
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
-        """Give every rollout in a slot up to ``max_tokens`` more; admit others as slots free."""
         async with self._worker.turn:
             ended, work = decode(self._replicas, max_tokens, stop_after)
             chunks = [self._last_chunk(row) for row in ended]
@@ -91,53 +324,37 @@ class SimGenerator:
             return Decoded(chunks, work.steps)
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Forget rollouts; unknown ids are ignored."""
         async with self._worker.turn:
             for id_ in rollout_ids:
                 if replica := self._home.pop(id_, None):
                     replica.take_out(id_)
 
     async def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Sequence[KVTransfer]:
-        """Let go of rollouts; the time that moving a cache takes is the receiver's.
-
-        Raises:
-            EngineError: a rollout is not here, or is named twice; nothing has been let go.
-        """
+        """Let go of rollouts; the time that moving a cache takes is the receiver's."""
         async with self._worker.turn:
             wrong = [i for i, n in Counter(rollout_ids).items() if n > 1 or i not in self._home]
             if wrong:
-                raise EngineError(f"rollouts {wrong} are not in this engine, or were named twice")
+                problem = f"rollouts {wrong} are not in this engine, or were named twice"
+                raise EngineError(problem, "not-in-engine")
             transfers = []
             for id_ in rollout_ids:
                 replica = self._home.pop(id_)
                 decoded = id_ in replica.rows
                 row = replica.take_out(id_)
                 cached = row.prompt + row.tokens if decoded else row.cached
-                moved = with_cache and cached > 0
-                transfers.append(
-                    KVTransfer(id_, "cache" if moved else None, cached if moved else 0)
-                )
+                moved = cached if with_cache else 0
+                transfers.append(KVTransfer(id_, "cache" if moved else None, moved))
             return transfers
 
     async def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> None:
-        """Go on with rollouts that another generator exported, one transfer each.
-
-        Raises:
-            EngineError: a rollout is here already, or has ended.
-        """
         async with self._worker.turn:
             for response, transfer in zip(responses, transfers, strict=True):
                 self._add(response, transfer.cached_tokens)
             size_bytes = self._cost.cache_bytes * sum(p.cached_tokens for p in transfers)
-            await self._worker.work(
-                "migrate",
-                self._cost.transfer.seconds(size_bytes),
-                rollouts=[r.id for r in responses],
-                bytes=size_bytes,
-            )
+            seconds, rollouts = self._cost.transfer.seconds(size_bytes), [r.id for r in responses]
+            await self._worker.work("migrate", seconds, rollouts=rollouts, bytes=size_bytes)
 
     async def load(self, weights: WeightsRef) -> None:
-        """Decode with these weights from now on."""
         async with self._worker.turn:
             await self._worker.work("load", self._cost.load_s, version=weights.version)
             self.version = weights.version
@@ -156,11 +373,13 @@ class SimGenerator:
         wanted = self._lengths(response.id)
         length = min(wanted, self._max_new_tokens)
         if response.id in self._home:
-            raise EngineError(f"rollout {response.id} is in the engine already; release it first")
+            problem = f"rollout {response.id} is in the engine already; release it first"
+            raise EngineError(problem, "already-in-engine")
         if response.finish or len(response) >= length:
             raise EngineError(
                 f"rollout {response.id} has ended, at {len(response)} tokens; admit only those "
-                "that go on"
+                "that go on",
+                "rollout-ended",
             )
         replica = min(self._replicas, key=lambda r: r.load)
         row = SimRow(
@@ -177,20 +396,19 @@ class SimGenerator:
 
     def _last_chunk(self, row: SimRow) -> Chunk:
         del self._home[row.id]
-        new = row.length - row.tokens
-        return Chunk(row.id, row.tokens, _TOKENS[:new], _LOGPROBS[:new], self.version, row.finish)
+        return self._chunk(row, row.length, row.finish)
 
     def _chunks(self) -> list[Chunk]:
         """Make chunks of the rollouts that go on, by id."""
-        found = []
+        chunks = []
         for replica in self._replicas:
-            chunks, step = [], replica.step
             for row in replica.rows.values():
-                start, now = row.tokens, step - row.base
-                if now > start:
+                now = replica.step - row.base
+                if now > row.tokens:
+                    chunks.append(self._chunk(row, now))
                     row.tokens = now
-                    new = now - start
-                    chunk = Chunk(row.id, start, _TOKENS[:new], _LOGPROBS[:new], self.version)
-                    chunks.append(chunk)
-            found.append(sorted(chunks, key=lambda c: c.rollout_id))
-        return list(merge(*found, key=lambda c: c.rollout_id)) if len(found) > 1 else found[0]
+        return sorted(chunks, key=lambda chunk: chunk.rollout_id)
+
+    def _chunk(self, row: SimRow, now: int, finish: FinishReason | None = None) -> Chunk:
+        start, new = row.tokens, now - row.tokens
+        return Chunk(row.id, start, _TOKENS[:new], _LOGPROBS[:new], self.version, finish)

@@ -19,7 +19,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from stretto.config import Fraction, PositiveInt, Section
-from stretto.runtime.sim.costs import Positive
+from stretto.config.base import Positive
+from stretto.errors import RuleError
 
 _NORMAL = NormalDist()
 
@@ -49,22 +50,21 @@ class Lognormal(Section):
     def _check(self) -> Self:
         given = [p for p in (self.p95, self.p99) if p is not None]
         if len(given) != 1 or given[0] < self.median:
-            raise ValueError(
+            raise RuleError(
                 f"a lognormal is fitted to its median and either p95 or p99, not below it; got "
-                f"median = {self.median}, p95 = {self.p95}, p99 = {self.p99}"
+                f"median = {self.median}, p95 = {self.p95}, p99 = {self.p99}",
+                "one-percentile",
             )
         return self
 
     @cached_property
     def sigma(self) -> float:
         """Standard deviation of the logarithm."""
-        if self.p95 is not None:
-            return log(self.p95 / self.median) / _NORMAL.inv_cdf(0.95)
-        assert self.p99 is not None
-        return log(self.p99 / self.median) / _NORMAL.inv_cdf(0.99)
+        share, tokens = (0.99, self.p99) if self.p95 is None else (0.95, self.p95)
+        assert tokens is not None
+        return log(tokens / self.median) / _NORMAL.inv_cdf(share)
 
     def quantile(self, u: float, rollout_id: int) -> float:
-        """Tokens at the share ``u`` of the distribution."""
         return self.median * exp(self.sigma * _NORMAL.inv_cdf(u))
 
 
@@ -80,11 +80,11 @@ class Uniform(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.high < self.low:
-            raise ValueError(f"high must not be below low; got low {self.low}, high {self.high}")
+            problem = f"high must not be below low; got low {self.low}, high {self.high}"
+            raise RuleError(problem, "high-below-low")
         return self
 
     def quantile(self, u: float, rollout_id: int) -> float:
-        """Tokens at the share ``u`` of the distribution."""
         return self.low + int(u * (self.high - self.low + 1))
 
 
@@ -102,7 +102,6 @@ class Bimodal(Section):
     """Lengths are uniform in mode * (1 - spread) .. mode * (1 + spread)."""
 
     def quantile(self, u: float, rollout_id: int) -> float:
-        """Tokens at the share ``u`` of the distribution."""
         short = 1.0 - self.long_share
         mode, v = (self.short, u / short) if u < short else (self.long, (u - short) / (1 - short))
         return mode * (1 + self.spread * (2 * v - 1))
@@ -116,7 +115,6 @@ class Geometric(Section):
     """Tokens."""
 
     def quantile(self, u: float, rollout_id: int) -> float:
-        """Tokens at the share ``u`` of the distribution."""
         return ceil(log(1 - u) / log(1 - 1 / self.mean))
 
 
@@ -134,7 +132,6 @@ class Drifting(Section):
     """The 95th percentile, in medians."""
 
     def quantile(self, u: float, rollout_id: int) -> float:
-        """Tokens at the share ``u`` of the distribution, for this rollout."""
         progress = min(rollout_id / self.over, 1.0)
         middle = self.first * exp(log(self.last / self.first) * progress)
         sigma = log(self.p95_ratio) / _NORMAL.inv_cdf(0.95)
@@ -151,7 +148,6 @@ class HeavyTail(Section):
     """The share of responses beyond x falls as x to this power; the mean is finite above 1."""
 
     def quantile(self, u: float, rollout_id: int) -> float:
-        """Tokens at the share ``u`` of the distribution."""
         return float(self.shortest * (1 - u) ** (-1 / self.exponent))
 
 
@@ -179,7 +175,6 @@ class Replayed(Section):
         return cls(tokens=tuple(found.get(i, middle) for i in range(max(found) + 1)))
 
     def quantile(self, u: float, rollout_id: int) -> float:
-        """The recorded length of this rollout."""
         return self.tokens[rollout_id % len(self.tokens)]
 
 
@@ -187,6 +182,7 @@ Distribution = Annotated[
     Lognormal | Uniform | Bimodal | Geometric | Drifting | HeavyTail | Replayed,
     Field(discriminator="kind"),
 ]
+"""Its ``quantile(u, rollout_id)`` gives the tokens at the share ``u``, for this rollout."""
 
 
 class Lengths:

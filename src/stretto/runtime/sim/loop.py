@@ -1,9 +1,8 @@
 """An asyncio event loop in virtual time: nothing sleeps, and the order of events is reproducible.
 
 Time stands still while callbacks run, unless one says what it takes (:func:`spend`), and jumps to
-the next timer once none is left. So a schedule
-that would take an hour on a cluster takes as long as its own Python code, and two runs of one
-program are the same, event by event.
+the next timer once none is left. So a schedule that would take an hour on a cluster takes as long
+as its own Python code, and two runs of one program are the same, event by event.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ class VirtualClock:
     """The time of the loop that is running, in seconds since it was made."""
 
     def now(self) -> float:
-        """Virtual seconds.
-
-        Raises:
-            RuntimeError: no loop is running.
-        """
+        """Virtual seconds; RuntimeError if no loop is running."""
         return asyncio.get_running_loop().time()
 
 
@@ -124,7 +119,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self._rounds > _ROUNDS_AT_ONE_INSTANT:
             raise StalledError(
                 f"tasks woke each other {_ROUNDS_AT_ONE_INSTANT:,} times at {self._now_s} s and "
-                f"let no time pass; wait for an event instead of polling. {self._waiting()}"
+                f"let no time pass; wait for an event instead of polling. {self._waiting()}",
+                "no-time-passes",
             )
         if self._random and len(ready) > 1:
             self._random.shuffle(ready)
@@ -134,18 +130,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 handle._run()
 
     def _advance(self) -> None:
-        """Move on to the next instant that has a timer.
-
-        Raises:
-            StalledError: there is no timer.
-        """
+        """Move on to the next instant that has a timer; StalledError if there is no timer."""
         timers = self._timers
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
         if not timers:
             raise StalledError(
                 f"nothing can happen any more at {self._now_s} s: no task is ready and no timer is "
-                f"set. {self._waiting()}"
+                f"set. {self._waiting()}",
+                "nothing-to-wait-for",
             )
         self._now_s = max(self._now_s, timers[0][0])
         self._rounds = 0
@@ -171,8 +164,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def cancel_all(self) -> None:
         """Cancel every task, in the order of creation, and wait until all have ended.
 
-        Raises:
-            StalledError: one of them does not end when it is cancelled.
+        Raises StalledError if one of them does not end when it is cancelled.
         """
         tasks = self._all_tasks()
         for task in tasks:
@@ -188,11 +180,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def spend(seconds: float) -> None:
-    """Let virtual time pass in which the running loop does nothing else, as if it computed.
-
-    Raises:
-        RuntimeError: no loop is running.
-    """
+    """Let virtual time pass in which the running loop does nothing else, as if it computed."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     loop.spend(seconds)
@@ -201,13 +189,12 @@ def spend(seconds: float) -> None:
 def run(main: Coroutine[Any, Any, T], *, seed: int = 0, shuffle: bool = False) -> T:
     """Run a coroutine to its end in virtual time; tasks it leaves behind are cancelled.
 
+    Raises StalledError if everything waits and no timer is set, or tasks wake each other without
+    end.
+
     Args:
-        main: what to run; its result is returned, its exception raised.
         seed: of the order of simultaneous callbacks; used with ``shuffle`` alone.
         shuffle: permute callbacks that are ready at the same moment.
-
-    Raises:
-        StalledError: everything waits and no timer is set, or tasks wake each other without end.
     """
     loop = VirtualLoop(seed, shuffle)
     try:

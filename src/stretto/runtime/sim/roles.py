@@ -46,7 +46,7 @@ class LearningCurve(Section):
     last: float = 1.0
     """Mean reward that training converges to."""
     versions: NonNegative = 50.0
-    """Hand-overs after which the distance to ``last`` has fallen to 37 %; 0: converged at once."""
+    """Syncs after which the distance to ``last`` has fallen to 37 %; 0: converged at once."""
     spread: NonNegative = 0.5
     """Largest distance of a response's reward from the mean."""
 
@@ -69,7 +69,17 @@ class _Pending:
 
 
 class SimScorer:
-    """A reward model, the reference, the critic, or a function."""
+    """A reward model, the reference, the critic, or a function; the worker's role is its name.
+
+    Args:
+        cost: by tokens for a model, by responses for a function.
+        reward: of a rollout id and the version of its last token; for kind ``reward``.
+        follows: the trained model whose weights it loads.
+        streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
+        padded: rollouts that are worked on at a time, each padded to the longest of them; 0 pads
+            nothing.
+        worthwhile_tokens: that make a call worth its fixed cost.
+    """
 
     def __init__(
         self,
@@ -84,18 +94,6 @@ class SimScorer:
         worthwhile_tokens: int = 0,
         load_s: float = 0.0,
     ) -> None:
-        """Make a scorer that knows no rollouts.
-
-        Args:
-            worker: its devices; the worker's role is its name.
-            cost: by tokens for a model, by responses for a function.
-            reward: of a rollout id and the version of its last token; for kind ``reward``.
-            follows: the trained model whose weights it loads.
-            streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
-            padded: rollouts that are worked on at a time, each padded to the longest of them; 0
-                pads nothing.
-            worthwhile_tokens: that make a call worth its fixed cost.
-        """
         self._worker, self._cost, self._reward = worker, cost, reward
         self._padded, self._load_s, self.name = padded, load_s, worker.role
         streams = streams and isinstance(cost, PrefillCost)
@@ -105,11 +103,7 @@ class SimScorer:
         self._pending: dict[int, _Pending] = {}
 
     async def admit(self, responses: Sequence[Response]) -> None:
-        """Learn of responses; their prompts are worked on with their first chunk.
-
-        Raises:
-            EngineError: one is here already.
-        """
+        """Learn of responses; their prompts are worked on with their first chunk."""
         async with self._worker.turn:
             for r in responses:
                 if r.id in self._pending:
@@ -118,18 +112,14 @@ class SimScorer:
                 self._pending[r.id] = _Pending(prompt_tokens, len(r), r.version, bool(r.finish))
 
     async def extend(self, chunks: Sequence[Chunk]) -> None:
-        """Take more tokens of admitted rollouts.
-
-        Raises:
-            EngineError: a chunk's rollout is unknown, or the chunk leaves a gap or comes twice.
-        """
         async with self._worker.turn:
             for chunk in chunks:
                 entry = self._pending.get(chunk.rollout_id)
                 if entry is None or chunk.start != entry.tokens or entry.ended:
                     raise EngineError(
                         f"{self.name} cannot take a chunk of rollout {chunk.rollout_id} that "
-                        f"starts at {chunk.start}; it holds {entry}"
+                        f"starts at {chunk.start}; it holds {entry}",
+                        "chunk-out-of-place",
                     )
                 entry.tokens += len(chunk.tokens)
                 entry.version, entry.ended = chunk.version, chunk.finish is not None
@@ -138,23 +128,18 @@ class SimScorer:
                 await self._work("prefill", ids)
 
     async def finish(self, rollout_ids: Sequence[int]) -> Sequence[Score]:
-        """Score rollouts, in the order asked, and forget them.
-
-        Raises:
-            EngineError: a rollout is unknown, or its last chunk has not come.
-        """
         async with self._worker.turn:
             for id_ in rollout_ids:
                 if id_ not in self._pending or not self._pending[id_].ended:
                     raise EngineError(
                         f"{self.name} is asked to score rollout {id_}, of which it holds "
-                        f"{self._pending.get(id_)}; give it the last chunk first"
+                        f"{self._pending.get(id_)}; give it the last chunk first",
+                        "rollout-unfinished",
                     )
             await self._work("score", rollout_ids)
             return [self._score(id_, self._pending.pop(id_)) for id_ in rollout_ids]
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
-        """Forget rollouts without a score; unknown ids are ignored."""
         async with self._worker.turn:
             for id_ in rollout_ids:
                 self._pending.pop(id_, None)
@@ -202,9 +187,9 @@ class SimScorer:
 
 
 class SimLearner:
-    """A learner that only takes time; the :class:`LearningCurve` says how rewards change.
+    """A learner that only takes time, and may pad a batch to its longest response.
 
-    State: the version.
+    State: the version. The :class:`LearningCurve` says how rewards change.
     """
 
     def __init__(
@@ -215,10 +200,8 @@ class SimLearner:
         *,
         padded: bool = False,
     ) -> None:
-        """Make an untrained learner of these models, which may pad a batch to its longest."""
-        self._worker, self._cost, self._models = worker, cost, tuple(models)
-        self._padded = padded
-        self.version = 0
+        self._worker, self._cost = worker, cost
+        self._models, self._padded, self.version = tuple(models), padded, 0
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step; return the mean reward, staleness and the responses' rewards."""
@@ -242,7 +225,6 @@ class SimLearner:
         return len(batch) * longest
 
     async def publish(self) -> Mapping[str, WeightsRef]:
-        """Publish the next version of every model."""
         async with self._worker.turn:
             await self._worker.work("publish", self._cost.publish_s, version=self.version + 1)
             self.version += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, TypeVar
 
 from stretto.assembly.controls import controls
@@ -93,52 +94,47 @@ def simulate(
 ) -> SimResult:
     """Run the description's schedule.
 
+    Raises ConfigError if costs follow from models (see :func:`stretto.planner.formulas.priced`),
+    StalledError if a role did not answer in time, or nothing could ever happen again.
+
     Args:
-        cluster: who works where, on what, and when.
         steps: to look at, of those that the description has; 0 for all.
         seed: of the order of simultaneous events; used with ``shuffle`` alone.
         shuffle: explore orders of simultaneous events.
         advance: told of each step.
-
-    Raises:
-        ConfigError: costs follow from models; see :func:`stretto.planner.formulas.priced`.
-        StalledError: a role did not answer in time, or nothing could ever happen again.
     """
     found = _simulate(cluster, steps or cluster.workload.steps, advance)
     return run(found, seed=seed, shuffle=shuffle)
 
 
-async def _simulate(cluster: Cluster, count: int, advance: Advance) -> SimResult:
+async def _simulate(cluster: Cluster, limit: int, advance: Advance) -> SimResult:
     clock = VirtualClock()
     spans = _DriverSpans(cluster.driver)
     roles = make_roles(cluster, spans)
     schedule = make_schedule(cluster, roles, spans)
     steps = []
     async with schedule:
-        for _ in range(min(count, cluster.workload.steps)):
+        for _ in range(min(limit, cluster.workload.steps)):
             step = await schedule.step()
             with spans.span(DRIVER, RECORDS, items=len(step.batch)):
                 steps.append(step.stats)
             advance(1)
         makespan_s = clock.now()
     metrics = TimeSheet().add(Window(0.0, makespan_s, spans.records))
-    idle = (
-        key.removeprefix("idle_s/").rpartition("/")[::2]  # names of roles may have slashes
-        for key in metrics
-        if key.startswith("idle_s/")
-    )
+    shares: dict[str, dict[str, float]] = {"utilisation": {}, "idle_s": {}}
+    for key, value in metrics.items():
+        kind, _, role = key.partition("/")
+        if kind in shares:
+            shares[kind][role] = value
     samples = cluster.workload.batch * len(steps)
     return SimResult(
         steps=steps,
         spans=spans.records,
         makespan_s=makespan_s,
         samples_per_s=samples / makespan_s if makespan_s else 0.0,
-        utilisation={
-            key.removeprefix("utilisation/"): share
-            for key, share in metrics.items()
-            if key.startswith("utilisation/")
-        },
-        idle_s={(role, cause): metrics[f"idle_s/{role}/{cause}"] for role, cause in idle},
+        utilisation=shares["utilisation"],
+        # Names of roles may have slashes, causes have none.
+        idle_s={key.rpartition("/")[::2]: s for key, s in shares["idle_s"].items()},
         device_utilisation=[d.busy_s / makespan_s if makespan_s else 0.0 for d in roles.devices],
         ledger=schedule.ledger.state_dict(),
     )
@@ -146,85 +142,63 @@ async def _simulate(cluster: Cluster, count: int, advance: Advance) -> SimResult
 
 def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule:
     """Make the schedule that the description asks for; call it in a running loop."""
-    w, engines = cluster.workload, len(cluster.generators)
-    migrates = cluster.schedule.knobs.migrates(engines)
-    turned = controls(
-        cluster.schedule,
-        cluster.schedule.settings(
-            RolloutConfig(
-                batch=w.batch,
-                samples_per_prompt=w.samples_per_prompt,
-                max_new_tokens=w.max_new_tokens,
-            ),
-            w.steps,
-            drop_failures=w.on_failure == "drop",
-            group_at_least=w.group_at_least,
-            restarts=cluster.restarts,
-        ),
-        engines,
-        w.seed,
-        cluster.migrating if migrates else None,
+    w, engines, schedule = cluster.workload, len(cluster.generators), cluster.schedule
+    rollout = RolloutConfig(
+        batch=w.batch, samples_per_prompt=w.samples_per_prompt, max_new_tokens=w.max_new_tokens
     )
-    if w.chunks and not cluster.schedule.chunk_tokens:
+    settings = schedule.settings(
+        rollout,
+        w.steps,
+        drop_failures=w.on_failure == "drop",
+        group_at_least=w.group_at_least,
+        restarts=cluster.restarts,
+    )
+    migrating = cluster.migrating if schedule.knobs.migrates(engines) else None
+    turned = controls(schedule, settings, engines, w.seed, migrating)
+    if w.chunks and not schedule.chunk_tokens:
         turned = replace(turned, chunk=ReplayedChunk(w.chunks))
-    if w.deltas and cluster.schedule.knobs.overcommit == "auto":
+    if w.deltas and schedule.knobs.overcommit == "auto":
         turned = replace(turned, overcommit=ReplayedOvercommit(w.deltas))
-    return Schedule(
-        _prompts(cluster),
-        roles.generators,
-        roles.replicas,
-        roles.learner,
-        turned,
-        VirtualClock(),
-        tracer,
-    )
+    replicas, learner = roles.replicas, roles.learner
+    prompts, clock = _prompts(cluster), VirtualClock()
+    return Schedule(prompts, roles.generators, replicas, learner, turned, clock, tracer)
 
 
 def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     """Make the description's roles, with its faults, on its devices; call it in a running loop.
 
-    Raises:
-        ConfigError: costs follow from models; see :func:`stretto.planner.formulas.priced`.
+    Raises ConfigError if costs follow from models; see :func:`stretto.planner.formulas.priced`.
     """
     devices = [Device(i) for i in range(cluster.device_count)]
-    w = cluster.workload
+    w, several = cluster.workload, len(cluster.generators) > 1
     lengths = Lengths(w.response_tokens, w.seed)
-
     cores = Cores(cluster.cores) if cluster.cores else None
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
-        used = [devices[i] for i in role.devices]
-        return SimWorker(
-            name, used, tracer, cores=cores, threads=role.threads, call_s=cluster.call_s
-        )
+        used, call_s = [devices[i] for i in role.devices], cluster.call_s
+        return SimWorker(name, used, tracer, cores=cores, threads=role.threads, call_s=call_s)
 
     def put(role: R, name: str) -> R:
         return faulty(role, cluster.faults, name) if cluster.faults != Faults() else role
 
-    several = len(cluster.generators) > 1
     generators: list[Generator] = []
     for i, g in enumerate(cluster.generators):
         name = f"generator {i}" if several else "generator"
-        generators.append(
-            put(
-                SimGenerator(
-                    worker(name, g),
-                    known(g.cost),
-                    lengths,
-                    max_new_tokens=w.max_new_tokens,
-                    slots=g.slots or None,
-                    replicas=g.replicas,
-                    carry=cluster.schedule.carry,
-                ),
-                name,
-            )
+        generator = SimGenerator(
+            worker(name, g),
+            known(g.cost),
+            lengths,
+            max_new_tokens=w.max_new_tokens,
+            slots=g.slots or None,
+            replicas=g.replicas,
+            carry=cluster.schedule.carry,
         )
+        generators.append(put(generator, name))
     replicas = []
     for i, s in enumerate(cluster.scorers):
-        cost = s.cost or known(None)
         scorer = SimScorer(
             worker(s.name, s),
-            cost,
+            s.cost or known(None),
             s.kind,
             reward=w.reward,
             follows=s.follows,
@@ -234,24 +208,19 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
             load_s=s.load_s,
         )
         replicas.append(ScorerReplica(put(scorer, f"{s.name} {i}"), s.host))
+    trained = cluster.learner
     learner = SimLearner(
-        worker("learner", cluster.learner),
-        known(cluster.learner.cost),
-        cluster.learner.trains,
-        padded=cluster.learner.padded,
+        worker("learner", trained), known(trained.cost), trained.trains, padded=trained.padded
     )
     return SimRoles(devices, generators, replicas, put(learner, "learner"))
 
 
 def _prompts(cluster: Cluster) -> Callable[[], Prompt]:
     """Return a source of prompts in order; they have lengths, and placeholders for tokens."""
-    lengths = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1)
-    drawn = 0
+    lengths, ids = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1), count()
 
     def draw() -> Prompt:
-        nonlocal drawn
-        prompt = Prompt(drawn, (0,) * lengths(drawn), "")
-        drawn += 1
-        return prompt
+        id_ = next(ids)
+        return Prompt(id_, (0,) * lengths(id_), "")
 
     return draw

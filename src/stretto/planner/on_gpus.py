@@ -1,0 +1,149 @@
+"""Memory of GPUs by their number, for ``stretto memory --gpus``, and what helps if too few."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, replace
+from itertools import product
+from math import ceil
+
+from stretto.errors import ConfigError
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.memory import Parts, host_bytes, phases_of, rows_in_flight
+from stretto.saying import format_size
+
+RESPONSES, PROMPT, RESPONSE = 512, 512, 512
+"""Responses of a step, tokens of a prompt and of its response."""
+LENGTH = PROMPT + RESPONSE
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """Options of the command: how many GPUs, how roles are on them, and which they are.
+
+    Attributes:
+        fsdp: shards of the learner; 0 takes all GPUs for every role. Where they do not fill the
+            GPUs, roles are apart: a copy of the scorers, and generators on the rest.
+        tp: GPUs that each layer is split over, in every role.
+    """
+
+    gpus: int
+    fsdp: int
+    tp: int
+    offload: bool
+    gpu: str = "h100"
+
+    def layout(self, models: ModelShapes, hardware: Hardware) -> Layout:
+        """Return the layout that they describe; ConfigError if models cannot be divided so."""
+        if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
+            raise ConfigError(
+                f"--gpus {self.gpus} --fsdp {self.fsdp} --tp {self.tp}: counts are positive, and "
+                "--tp divides --gpus",
+                "gpus-not-divided",
+            )
+        everywhere = Mesh(self.gpus // self.tp, self.tp)
+        rest = everywhere.data - self.fsdp - 1
+        if self.fsdp in (0, everywhere.data):
+            layout = Layout(everywhere, everywhere, everywhere, "all", self.offload)
+        elif rest > 0:
+            learner, generator = Mesh(self.fsdp, self.tp), Mesh(rest, self.tp)
+            layout = Layout(learner, generator, Mesh(1, self.tp), "none", self.offload)
+        else:
+            raise ConfigError(
+                f"--fsdp {self.fsdp} with --tp {self.tp} on {self.gpus} GPUs: that leaves none for "
+                f"generators and scorers, with {self.tp} for each. Give --fsdp {everywhere.data}, "
+                "where roles share all GPUs, or fewer shards",
+                "no-gpus-left",
+            )
+        layout.check(models, hardware.links)
+        return layout
+
+    def within(self, other: GpuOptions) -> bool:
+        """Return whether no option asks for more than another's."""
+        return all(a <= b for a, b in zip(astuple(self), astuple(other), strict=True))
+
+    def beyond(self, other: GpuOptions) -> str:
+        """Return the options that differ from another's, as they are written."""
+        return " ".join(
+            f"--{name}" if name == "offload" else f"--{name} {getattr(self, name)}"
+            for name in ("gpus", "fsdp", "tp", "offload")
+            if getattr(self, name) != getattr(other, name)
+        )
+
+
+def memory_table(models: ModelShapes, options: GpuOptions) -> tuple[str, str]:
+    """Return the memory of a GPU in each phase as a table, and what is wrong if it does not fit.
+
+    Raises ConfigError if the models cannot be divided as the options say.
+    """
+    hardware = Hardware.of(options.gpu)
+    layout = options.layout(models, hardware)
+    phases = phases_of(models, layout, RESPONSES, LENGTH, hardware)
+    totals = {name: sum(parts.values()) for name, parts in phases.items()}
+    most, usable = max(totals, key=lambda name: totals[name]), hardware.usable_bytes
+    problem = ""
+    if totals[most] > usable:
+        parts = phases[most]
+        problem = (
+            f"{most} takes {format_size(round(totals[most]))} of each GPU, of which "
+            f"{format_size(round(usable))} can be filled; most of it: "
+            f"{max(parts, key=lambda part: parts[part])}. {_remedy(models, options, hardware)}"
+        )
+    return "\n".join(_lines(phases, layout, models, hardware)), problem
+
+
+def _remedy(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> str:
+    """Say with which options all phases fit, the nearest to those that were given."""
+    given, doubled = options, [2**k for k in range(7)]
+    every = [
+        replace(given, gpus=n * given.gpus, fsdp=m * given.fsdp, tp=t * given.tp, offload=o)
+        for n, m, t, o in product(
+            doubled, doubled if given.fsdp else [1], doubled, {given.offload, True}
+        )
+    ]
+    fitting = [each for each in every if _fits(models, each, hardware)]
+    least = [e for e in fitting if not any(o != e and o.within(e) for o in fitting)]
+    if not least:
+        return f"Neither {every[-1].gpus:,} GPUs nor --tp nor --offload helps: take a smaller model"
+    least.sort(key=lambda each: (each.beyond(given).count("--"), each.gpus, each.tp))
+    return f"All phases fit with {', or with '.join(each.beyond(given) for each in least[:3])}"
+
+
+def _fits(models: ModelShapes, options: GpuOptions, hardware: Hardware) -> bool:
+    try:
+        layout = options.layout(models, hardware)
+    except ConfigError:  # such as --tp that does not divide the heads
+        return False
+    phases = phases_of(models, layout, RESPONSES, LENGTH, hardware).values()
+    return all(sum(parts.values()) <= hardware.usable_bytes for parts in phases)
+
+
+def _lines(
+    phases: dict[str, Parts], layout: Layout, models: ModelShapes, hardware: Hardware
+) -> list[str]:
+    usable, each = hardware.usable_bytes, format_size(round(hardware.gpu.memory_bytes))
+    roles = ", ".join(f"{name} {mesh.data}x{mesh.tensor}" for name, mesh in layout.meshes.items())
+    lines = [
+        f"Memory of each of {layout.gpus} GPUs, on paper; {format_size(round(usable))} of "
+        f"{each} can be filled",
+        f"  {roles}, {'all on the same GPUs' if layout.colocated else 'apart'}",
+    ]
+    for name, parts in phases.items():
+        sizes = sorted(parts.items(), key=lambda item: -item[1])
+        held = ", ".join(f"{part} {size / 1e9:.1f}" for part, size in sizes)
+        lines.append(f"  {name:<11} {sum(parts.values()) / 1e9:>7.1f} GB   {held}")
+    if layout.offload:
+        on_host = host_bytes(models, layout) / 1e9
+        lines.append(f"  {'host':<11} {on_host:>7.1f} GB   for each GPU")
+    rows, goes = rows_in_flight(models, layout, RESPONSES, LENGTH, hardware)
+    if goes > 1 and sum(phases["generation"].values()) <= usable:
+        share = ceil(RESPONSES / layout.generator.data)
+        lines.append(
+            f"  A generator decodes {rows} of its {share} responses at a time, in {goes} goes: "
+            "there is no room for keys and values of more."
+        )
+    lines.append(
+        f"  A step of {RESPONSES} responses of {PROMPT} + {RESPONSE} tokens; micro-batches of "
+        f"{layout.micro_tokens} tokens, layers recomputed."
+    )
+    return lines
