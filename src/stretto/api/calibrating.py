@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.api.settings import Settings, config_of
-from stretto.machine import Machine, usable_cores
+from stretto.machine import Machine
 from stretto.planner.calibration import MeasuredDevice, Point, fitted, predicted_s
 from stretto.planner.hardware import Hardware, write_hardware
 from stretto.planner.memory import HALF
@@ -35,10 +35,9 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine, and write what plans read; what ``stretto plan --calibrate`` does.
 
-    Device, type and threads are those that a run of the settings would take. ``say`` is told what
-    was measured. Raises ModelError if no model fits here to measure with, RankError if the
-    processes that sync weights did not start, or failed, StorageError if the file cannot be
-    written.
+    Device, type and threads are those that a run of the settings would take. Raises ModelError if
+    no model fits here to measure with, RankError if the processes that sync weights did not start,
+    or failed, StorageError if the file cannot be written.
 
     Args:
         settings: see :mod:`stretto.api`.
@@ -51,7 +50,7 @@ def calibrate(
 
         from stretto.assembly.models import prepare_torch
         from stretto.models.backend import pick_device
-        from stretto.planner.measuring import Sizes, model_to_measure
+        from stretto.planner.measuring import Sizes, device_of, measured, model_to_measure
 
     config, began_s = config_of(settings), time.perf_counter()
     threads = torch.get_num_threads()
@@ -59,12 +58,12 @@ def calibrate(
     try:
         sizes = sizes or Sizes.of(pick_device(config.model.device))
         model = model_to_measure(config, max(sizes.training), say)
-        device = _device(model)
+        device = device_of(model)
         for line in _head(model, device):
             say(line)
         points = []
         with working(say, "measuring"):
-            for point in _points(model, sizes):
+            for point in measured(model, sizes):
                 points.append(point)
                 say(f"  {point.kind:<9} {point.what:<28} {_seconds(point.seconds):>9}")
     finally:
@@ -76,36 +75,6 @@ def calibrate(
     write_hardware(file, hardware, _measured(model, points, hardware, command, took_s), NOTE)
     say(NOT_MEASURED)
     return hardware
-
-
-def _points(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
-    import torch
-
-    from stretto.planner import measuring
-
-    device, dtype = model.device, model.dtype
-    yield from measuring.peaks(device, dtype, sizes)
-    yield from measuring.prefills(model, sizes)
-    yield from measuring.decodes(model, sizes)
-    yield from measuring.trainings(model, sizes)
-    yield from measuring.swaps(device, sizes)
-    # Processes of a run share the cores: each has as many as this one now.
-    yield from measuring.broadcasts(device, dtype, torch.get_num_threads(), sizes)
-
-
-def _device(model: MeasuredModel) -> MeasuredDevice:
-    """The device, and what a process may fill of its memory."""
-    import psutil
-    import torch
-
-    if model.device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(model.device)
-        return MeasuredDevice(gpu.name, float(gpu.total_memory), torch.cuda.device_count())
-    threads = torch.get_num_threads()
-    processes = max(1, usable_cores() // threads)
-    share = psutil.virtual_memory().total / processes
-    cores = f"{threads} core{'s' if threads > 1 else ''}"
-    return MeasuredDevice(f"{Machine.here().cpu} ({cores})", float(share), processes)
 
 
 def _head(model: MeasuredModel, device: MeasuredDevice) -> Iterator[str]:

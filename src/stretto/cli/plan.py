@@ -18,6 +18,7 @@ from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
 from stretto.planner.hardware import GPUS, read_hardware
 from stretto.planner.layout import Mesh
+from stretto.planner.memory import host_bytes
 from stretto.saying import Saying, format_size
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ def _lines(plan: Plan, gpus: int, name: str) -> Iterator[str]:
 
 
 def _plan(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
+    from stretto.planner.candidates import memory_by_phase
+
     candidate = result.candidate
     layout = candidate.layout
     scored = plan.spec.models.scoring
@@ -175,11 +178,12 @@ def _plan(number: int, result: PlanResult, plan: Plan) -> Iterator[str]:
     yield f"   {_roles(candidate, plan)}"
     held = ", ".join(
         f"{phase} {_gb(sum(parts.values()))}"
-        for phase, parts in result.memory.items()
+        for phase, parts in memory_by_phase(plan.spec, candidate).items()
         if scored or phase != "scoring"
     )
     usable = format_size(round(plan.spec.hardware.usable_bytes))
-    host = f"; host {_gb(result.host_bytes)} for each" if layout.offload else ""
+    on_host = _gb(host_bytes(plan.spec.models, layout))
+    host = f"; host {on_host} for each" if layout.offload else ""
     yield f"   GB of a GPU, of {usable} that can be filled: {held}{host}"
     idle = ", ".join(
         f"{cause} {100 * share:.0f} %"

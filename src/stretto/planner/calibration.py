@@ -1,14 +1,13 @@
 """Costs fitted to measurements: to the spans of a run, or to timed pieces of work.
 
 Spans of a run make the costs of its roles (:func:`calibrate`), by which it can be replayed and
-varied in virtual time. The fit reads the length of each span, and of its attributes
+varied in virtual time. Beside its length the fit reads of a span's attributes
 
 - ``gen``: ``steps``, ``tokens`` and, where the engine counts them, ``context`` (tokens of context
   that all steps read) and ``prefilled``;
 - ``prefill`` and ``score``, of a scorer: ``tokens``; a scorer that gives none is taken for a
   function, whose time goes by the number of its ``rollouts``;
-- ``update``: ``tokens``; ``publish``, ``load`` and, between processes, ``send``: nothing;
-- ``driver/...``, the driver's own work: ``items``.
+- ``update``: ``tokens``; ``driver/...``, the driver's own work: ``items``.
 
 Timed pieces of work (``measuring.py``) make the figures of a device, for plans (:func:`fitted`).
 """
@@ -56,18 +55,12 @@ _FAR_OFF = 10.0
 
 
 def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Array:
-    """Fit coefficients, none negative, so that ``features @ coefficients`` is near ``took_s``.
+    """Fit coefficients [k], none negative, to the seconds of calls [n] with features [n, k].
 
     The calls take as long in all as they did: squared errors count in inverse proportion to what is
     expected (a Poisson regression, by iteratively reweighted least squares). So a mean is
-    predicted, to which the slow calls of a busy machine belong. First calls that take many times
-    what the others let expect, as they compile, are left out.
-
-    Args:
-        features: [n calls, k], in the order in which they were made; a column of zeros gets the
-            coefficient 0.
-        took_s: of each call; [n calls]
-        far_off: how many times what the others let expect a first call takes that is left out.
+    predicted, to which the slow calls of a busy machine belong. First calls that take ``far_off``
+    times what the others let expect, as they compile, are left out.
     """
     least_s = np.median(took_s) * 1e-3 + 1e-12
     coefficients = _robust(features, took_s)
@@ -87,27 +80,17 @@ def _robust(features: Array, took_s: Array) -> Array:
     """
     scale = np.maximum(took_s, np.median(took_s) * 1e-3 + 1e-12)
     x, y = features / scale[:, None], took_s / scale
-    weights = np.ones_like(y)
-    coefficients = np.zeros(features.shape[1])
-    for _ in range(_ROUNDS):
-        root = np.sqrt(weights)
-        coefficients = nonnegative(x * root[:, None], y * root)
+    coefficients = nonnegative(x, y)
+    for _ in range(_ROUNDS - 1):
         error = np.abs(x @ coefficients - y)
         usual = max(float(np.median(error)) * 1.4826, 1e-9)
-        weights = np.minimum(1.0, 3 * usual / np.maximum(error, 1e-12))
+        root = np.sqrt(np.minimum(1.0, 3 * usual / np.maximum(error, 1e-12)))
+        coefficients = nonnegative(x * root[:, None], y * root)
     return coefficients
 
 
 def nonnegative(x: Array, y: Array) -> Array:
-    """Solve least squares, leaving out the columns that would get a negative coefficient.
-
-    Args:
-        x: [n, k].
-        y: [n].
-
-    Returns:
-        coefficients [k], 0 for what is left out.
-    """
+    """Solve least squares of x [n, k] and y [n]; a column that would get a negative one gets 0."""
     norms = np.linalg.norm(x, axis=0)
     used = np.flatnonzero(norms)
     while used.size:
@@ -130,13 +113,10 @@ class Calibration:
     """The costs of a run's roles.
 
     Attributes:
-        generator: of the generators, all alike.
-        scorers: by name.
         loads_s: seconds that scorers take to take over a version of the weights, by name.
-        learner: its training and publishing.
         call_s: seconds that a call is on its way, and its answer: what passes between the end of an
             update and the publishing that follows, without the driver's own work.
-        driver: its own work, by the names of its spans.
+        driver: the driver's own work, by the names of its spans.
     """
 
     generator: GeneratorCost
@@ -150,10 +130,10 @@ class Calibration:
 def calibrate(
     spans: Iterable[Span], threads: Mapping[str, int] = _NO_THREADS, cores: int = 0
 ) -> Calibration:
-    """Fit all costs to the spans of a run; the first steps are best left out, as they warm up.
+    """Fit all costs to the spans of a run, as :func:`undisturbed` makes them.
 
-    What roles took from each other is taken off by ``threads`` and ``cores``, see
-    :func:`undisturbed`. Raises StateError if the generator or the learner has no spans.
+    The first steps are best left out, as they warm up. Raises StateError if the generator or the
+    learner has no spans.
     """
     as_they_were = list(spans)
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
@@ -192,11 +172,8 @@ def calibrate(
 def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
     """Yield work as it would have been without the others at work on the same cores.
 
-    While more threads are at work than there are cores, all work at the same reduced rate.
-
-    Args:
-        threads: of each role's work, by the names that :func:`role_of` gives.
-        cores: that they share; 0 for enough.
+    While more threads are at work, by :func:`role_of`, than there are cores (0: enough), all work
+    at the same reduced rate.
     """
     spans = list(spans)
     if not cores:
@@ -288,10 +265,7 @@ def _driver(spans: Sequence[Span]) -> dict[str, DriverCost]:
 
 
 def _call_s(spans: Sequence[Span]) -> float:
-    """Return what typically passes between an update and the publishing of what it has made.
-
-    What the driver does itself in between is not on the way.
-    """
+    """Return what typically passes from an update to its publishing, without the driver's work."""
     learner = sorted((s for s in spans if s.role == "learner"), key=lambda span: span.start_s)
     driver = union((s.start_s, s.end_s) for s in spans if s.role == DRIVER)
     gaps = [
@@ -317,14 +291,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Seconds of a piece of work.
-
-    Attributes:
-        kind: of work; a decode point is one step.
-        what: its size, in words.
-        flops: its operations, by the formulas of :mod:`stretto.planner.formulas`.
-        size: its bytes, likewise.
-    """
+    """A piece of work: its size in words, seconds, operations and bytes; to decode is one step."""
 
     kind: Kind
     what: str
@@ -335,11 +302,9 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredDevice:
-    """The device that was measured.
+    """The device that was measured, the memory that a process may fill, and how many there are.
 
-    Attributes:
-        memory_bytes: that a process may fill.
-        per_node: such devices of this machine; of a CPU, processes with as many threads.
+    A CPU counts as as many as there can be processes with as many threads.
     """
 
     name: str
@@ -435,12 +400,10 @@ def _line(
     otherwise: float,
     known_s: Sequence[float] = (),
 ) -> tuple[float, float]:
-    """Return seconds beside the work, and its rate.
+    """Return seconds beside the work, and its rate: the peak at most, or ``otherwise`` for none.
 
     Args:
         work: of each, in operations or bytes.
-        peak: what the rate is at most.
-        otherwise: the rate that is taken if the points tell none.
         known_s: seconds of each that other terms account for.
     """
     amount, seconds = np.array(work), np.array([p.seconds for p in points])
@@ -454,8 +417,5 @@ def _line(
 
 
 def _rate(points: Sequence[Point]) -> float:
-    """Return the rate of work that takes no seconds beside it, all points together.
-
-    It is what least squares give if errors grow with the work: the largest point says the most.
-    """
+    """Return the rate of all work together: the largest point says the most."""
     return sum(p.flops or p.size for p in points) / sum(p.seconds for p in points)

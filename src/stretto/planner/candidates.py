@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache
 from itertools import product
 from typing import Literal
 
 from stretto.config import ScheduleConfig
 from stretto.planner import memory
-from stretto.planner.clusters import PlanSpec, cost_of_learner, memory_of
+from stretto.planner.clusters import PlanSpec, cost_of_learner
 from stretto.planner.layout import Layout, Mesh
 from stretto.planner.memory import Parts
 
@@ -24,6 +24,8 @@ SPLITS = 64
 """Most sizes of a role that are tried; with more GPUs, roles get whole nodes."""
 STAGES = (1, 2, 4, 8, 16)
 """Pipeline stages of a learner, on paper."""
+Kind = tuple[str, str, bool]
+"""Which roles share GPUs, the schedule, and whether it is on paper."""
 BASELINE = ("all", "sync")
 """The kind that is always searched, on paper too: all roles on all GPUs, one after another."""
 Pipelining = Literal["1f1b", "interleaved", "fused"]
@@ -69,9 +71,9 @@ class Candidate:
         return bubble(self.pipelining, self.layout.learner.stages)
 
     @property
-    def kind(self) -> tuple[str, str]:
-        """Which roles share GPUs, and the schedule; candidates of a kind differ in numbers."""
-        return self.layout.sharing, self.variant
+    def kind(self) -> Kind:
+        """What it has in common with others, which differ in numbers."""
+        return self.layout.sharing, self.variant, bool(self.on_paper)
 
     @property
     def on_paper(self) -> str:
@@ -92,13 +94,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """What is searched.
-
-    Attributes:
-        gpus: how many there are; a plan uses all of them.
-        variants: settings of the schedule, by name.
-        on_paper: also what ``stretto train`` cannot run.
-    """
+    """What is searched: plans that use all GPUs, and variants of the schedule by name."""
 
     gpus: int
     variants: Mapping[str, ScheduleConfig]
@@ -107,16 +103,24 @@ class Space:
 
 def candidates(spec: PlanSpec, space: Space) -> Iterator[Candidate]:
     """Yield all candidates of a space, whether they fit into memory or not (see :func:`fits`)."""
-    for layout in _Layouts(spec, space).all():
-        for variant, schedule in space.variants.items():
-            candidate = Candidate(layout, variant, schedule)
-            if _pointless(candidate):
-                continue
-            if schedule.knobs.migrates(2) and not schedule.knobs.streams:
-                candidate = replace(candidate, engines=layout.generator.data)
-            if space.on_paper or not candidate.on_paper or candidate.kind == BASELINE:
-                for pipelining in _pipelinings(spec, layout):
-                    yield replace(candidate, pipelining=pipelining)
+    quickest = cache(lambda layout: _quickest_passes(spec, layout))
+    for plain in _layouts(spec, space):
+        # Of the other roles, the learner's memory depends on those alone that share its GPUs.
+        seen = plain
+        if plain.sharing in ("none", "generators"):
+            seen = replace(plain, sharing="none", generator=Mesh(1), scorer=Mesh(1))
+        elif plain.sharing == "learner":
+            seen = replace(plain, generator=Mesh(1))
+        for layout in (replace(plain, **passes) for passes in quickest(seen)):
+            for variant, schedule in space.variants.items():
+                candidate = Candidate(layout, variant, schedule)
+                if _pointless(candidate):
+                    continue
+                if schedule.knobs.migrates(2) and not schedule.knobs.streams:
+                    candidate = replace(candidate, engines=layout.generator.data)
+                if space.on_paper or not candidate.on_paper or candidate.kind[:2] == BASELINE:
+                    for pipelining in _pipelinings(spec, layout):
+                        yield replace(candidate, pipelining=pipelining)
 
 
 def fits(spec: PlanSpec, candidate: Candidate) -> bool:
@@ -126,9 +130,19 @@ def fits(spec: PlanSpec, candidate: Candidate) -> bool:
 
 
 def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
-    """Return the memory of a GPU by phase, and by what takes it, in bytes."""
-    stages = candidate.layout.learner.stages
-    found = memory_of(spec, candidate.layout, candidate.schedule)
+    """Return the memory of a GPU by phase, and by what takes it, in bytes.
+
+    Scorers that prefill responses while these are decoded keep keys and values of all in flight, at
+    their average length.
+    """
+    models, layout, rows = spec.models, candidate.layout, spec.in_flight(candidate.schedule)
+    found = memory.phases_of(models, layout, rows, spec.longest, spec.hardware)
+    if candidate.schedule.knobs.streams:
+        tensor, copies = layout.scorer.tensor, layout.scorer.data
+        tokens = rows * spec.workload.mean_tokens / copies
+        streams = tokens * sum(memory.cache_bytes(shape, tensor) for shape in models.scoring)
+        found["scoring"] = {**found["scoring"], "responses that stream": streams}
+    stages = layout.learner.stages
     more = {
         "1f1b": 0.0,
         # Two chunks of layers a stage: Narayanan et al. 2021, section 2.2.
@@ -165,106 +179,61 @@ def _pointless(candidate: Candidate) -> bool:
     return False
 
 
-class _Layouts:
-    """Lists layouts, with the quickest passes that fit into the learner's memory."""
+def _layouts(spec: PlanSpec, space: Space) -> Iterator[Layout]:
+    """Yield all layouts, without the passes of their learners."""
+    gpus, node, scored = space.gpus, spec.hardware.links.gpus_per_node, spec.models.scoring
+    shapes = {
+        "learner": spec.models.trained,
+        "generators": (spec.models.actor,),
+        "scorers": scored or (spec.models.actor,),
+    }
 
-    def __init__(self, spec: PlanSpec, space: Space) -> None:
-        self._spec, self._space = spec, space
-        models = spec.models
-        self._scored = models.scoring
-        self._shapes = {
-            "learner": models.trained,
-            "generators": (models.actor,),
-            "scorers": self._scored or (models.actor,),
-        }
-        self._meshes = cache(self._listed)
-        self._passes = cache(self._quickest)
-
-    def all(self) -> Iterator[Layout]:
-        """Yield all layouts."""
-        gpus = self._space.gpus
-        for meshes in self._products(gpus, gpus, gpus):
-            for offload in (False, True):
-                yield from self._with_passes(Layout(*meshes, "all", offload))
-        for learners in self._sizes:
-            yield from self._in_two(learners, gpus - learners)
-            for scorers in self._scorer_sizes if self._scored else ():
-                if learners + scorers < gpus:
-                    sizes = learners, gpus - learners - scorers, scorers
-                    for meshes in self._products(*sizes):
-                        yield from self._with_passes(Layout(*meshes, "none"))
-
-    def _products(self, *sizes: int) -> Iterator[tuple[Mesh, Mesh, Mesh]]:
-        """Yield meshes of learner, generators and scorers on so many GPUs."""
-        learners, generators, scorers = map(self._meshes, sizes, self._shapes)
-        return product(learners, generators, scorers)
-
-    def _in_two(self, learners: int, generators: int) -> Iterator[Layout]:
-        """Yield layouts whose scorers share the generators' GPUs, or the learner's."""
-        roles = (self._meshes(learners, "learner"), self._meshes(generators, "generators"))
-        for learner, generator in product(*roles):
-            if generator.tensor in self._tensors["scorers"]:  # a copy with each generator
-                yield from self._with_passes(Layout(learner, generator, generator, "generators"))
-            for scorer in self._meshes(learners, "scorers") if self._scored else ():
-                if scorer.data == 1 or self._space.on_paper:
-                    yield from self._with_passes(Layout(learner, generator, scorer, "learner"))
-
-    @cached_property
-    def _tensors(self) -> dict[str, list[int]]:
-        """Numbers of slices that a role's models can be cut into, within a node."""
-        node = self._spec.hardware.links.gpus_per_node
-        return {
-            role: [
-                t
-                for t in range(1, node + 1)
-                if all(shape.heads % t == shape.kv_heads % t == 0 for shape in shapes)
-                and (node % t == 0 or self._space.gpus <= node)  # none lies across two nodes
-            ]
-            for role, shapes in self._shapes.items()
-        }
-
-    @cached_property
-    def _sizes(self) -> range:
-        gpus, node = self._space.gpus, self._spec.hardware.links.gpus_per_node
-        if gpus <= SPLITS:
-            return range(1, gpus)
-        return range(node, gpus, node * -(-gpus // (node * SPLITS)))
-
-    @cached_property
-    def _scorer_sizes(self) -> list[int]:
-        powers = [2**k for k in range(self._space.gpus.bit_length())]
-        half = self._space.gpus // 2
-        return [n for n in sorted({*powers, *(3 * n for n in powers)}) if n <= half]
-
-    def _listed(self, devices: int, role: str) -> tuple[Mesh, ...]:
-        several = role == "learner" and self._space.on_paper
-        return tuple(
+    @cache
+    def meshes(devices: int, role: str) -> list[Mesh]:
+        """Return ways to divide a role's models among devices, slices of one within a node."""
+        stages = STAGES if role == "learner" and space.on_paper else (1,)
+        return [
             Mesh(devices // (t * p), t, p)
-            for t in self._tensors[role]
-            for p in (STAGES if several else (1,))
-            if devices % (t * p) == 0 and p <= min(shape.layers for shape in self._shapes[role])
-        )
-
-    def _with_passes(self, layout: Layout) -> Iterator[Layout]:
-        # Of the other roles, the learner's memory depends on those alone that share its GPUs.
-        seen = layout
-        if layout.sharing in ("none", "generators"):
-            seen = replace(layout, sharing="none", generator=Mesh(1), scorer=Mesh(1))
-        elif layout.sharing == "learner":
-            seen = replace(layout, generator=Mesh(1))
-        if found := self._passes(seen):
-            micro_tokens, checkpointing = found
-            yield replace(layout, micro_tokens=micro_tokens, checkpointing=checkpointing)
-
-    def _quickest(self, layout: Layout) -> tuple[int, bool] | None:
-        spec, w = self._spec, self._spec.workload
-        ways = [
-            replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=again)
-            for tokens, again in product(MICRO_TOKENS, (False, True))
+            for t in range(1, node + 1)
+            if all(shape.heads % t == shape.kv_heads % t == 0 for shape in shapes[role])
+            and (node % t == 0 or gpus <= node)  # none lies across two nodes
+            for p in stages
+            if devices % (t * p) == 0 and p <= min(shape.layers for shape in shapes[role])
         ]
-        tokens = int(w.batch * w.mean_tokens)
-        ways.sort(key=lambda way: cost_of_learner(spec, way).seconds(tokens))
-        for way in ways:
-            if memory.learner_bytes(spec.models, way) <= spec.hardware.usable_bytes:
-                return way.micro_tokens, way.checkpointing
-        return None
+
+    for each in product(*(meshes(gpus, role) for role in shapes)):
+        for offload in (False, True):
+            yield Layout(*each, "all", offload)
+    step = node * -(-gpus // (node * SPLITS))
+    for learners in range(1, gpus) if gpus <= SPLITS else range(node, gpus, step):
+        rest = gpus - learners
+        for learner, generator in product(meshes(learners, "learner"), meshes(rest, "generators")):
+            if generator in meshes(rest, "scorers"):  # a copy with each generator
+                yield Layout(learner, generator, generator, "generators")
+            for scorer in meshes(learners, "scorers") if scored else ():
+                if scorer.data == 1 or space.on_paper:
+                    yield Layout(learner, generator, scorer, "learner")
+        for scorers in _scorer_sizes(gpus) if scored else ():
+            if learners + scorers < gpus:
+                sizes = (learners, rest - scorers, scorers)
+                for each in product(*map(meshes, sizes, shapes)):
+                    yield Layout(*each, "none")
+
+
+def _scorer_sizes(gpus: int) -> list[int]:
+    powers = [2**k for k in range(gpus.bit_length())]
+    return [n for n in sorted({*powers, *(3 * n for n in powers)}) if n <= gpus // 2]
+
+
+def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Mapping[str, int]]:
+    """Return the quickest passes that fit into the learner's memory, if there are some."""
+    ways = [
+        {"micro_tokens": max(tokens, spec.longest), "checkpointing": again}
+        for tokens, again in product(MICRO_TOKENS, (False, True))
+    ]
+    tokens = int(spec.workload.batch * spec.workload.mean_tokens)
+    ways.sort(key=lambda way: cost_of_learner(spec, replace(layout, **way)).seconds(tokens))
+    for way in ways:
+        if memory.learner_bytes(spec.models, replace(layout, **way)) <= spec.hardware.usable_bytes:
+            return [way]
+    return []

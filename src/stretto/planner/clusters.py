@@ -23,7 +23,6 @@ from stretto.planner.formulas import (
 )
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Layout, Mesh, ModelShapes
-from stretto.planner.memory import Parts
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -118,22 +117,6 @@ def slots_of(spec: PlanSpec, layout: Layout, schedule: ScheduleConfig) -> int:
     """
     fit = cost_of_generator(spec, layout).cache_tokens // spec.longest
     return 0 if fit * layout.generator.data >= spec.in_flight(schedule) else max(fit, 1)
-
-
-def memory_of(spec: PlanSpec, layout: Layout, schedule: ScheduleConfig) -> dict[str, Parts]:
-    """Return the memory of a GPU by phase, and by what takes it, in bytes.
-
-    Scorers that prefill responses while these are decoded keep keys and values of all in flight, at
-    their average length.
-    """
-    models, rows = spec.models, spec.in_flight(schedule)
-    found = memory.phases_of(models, layout, rows, spec.longest, spec.hardware)
-    if schedule.knobs.streams:
-        tensor, copies = layout.scorer.tensor, layout.scorer.data
-        tokens = rows * spec.workload.mean_tokens / copies
-        streams = tokens * sum(memory.cache_bytes(shape, tensor) for shape in models.scoring)
-        found["scoring"] = {**found["scoring"], "responses that stream": streams}
-    return found
 
 
 def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:

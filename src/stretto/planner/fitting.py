@@ -1,9 +1,8 @@
 """The memory that a run's settings ask for: tables of it, and the refusal of what cannot fit.
 
-Two views of :mod:`stretto.planner.memory`. A plan of the models (:class:`MemoryPlan`) needs nothing
-but numbers of parameters, and counts weights, gradients and optimizer states; ``P`` stands for the
-parameters of one model. The memory of each device in each phase (:func:`planned`) needs the shapes
-of the models, and counts what comes on top.
+Two views of :mod:`stretto.planner.memory`. A plan of the models (:class:`MemoryPlan`) counts
+weights, gradients and optimizer states by numbers of parameters, ``P`` of one model. The memory of
+each device by phase (:func:`planned`) needs shapes of the models, and counts what comes on top.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import psutil
 
@@ -29,9 +29,6 @@ from stretto.planner.memory import (
     PUBLISHED,
     STATE,
     DeviceMemory,
-    InferencePart,
-    LearnerPart,
-    device_memory,
     trained_bytes,
 )
 from stretto.runtime.placement import PROCESS_BYTES, Place, places, published
@@ -69,37 +66,31 @@ class MemoryPlan:
 
 def memory_plan(
     parameters: int,
-    trained: int | None = None,
+    adapters: int | None = None,
     *,
-    roles: Sequence[str] = ROLES,
+    models: Mapping[str, int] = MappingProxyType({}),
     frozen_bytes: int = 2,
-    reward: int | None = None,
 ) -> MemoryPlan:
     """Count the memory of a run; raises ConfigError for a count below 1.
 
     Args:
         parameters: P, of each model.
-        trained: parameters of the LoRA adapters of actor and critic each; ``None`` trains all P.
+        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all P.
+        models: parameters by model; without any, P of each of four.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
-        reward: parameters of the reward models, all together, where they are not P.
     """
-    for count in (parameters, trained, reward):
-        if count is not None and count < 1:
+    models = models or dict.fromkeys(ROLES, parameters)
+    for count in (parameters, *([] if adapters is None else [adapters]), *models.values()):
+        if count < 1:
             raise ConfigError(f"a number of parameters is 1 or more; got {count}", "no-parameters")
 
     def counted(width: int, state: int) -> Counter[str]:
-        found = Counter[str]()
-        for role in roles:
-            if role in TRAINED_ROLES:
-                # The 16-bit counting has adapters as weights, too: 2 + 4 bytes of each.
-                found[role] = round(sum(trained_bytes(parameters, trained, 1, width, state)))
-            else:
-                found[role] = width * (reward if role == "reward" and reward else parameters)
-        return found
+        trained = round(sum(trained_bytes(parameters, adapters, 1, width, state)))
+        sizes = {role: width * size for role, size in models.items()}
+        return Counter({r: trained if r in TRAINED_ROLES else size for r, size in sizes.items()})
 
-    return MemoryPlan(
-        parameters, trained or parameters, counted(2, 6), counted(frozen_bytes, STATE)
-    )
+    mixed = counted(frozen_bytes, STATE)
+    return MemoryPlan(parameters, adapters or parameters, counted(2, 6), mixed)
 
 
 def plan_for(config: Config | SupervisedConfig) -> MemoryPlan:
@@ -107,21 +98,18 @@ def plan_for(config: Config | SupervisedConfig) -> MemoryPlan:
 
     Raises ModelError if the architecture of its model cannot be read.
     """
-    parameters, trained = measure(config.model)
-    roles, rewards = ["model"], 0
+    parameters, adapters = measure(config.model)
+    models = {"model": parameters}
     if isinstance(config, Config):
-        sizes = [_parameters(source.model, parameters) for source in config.reward.models]
-        rewards, adapters = sum(sizes), config.model.lora_rank
-        there = {
-            "actor": True,
-            "critic": config.algorithm.definition.critic,
-            # Without adapters it is the actor with these switched off.
-            "reference": config.algorithm.has_reference and not adapters,
-            "reward": bool(sizes),
-        }
-        roles = [role for role, has in there.items() if has]
-    wide = width(config.model)
-    return memory_plan(parameters, trained, roles=roles, frozen_bytes=wide, reward=rewards or None)
+        models = {"actor": parameters}
+        if config.algorithm.definition.critic:
+            models["critic"] = parameters
+        # Beside adapters it is the actor with these switched off.
+        if config.algorithm.has_reference and not config.model.lora_rank:
+            models["reference"] = parameters
+        if rewards := config.reward.models:
+            models["reward"] = sum(_parameters(source.model, parameters) for source in rewards)
+    return memory_plan(parameters, adapters, models=models, frozen_bytes=width(config.model))
 
 
 def _parameters(name: str, otherwise: int) -> int:
@@ -206,11 +194,10 @@ class Load(DeviceMemory):
 
 
 def known_shapes(config: Config) -> tuple[dict[str, Shape], int | None]:
-    """Return the shapes of a run's models, by role or reward source, and the size of its adapters.
+    """Return shapes by role or reward source, and parameters of a trained model's LoRA adapters.
 
-    A model whose shape is not known beforehand is left out. The size is the number of parameters of
-    the LoRA adapters of actor and critic each, ``None`` where all weights are trained. Raises
-    ModelError if the actor's shape cannot be told, or that size.
+    A model whose shape is not known beforehand is left out. Raises ModelError if the actor's cannot
+    be told, or how many parameters adapters have.
     """
     actor, init = described(config.model.name).shape, config.critic.init
     _, adapters = measure(config.model)
@@ -244,44 +231,37 @@ def loads(
         shapes, adapters: see :func:`known_shapes`.
         width: bytes of a weight in the type that is computed in.
     """
-    at_once = config.schedule.knobs.overlaps(config.rollout.engines)
+    at_once, kept = config.schedule.knobs.overlaps(config.rollout.engines), published(config, found)
     by_device: dict[str, Load] = {}
     for place in found:
-        kept = published(config, found)
-        holds = device_memory(_parts(config, place, shapes, width, adapters, kept))
+        bucket = config.cluster.bucket_mb << 20
+        holds = DeviceMemory(width=width, bucket=bucket, adapters=adapters)
         holds.put("processes", PROCESS_BYTES)
+        _put_roles(holds, config, place, shapes, kept)
         for device in place.devices:
             load = by_device.setdefault(device, Load(device=device, at_once=at_once))
             load.add(holds)
     return list(by_device.values())
 
 
-def _parts(
-    config: Config,
-    place: Place,
-    shapes: Mapping[str, Shape],
-    width: int,
-    adapters: int | None,
-    versions: int,
-) -> Iterator[LearnerPart | InferencePart]:
-    """Yield what the roles of a process hold on each of its devices."""
-    process, bucket = config.cluster.process_of(LEARNER), config.cluster.bucket_mb << 20
+def _put_roles(
+    holds: DeviceMemory, config: Config, place: Place, shapes: Mapping[str, Shape], versions: int
+) -> None:
+    """Count what the roles of a process hold on each of its devices."""
+    process = config.cluster.process_of(LEARNER)
     mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
     tokens = token_budget(config.training.microbatch_tokens, place.device)
     at_once = config.schedule.knobs.overlaps(config.rollout.engines)
     for seat in place.seats:
         if seat.role == LEARNER:
             trained = ("actor", "critic") if config.algorithm.definition.critic else ("actor",)
-            models = tuple(shapes[role] for role in trained if role in shapes)
-            yield LearnerPart(
+            models = [shapes[role] for role in trained if role in shapes]
+            holds.put_learner(
                 models,
                 mesh,
                 tokens,
                 models,
                 checkpointing=config.model.gradient_checkpointing,
-                width=width,
-                adapters=adapters,
-                bucket=bucket,
                 versions=versions,
                 copies=process.ranks == 1,
                 # Moments, and masters that are not the weights.
@@ -290,7 +270,7 @@ def _parts(
         elif model := shapes.get(seat.scorer or "actor"):
             generates = not seat.scorer
             rows = -(-config.most_in_flight // config.rollout.engines)
-            yield InferencePart(
+            holds.put_inference(
                 f"{seat.role}'s weights",
                 model,
                 len(place.devices),
@@ -299,9 +279,6 @@ def _parts(
                 rows=config.rollout.slots or rows if generates else None,
                 positions=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
                 logits=seat.scorer == "reference",
-                width=width,
-                adapters=adapters,
-                bucket=bucket,
                 rests=rests and not generates,
             )
 
@@ -346,8 +323,7 @@ def capacity(device: str) -> int:
 def planned(config: Config, found: Sequence[Place], width: int) -> list[Load]:
     """Return the memory of each device; nothing where it cannot be told beforehand.
 
-    That is for architectures that are not built like a Llama or GPT-NeoX, and where processes may
-    be on other machines.
+    That is for models unlike a Llama or GPT-NeoX, and where processes may be on other machines.
     """
     if config.cluster.address:
         return []

@@ -5,7 +5,6 @@ A file of figures is measured by ``stretto plan --calibrate``, or written by han
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, field
 from inspect import signature
@@ -16,22 +15,22 @@ import tomli_w
 from pydantic import ConfigDict, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 
+from stretto.config import changes
 from stretto.errors import ConfigError, nearest
 from stretto.files import write_whole
 from stretto.runtime.sim.costs import Efficiency
 
 T = TypeVar("T")
+TABLES = ("gpu", "links", "assumed", "measured")
+"""Of a file; nothing reads what was measured back."""
 _CHECKED = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, config=_CHECKED)
 class Gpu:
-    """A device's peak figures, by its data sheet; links count one direction.
+    """A device's peak figures, by its data sheet: dense bfloat16 operations a second, and bytes.
 
-    Attributes:
-        flops: dense bfloat16 operations a second.
-        link_bytes_per_s: to its neighbours by NVLink.
-        host_bytes_per_s: to the host's memory.
+    Links count one direction: to its neighbours by NVLink, and to the host's memory.
     """
 
     name: str
@@ -49,23 +48,16 @@ GPUS: Mapping[str, Gpu] = {
     "h200": Gpu("H200", 989e12, 4.8e12, 141e9, 450e9, 64e9),
     "gh200": Gpu("GH200", 989e12, 4.0e12, 96e9, 450e9, 450e9),
 }
-"""Figures of the SXM variants, by name.
-
-From NVIDIA's data sheets "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU" and
-"GH200 Grace Hopper Superchip": operations without sparsity; half of what is said of links, as that
-counts both directions.
-"""
+"""SXM variants, by NVIDIA's data sheets "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200
+Tensor Core GPU" and "GH200 Grace Hopper Superchip": operations without sparsity; half of what is
+said of links, as that counts both directions."""
 
 
 @dataclass(frozen=True, slots=True, config=_CHECKED)
 class Links:
-    """What connects GPUs, in bytes a second and one direction.
+    """What connects GPUs, in bytes a second and one direction; each GPU has a network adapter.
 
-    Attributes:
-        within_bytes_per_s: of a GPU, to the others of its node.
-        between_bytes_per_s: of a GPU's own network adapter; by default 400 Gbit/s, as in NVIDIA's
-            DGX H100.
-        host_bytes_per_s: of a GPU, to its host's memory.
+    Between nodes it is by default 400 Gbit/s, as in NVIDIA's DGX H100.
     """
 
     within_bytes_per_s: PositiveFloat
@@ -101,7 +93,7 @@ class Hardware:
 
     @classmethod
     def of(cls, gpu: str, assumed: Efficiency | None = None) -> Hardware:
-        """Return GPUs of a kind by their published figures, linked as in their makers' servers.
+        """Return GPUs by their published figures, linked as in their makers' servers.
 
         Raises ConfigError for an unknown kind.
         """
@@ -115,32 +107,21 @@ class Hardware:
         return self.assumed.usable * self.gpu.memory_bytes
 
 
-MEASURED = "measured"
-"""The table of what was measured, which is for people: nothing reads it back."""
-TABLES = ("gpu", "links", "assumed", MEASURED)
-
-
 def read_hardware(file: str | Path) -> Hardware:
-    """Read GPUs, their links and what software reaches of both.
+    """Read GPUs, their links and what software reaches of both; ConfigError for a fault.
 
     ``[gpu]`` needs all of its keys. Links that are not given follow from it (:meth:`Links.of`);
-    shares and seconds that are not given in ``[assumed]`` take their defaults. Raises ConfigError
-    if the file cannot be read, or a key or a value in it is wrong.
+    shares and seconds that are not given in ``[assumed]`` take their defaults.
     """
     try:
-        tables = tomllib.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read '{file}': {error.strerror or error}; 'stretto plan --calibrate {file}' "
-            "makes one",
-            "file-unreadable",
-        ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{file}' is no TOML file: {error}", "not-toml") from error
+        tables = changes.read(file)
+    except ConfigError as error:
+        remedy = f"'stretto plan --calibrate {file}' makes one"
+        raise ConfigError(f"{error}; {remedy}", error.code) from error
     for name in tables:
         if name not in TABLES:
             problem = f"unknown table [{name}] in '{file}'. {nearest(name, TABLES)}"
-            raise ConfigError(problem, "unknown-table")
+            raise ConfigError(problem, "extra_forbidden")
     gpu = _table(file, "gpu", tables.get("gpu", {}), Gpu)
     links = _table(file, "links", tables.get("links", {}), Links, asdict(Links.of(gpu)))
     return Hardware(gpu, links, _table(file, "assumed", tables.get("assumed", {}), Efficiency))
@@ -149,16 +130,12 @@ def read_hardware(file: str | Path) -> Hardware:
 def write_hardware(
     file: str | Path, hardware: Hardware, measured: Mapping[str, Any], head: str = ""
 ) -> None:
-    """Write a file for :func:`read_hardware`, with what its figures come from (``measured``).
+    """Write a file for :func:`read_hardware`, and in it what its figures come from.
 
     Raises StorageError if it cannot be written.
     """
-    tables = {
-        "gpu": asdict(hardware.gpu),
-        "links": asdict(hardware.links),
-        "assumed": dict(hardware.assumed),
-        MEASURED: dict(measured),
-    }
+    gpu, links, assumed = asdict(hardware.gpu), asdict(hardware.links), dict(hardware.assumed)
+    tables = dict(zip(TABLES, (gpu, links, assumed, dict(measured)), strict=True))
     comments = "".join(f"# {line}\n" for line in head.splitlines())
     write_whole(Path(file), f"{comments}\n{tomli_w.dumps(tables)}".encode())
 
@@ -172,8 +149,9 @@ def _table(
         raise ConfigError(problem, "not-a-table")
     keys = signature(kind).parameters
     if unknown := [key for key in given if key not in keys]:
-        near = nearest(unknown[0], keys)
-        problem = f"unknown key '{unknown[0]}' of [{table}] in '{file}'. {near}"
+        problem = (
+            f"unknown key '{unknown[0]}' of [{table}] in '{file}'. {nearest(unknown[0], keys)}"
+        )
         raise ConfigError(problem, "extra_forbidden")
     try:
         return kind(**{**defaults, **given})

@@ -90,9 +90,6 @@ class Layout:
         offload: roles that are not at work keep their states in the host's memory.
         checkpointing: layers keep their inputs alone, and are computed again in the backward pass.
         micro_tokens: tokens of a micro-batch of one shard of the learner.
-        prefill_tokens: tokens of a pass without gradients of one generator or scorer.
-        versions: of the trained weights that a learner keeps for roles on other devices: the lag of
-            the schedule and 2.
     """
 
     learner: Mesh
@@ -102,8 +99,6 @@ class Layout:
     offload: bool = False
     checkpointing: bool = True
     micro_tokens: int = 8192
-    prefill_tokens: int = 8192
-    versions: int = 3
 
     def __post_init__(self) -> None:
         counts = [self.meshes[role].devices for role in self.shared]
@@ -119,11 +114,9 @@ class Layout:
                 "for themselves: leave it out, or colocate them",
                 "offload-without-turns",
             )
-        if min(self.micro_tokens, self.prefill_tokens) < 1:
-            raise ConfigError(
-                f"passes of {self.micro_tokens} and {self.prefill_tokens} tokens: give 1 or more",
-                "empty-passes",
-            )
+        if self.micro_tokens < 1:
+            problem = f"micro-batches of {self.micro_tokens} tokens: give 1 or more"
+            raise ConfigError(problem, "empty-micro-batches")
 
     @property
     def meshes(self) -> dict[str, Mesh]:

@@ -1,7 +1,6 @@
 """Timed pieces of a run's work on this machine: the points to which figures are fitted.
 
-Forward passes, decode steps, training passes and updates of a model with random weights, of a run's
-shape or of one that is known here; products and copies on the device; and what travels between
+Passes of a model with random weights, products and copies on the device, and what travels between
 processes.
 """
 
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from stretto.algorithms.experience import Part
 from stretto.config import AlgorithmConfig, Config, RolloutConfig
 from stretto.errors import ModelError
+from stretto.machine import Machine, usable_cores
 from stretto.models.attention import use_short_attention
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import positions
@@ -32,7 +32,7 @@ from stretto.models.load import architecture
 from stretto.models.resolve import is_known
 from stretto.models.shapes import Shape
 from stretto.planner import formulas
-from stretto.planner.calibration import Point
+from stretto.planner.calibration import MeasuredDevice, Point
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import BUCKET, HALF, activation_bytes, logits_bytes
 from stretto.rollout.base import Engine
@@ -49,14 +49,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STAND_INS = (
-    "Qwen/Qwen2.5-3B-Instruct",
-    "microsoft/rho-math-1b-v0.1",
-    "EleutherAI/pythia-410m-deduped",
-    "smollm2-135m",
-    "tiny",
+    *("Qwen/Qwen2.5-3B-Instruct", "microsoft/rho-math-1b-v0.1", "EleutherAI/pythia-410m-deduped"),
+    *("smollm2-135m", "tiny"),
 )
-"""Models in place of one that is too large or not at hand, the largest first; no shape of them has
-to be fetched."""
+"""Models in place of one that is too large or not at hand, the largest first, of known shapes."""
 CPU_PARAMETERS = 2e8
 """Parameters that a CPU is measured with, at most: more take minutes."""
 BYTES = 20
@@ -65,32 +61,25 @@ FREE_SHARE = 0.7
 """Share of the free memory that a measurement may take."""
 ENOUGH_S, PATIENCE_S = 0.3, 5.0
 """Seconds up to which a point gets further repeats, and after which it gets none."""
-DECODED = 3
-"""Repeats of decode points for each one of others: they are short, and cannot go on for longer."""
-ADMITTED = 64
-"""Tokens that a row may get while others of its point are prefilled."""
-TENSOR = 1 << 20
-"""Elements of a tensor that travels."""
+DECODED, ADMITTED = 3, 64
+"""Repeats of decode points for each one of others, as they are short; and tokens that a row may get
+while others of its point are prefilled."""
+TENSOR, REDUCTIONS = 1 << 20, 20
+"""Elements of a tensor that travels, and all-reduces that are timed together."""
 TIMEOUT_S = 60.0
-REDUCTIONS = 20
-"""All-reduces that are timed together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured.
+    """How much is measured, in tokens, rows of matrices, and MB.
 
     Attributes:
-        length: tokens of a sequence in prefills and training.
-        prefill: tokens of each forward pass.
+        length: of a sequence in prefills and training.
         decode: rows, and tokens of each at the start, of each decode point.
         steps: decode steps that are timed together.
-        training: tokens of each micro-batch.
-        product: rows and columns of the matrices that are multiplied for the peak.
-        copies: MB of each copy within the device.
-        moves: MB of each broadcast and swap.
-        repeats: of each point; the median counts. Short calls are repeated more often, and long
-            ones less.
+        copies: within the device.
+        moves: broadcasts, and swaps with the host.
+        repeats: of each point at least, if it is not long.
     """
 
     length: int = 128
@@ -121,7 +110,7 @@ class Sizes:
 
     @property
     def decoded(self) -> int:
-        """Tokens that a row may get in all repeats of a decode point."""
+        """Tokens that a row may get in a decode point."""
         return self.steps * (DECODED * self.repeats + 1) + ADMITTED
 
 
@@ -162,13 +151,10 @@ class MeasuredModel:
 
 
 def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) -> MeasuredModel:
-    """Return a model of the run's shape if it fits here, else of the largest that does.
+    """Return a model of the run's shape, or of the largest that fits here with its micro-batches.
 
     ``say`` is told when another model stands in, and why. Nothing is fetched. Raises ModelError if
     none fits.
-
-    Args:
-        tokens: of a micro-batch that it is trained on.
     """
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
@@ -213,6 +199,29 @@ def free_bytes(device: torch.device) -> float:
     return float(psutil.virtual_memory().available)
 
 
+def device_of(model: MeasuredModel) -> MeasuredDevice:
+    """Return the device, and what a process may fill of its memory."""
+    if model.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(model.device)
+        return MeasuredDevice(gpu.name, float(gpu.total_memory), torch.cuda.device_count())
+    threads = torch.get_num_threads()
+    processes = max(1, usable_cores() // threads)
+    share = psutil.virtual_memory().total / processes
+    cores = f"{threads} core{'s' if threads > 1 else ''}"
+    return MeasuredDevice(f"{Machine.here().cpu} ({cores})", float(share), processes)
+
+
+def measured(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
+    """Yield points of every kind."""
+    yield from peaks(model.device, model.dtype, sizes)
+    yield from prefills(model, sizes)
+    yield from decodes(model, sizes)
+    yield from trainings(model, sizes)
+    yield from swaps(model.device, sizes)
+    # Processes of a run share the cores: each has as many as this one now.
+    yield from broadcasts(model.device, model.dtype, torch.get_num_threads(), sizes)
+
+
 # -- its passes ------------------------------------------------------------------------------------
 
 
@@ -225,13 +234,9 @@ def timed(
     patience_s: float = PATIENCE_S,
     pick: Callable[[Sequence[float]], float] = statistics.median,
 ) -> float:
-    """Return the seconds of a call, after one that warms up; the device is waited for.
+    """Return the seconds of a call, after one that warms up; by default the median of all.
 
-    Args:
-        repeats: calls that count, at least.
-        enough_s: before which there are more.
-        patience_s: after which there are none, however few there were.
-        pick: which of the calls' seconds; by default their median.
+    There are more than ``repeats`` of them before ``enough_s``, and none after ``patience_s``.
     """
     found: list[float] = []
     began_s = time.perf_counter()

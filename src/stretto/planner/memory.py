@@ -1,19 +1,17 @@
 """Memory of a device, phase by phase, in bytes: the one model of it.
 
-:func:`device_memory` counts what the roles on a device hold. ``stretto plan`` and ``stretto memory
---gpus`` ask it about layouts (:func:`phases_of`); a run's check and ``--dry-run`` ask about the
-processes of its settings (``fitting.py``). Weights and activations are in bfloat16 where nothing
-else is said.
+:class:`DeviceMemory` counts what the roles on a device hold. ``stretto plan`` and ``stretto memory
+--gpus`` ask it about layouts (:func:`phases_of`), a run's check and ``--dry-run`` about processes
+(``fitting.py``). Weights and activations are in bfloat16 if nothing else is said.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from math import ceil
 
 from stretto.models.shapes import Shape
 from stretto.planner.hardware import Hardware
@@ -28,28 +26,24 @@ STATES = "learner's states"
 
 HALF, SINGLE = 2, 4
 """Bytes of a bfloat16 and of a float32."""
-STATE = 16
-"""Bytes of a trained parameter: master, gradient and two moments of Adam, in float32.
-
-The learner keeps them all the time; gradients are zeroed, not freed (``training/trained.py``).
-"""
-KEPT = 12
-"""... of which are worth keeping between steps: all but the gradient."""
+STATE, KEPT = 16, 12
+"""Bytes of a trained parameter: master, gradient and two moments of Adam, in float32; and of all
+but the gradient, which is zeroed, not freed (``training/trained.py``)."""
 BUCKET = 64 * 2**20
 """Bytes of a bucket in which weights travel (``cluster.bucket_mb``)."""
-SLICE = 256 * 2**20
-"""Bytes of a slice of logits in float32 (``models/logits.py``)."""
-SLICE_ENTRIES = 1024
-"""Vocabulary entries that a slice has at least."""
+PREFILL_TOKENS, VERSIONS = 8192, 3
+"""In layouts: tokens of a pass without gradients, and versions of the weights that a learner keeps
+for roles on other devices (the lag of the schedule, and 2)."""
+SLICE, SLICE_ENTRIES = 256 * 2**20, 1024
+"""Bytes of a slice of logits, and its vocabulary entries at least (``models/logits.py``)."""
 
 
 def trained_bytes(
     weights: float, adapters: int | None, shards: int, width: int, state: int = STATE
 ) -> tuple[float, float]:
-    """Return bytes of a trained model's states in shards (ZeRO stage 3), and of frozen weights.
+    """Return bytes of a trained model's states in shards, and of weights frozen beside adapters.
 
-    Rajbhandari et al. 2020: 16 P / n. Weights are frozen beside LoRA adapters, which are few and
-    counted as if they were in shards too.
+    ZeRO stage 3: 16 P / n (Rajbhandari et al. 2020). Adapters are few, and counted as if in shards.
     """
     if adapters is None:
         return state * weights / shards, 0.0
@@ -69,11 +63,10 @@ def weight_bytes(shape: Shape, tensor: int) -> float:
 def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
     """Return bytes of what FSDP2 gathers in a pass of a learner.
 
-    Two layers are there at a time, the one at work and the next one, which is fetched meanwhile;
-    embedding and output layer are there throughout (``training/sharded.py``; "FSDP2" in torch's
-    documentation of ``fully_shard``). In the backward pass, gradients of a layer and of the root
-    come on top, in bfloat16 and, to be reduced, in float32. A learner of one shard has a copy of
-    all weights to compute with.
+    Two layers at a time, the one at work and the next one; embedding and output layer throughout
+    (``training/sharded.py``; torch's documentation of ``fully_shard``). In the backward pass
+    gradients of a layer and of the root come on top, in bfloat16 and, to be reduced, in float32. A
+    learner of one shard has a copy of all weights to compute with.
     """
     if mesh.data == 1:
         return weight_bytes(shape, mesh.tensor)
@@ -85,14 +78,12 @@ def gathered_bytes(shape: Shape, mesh: Mesh, *, gradients: bool) -> float:
 def layer_activation_bytes(shape: Shape, tokens: int, tensor: int) -> float:
     """Return bytes that a layer keeps for its backward pass.
 
-    Counted as Korthikanti et al. 2022 do (sections 4.1 and 4.2.1), with attention recomputed and
-    without dropout. On each tensor-parallel device a token keeps inputs of both norms, of attention
-    and of the MLP; divided among them, Q, K, V and the input of attention's output layer, and the
-    MLP's intermediate state before and after its activation, twice where it is gated. For their
-    layer (no gate, inner = 4 h) that is (8 + 24/t) h: their (10 + 24/t) h less two dropout masks.
-
-    Llama's norms compute in float32, and keep their input so, and what they make of it in bfloat16.
-    For a Llama layer this is what autograd keeps, measured on a CPU (``tests/planner``).
+    Korthikanti et al. 2022, sections 4.1 and 4.2.1, with attention recomputed, without dropout: on
+    each tensor-parallel device inputs of both norms, of attention and of the MLP; divided among
+    them Q, K, V and the input of attention's output layer, and the MLP's intermediate state before
+    and after its activation, twice where it is gated. For their layer (no gate, inner = 4 h) that
+    is (8 + 24/t) h: their (10 + 24/t) h less two dropout masks. Llama's norms keep their input in
+    float32 and its normed values in bfloat16.
     """
     norm = SINGLE + HALF if shape.gated else HALF
     whole = 2 * (norm + HALF) * shape.hidden
@@ -114,10 +105,9 @@ def activation_bytes(shape: Shape, tokens: int, tensor: int, *, checkpointing: b
 
 
 def logits_bytes(shape: Shape, tokens: int, *, gradients: bool) -> float:
-    """Return bytes of logits, which are made slice by slice (``models/logits.py``).
+    """Return bytes of logits, which are made slice by slice, in float32 (``models/logits.py``).
 
-    Four slices in float32 in a backward pass, and the gradient of the hidden states in float32; two
-    slices without gradients. A scalar head has next to nothing.
+    Four slices and the gradient of the hidden states in a backward pass; two without gradients.
     """
     entries = min(shape.outputs, max(SLICE_ENTRIES, SLICE // (SINGLE * tokens)))
     slices = (4 if gradients else 2) * SINGLE * tokens * entries
@@ -135,10 +125,10 @@ def row_bytes(shape: Shape, positions: int, tensor: int, width: int = HALF) -> f
 
 
 def bucket_bytes(shape: Shape, mesh: Mesh, *, width: int = HALF, bucket: int = BUCKET) -> float:
-    """Return bytes of one side's two buckets at a sync of a learner's shards.
+    """Return bytes of one side's two buckets when a learner's shards are synced.
 
-    No tensor is cut but by the shards: a larger one has a bucket of its own. A small model has
-    buckets as large as itself (``weights/buckets.py``). A weight has ``width`` bytes on its way.
+    A tensor larger than a bucket has one of its own; a small model has buckets as large as itself
+    (``weights/buckets.py``).
     """
     whole = width * shape.parameters / mesh.data
     return 2 * min(max(bucket, width * shape.largest_tensor / mesh.data), whole)
@@ -148,83 +138,26 @@ def bucket_bytes(shape: Shape, mesh: Mesh, *, width: int = HALF, bucket: int = B
 
 
 @dataclass(frozen=True, slots=True)
-class LearnerPart:
-    """A learner's part on a device.
-
-    Attributes:
-        mesh: shards, slices and stages of each model.
-        tokens: of a micro-batch.
-        synced: of the models, those whose weights are sent at one time.
-        width: bytes of a weight in the type that is computed in.
-        adapters: parameters of each model's LoRA adapters; ``None`` where all weights are trained.
-        bucket: bytes of a bucket.
-        versions: published versions of the weights that are kept.
-        copies: weights to compute with are there all the time, beside float32 masters.
-        values: the learner's critic computes values while others score.
-        moments: phases in which Adam's moments, and masters that are not the weights, are here;
-            else they rest on the host. Empty: always.
-        offload: all states are on the host but in their phases.
-    """
-
-    models: tuple[Shape, ...]
-    mesh: Mesh
-    tokens: int
-    synced: tuple[Shape, ...] = ()
-    checkpointing: bool = False
-    width: int = HALF
-    adapters: int | None = None
-    bucket: int = BUCKET
-    versions: int = 0
-    copies: bool = False
-    values: bool = False
-    moments: tuple[str, ...] = ()
-    offload: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class InferencePart:
-    """The part of a generator, or of a model that scores, on a device.
-
-    Attributes:
-        what: its weights, as tables call them.
-        tensor: devices that it is split over.
-        tokens: of a pass without gradients.
-        learner: the mesh of the learner that sends it weights; ``None`` for a frozen model.
-        rows: responses that are decoded together; ``None`` for a model that scores.
-        positions: of each, prompt included.
-        logits: a model that scores gives log-probs.
-        width, adapters, bucket: see :class:`LearnerPart`; a frozen model has no adapters.
-        rests: weights are here in their phase alone: a scorer's, which are kept on the host, and a
-            generator's, which are made for each step.
-    """
-
-    what: str
-    shape: Shape
-    tensor: int
-    tokens: int
-    learner: Mesh | None = None
-    rows: int | None = None
-    positions: int = 0
-    logits: bool = False
-    width: int = HALF
-    adapters: int | None = None
-    bucket: int = BUCKET
-    rests: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of a device, in bytes by what takes them.
+    """The memory of a device, in bytes by what takes them: of all roles that take turns on it.
 
     Attributes:
         held: what is there all the time.
         work: what comes on top in each phase.
+        scored: what passes that score take, of each kind the most.
+        width: bytes of a weight in the type that is computed in.
+        bucket: bytes of a bucket.
+        adapters: parameters of a trained model's LoRA adapters; ``None`` trains all weights.
     """
 
     held: Counter[str] = field(default_factory=Counter)
-    work: dict[str, Counter[str]] = field(
+    work: Mapping[str, Counter[str]] = field(
         default_factory=lambda: {phase: Counter() for phase in PHASES}
     )
+    scored: Counter[str] = field(default_factory=Counter)
+    width: int = HALF
+    bucket: int = BUCKET
+    adapters: int | None = None
 
     def during(self, *phases: str) -> Counter[str]:
         """Return what takes memory while these phases go on side by side."""
@@ -241,111 +174,127 @@ class DeviceMemory:
         for phase, parts in other.work.items():
             self.work[phase].update(parts)
 
+    def put_learner(
+        self,
+        models: Sequence[Shape],
+        mesh: Mesh,
+        tokens: int,
+        synced: Sequence[Shape],
+        *,
+        checkpointing: bool,
+        versions: int,
+        copies: bool = False,
+        values: bool = False,
+        moments: Sequence[str] = (),
+        offload: bool = False,
+    ) -> None:
+        """Count a learner, which trains its models one after the other.
 
-def device_memory(parts: Iterable[LearnerPart | InferencePart]) -> DeviceMemory:
-    """Return the memory of a device: of all roles that take turns on it.
+        Args:
+            tokens: of a micro-batch.
+            synced: of the models, those whose weights are sent at one time.
+            versions: published versions of the weights that are kept.
+            copies: weights to compute with are there all the time, beside float32 masters.
+            values: the critic, its last model, computes values while others score.
+            moments: phases in which Adam's moments, and masters that are not the weights, are
+                here; else they rest on the host. Empty: always.
+            offload: all states are on the host but in their phases.
+        """
+        width, adapters, on_host = self.width, self.adapters, ("training",) if offload else ()
+        copied = copies and width < SINGLE and adapters is None
+        for shape in models:
+            weights = shape.stage(mesh.stages).held(mesh.tensor)
+            states, frozen = trained_bytes(weights, adapters, mesh.data, width)
+            if adapters is not None:
+                self.put(FROZEN, frozen)
+            if copied:
+                self.put("learner's weights", width * weights)
+            resting = round(states * (2 + copied) / 4) if moments else 0
+            self.put(STATES, round(states) - resting, *on_host)
+            if moments:
+                self.put("learner's moments", resting, *moments)
+            if versions:
+                sent = width * weights if adapters is None else SINGLE * adapters
+                self.put(PUBLISHED, versions * sent / mesh.data)
+        for shape in synced:
+            self._put_buckets(shape, mesh)
+        passes = [self._pass(shape, mesh, tokens, checkpointing, copies) for shape in models]
+        self.work["training"].update(max(passes, key=lambda taken: taken.total()))
+        if offload:
+            self.put("actor's masters", _masters(models[0], mesh), SYNC)
+        if values:
+            critic = models[-1]
+            if offload:
+                self.put("critic's masters", _masters(critic, mesh), "scoring")
+            self.put("gathered", gathered_bytes(critic, mesh, gradients=False), "scoring")
+            self._put_pass(layer_activation_bytes(critic, tokens, mesh.tensor), 0)
 
-    Of the passes that score, whichever takes the most of each kind counts; of those that train, the
-    one that takes the most in all.
-    """
-    found, scored = DeviceMemory(), Counter[str]()
-    for part in parts:
-        if isinstance(part, LearnerPart):
-            scored |= _train(found, part)
-        elif part.rows is None:
-            scored |= _score(found, part)
+    def put_inference(
+        self,
+        what: str,
+        shape: Shape,
+        tensor: int,
+        tokens: int,
+        learner: Mesh | None = None,
+        *,
+        rows: int | None = None,
+        positions: int = 0,
+        logits: bool = False,
+        rests: bool = False,
+    ) -> None:
+        """Count a generator, or a model that scores, whose weights tables call ``what``.
+
+        Args:
+            tokens: of a pass without gradients.
+            learner: that sends it weights; ``None`` for a frozen model.
+            rows: responses that are decoded together; ``None`` for a model that scores.
+            positions: of each, prompt included.
+            logits: a model that scores gives log-probs.
+            rests: weights are here in their phase alone: a scorer's, which are kept on the host,
+                and a generator's, which are made for each step.
+        """
+        weights = self.width * shape.held(tensor)
+        if learner:
+            weights += SINGLE * (self.adapters or 0)
+            self._put_buckets(shape, learner)
+        activations = layer_activation_bytes(shape, tokens, tensor) * self.width / HALF
+        if rows is None:
+            self.put(what, weights, *(("scoring",) if rests else ()))
+            size = logits_bytes(shape, tokens, gradients=False) if logits else 0
+            self._put_pass(activations, size)
         else:
-            _generate(found, part, part.rows)
-    found.work["scoring"].update(scored)
-    return found
+            self.put(what, weights, *(("generation", SYNC) if rests else ()))
+            cache = rows * row_bytes(shape, positions, tensor, self.width)
+            self.put(CACHE, cache, *(("generation",) if rests else ()))
+            self.put("activations", activations, "generation")
 
+    def _pass(
+        self, shape: Shape, mesh: Mesh, tokens: int, checkpointing: bool, copies: bool
+    ) -> Counter[str]:
+        """Count what a forward and a backward pass of a trained model take."""
+        # A pipeline's first stage holds as many micro-batches as there are stages.
+        kept = activation_bytes(shape, tokens, mesh.tensor, checkpointing=checkpointing)
+        taken = Counter(
+            activations=round(kept * self.width / HALF),
+            logits=round(logits_bytes(shape, tokens, gradients=True)),
+        )
+        if not copies:
+            stage, gradients = shape.stage(mesh.stages), self.adapters is None
+            taken["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
+        return taken
 
-def _train(into: DeviceMemory, part: LearnerPart) -> Counter[str]:
-    """Add a learner's part; return what a pass that scores takes."""
-    mesh, width, on_host = part.mesh, part.width, ("training",) if part.offload else ()
-    copied = part.copies and width < SINGLE and part.adapters is None
-    for shape in part.models:
-        weights = shape.stage(mesh.stages).held(mesh.tensor)
-        states, frozen = trained_bytes(weights, part.adapters, mesh.data, width)
-        if part.adapters is not None:
-            into.put(FROZEN, frozen)
-        if copied:
-            into.put("learner's weights", width * weights)
-        resting = round(states * (2 + copied) / 4) if part.moments else 0
-        into.put(STATES, round(states) - resting, *on_host)
-        if part.moments:
-            into.put("learner's moments", resting, *part.moments)
-        if part.versions:
-            sent = width * weights if part.adapters is None else SINGLE * part.adapters
-            into.put(PUBLISHED, part.versions * sent / mesh.data)
-    _sync(into, part.synced, mesh, part)
-    passes = [_pass(shape, part) for shape in part.models]
-    into.work["training"].update(max(passes, key=lambda taken: taken.total()))
-    if part.offload and part.synced:
-        into.put("actor's masters", _masters(part.models[0], mesh), SYNC)
-    if not part.values:
-        return Counter()
-    critic = part.models[-1]
-    if part.offload:
-        into.put("critic's masters", _masters(critic, mesh), "scoring")
-    into.put("gathered", gathered_bytes(critic, mesh, gradients=False), "scoring")
-    return Counter(activations=round(layer_activation_bytes(critic, part.tokens, mesh.tensor)))
+    def _put_pass(self, activations: float, logits: float) -> None:
+        """Count a pass that scores: of all of them, whichever takes the most of each kind."""
+        taken = Counter(activations=round(activations), logits=round(logits))
+        more = (self.scored | taken) - self.scored
+        self.scored.update(more)
+        self.work["scoring"].update(more)
 
-
-def _pass(shape: Shape, part: LearnerPart) -> Counter[str]:
-    """Count what a forward and a backward pass of a trained model take."""
-    mesh, tokens = part.mesh, part.tokens
-    # A pipeline's first stage holds as many micro-batches as there are stages.
-    kept = activation_bytes(shape, tokens, mesh.tensor, checkpointing=part.checkpointing)
-    taken = Counter(
-        activations=round(kept * part.width / HALF),
-        logits=round(logits_bytes(shape, tokens, gradients=True)),
-    )
-    if not part.copies:
-        stage, gradients = shape.stage(mesh.stages), part.adapters is None
-        taken["gathered"] = round(gathered_bytes(stage, mesh, gradients=gradients))
-    return taken
-
-
-def _generate(into: DeviceMemory, part: InferencePart, rows: int) -> None:
-    resting = ("generation", SYNC) if part.rests else ()
-    into.put(part.what, _weights(part), *resting)
-    cache = rows * row_bytes(part.shape, part.positions, part.tensor, part.width)
-    into.put(CACHE, cache, *resting[:1])
-    into.put("activations", _activations(part), "generation")
-    if part.learner:
-        _sync(into, (part.shape,), part.learner, part)
-
-
-def _score(into: DeviceMemory, part: InferencePart) -> Counter[str]:
-    """Add the part of a model that scores; return what its pass takes."""
-    into.put(part.what, _weights(part), *(("scoring",) if part.rests else ()))
-    if part.learner:
-        _sync(into, (part.shape,), part.learner, part)
-    taken = Counter(activations=round(_activations(part)))
-    if part.logits:
-        taken["logits"] = round(logits_bytes(part.shape, part.tokens, gradients=False))
-    return taken
-
-
-def _weights(part: InferencePart) -> float:
-    size = part.width * part.shape.held(part.tensor)
-    return size + (SINGLE * part.adapters if part.adapters and part.learner else 0)
-
-
-def _activations(part: InferencePart) -> float:
-    return layer_activation_bytes(part.shape, part.tokens, part.tensor) * part.width / HALF
-
-
-def _sync(
-    into: DeviceMemory, shapes: Iterable[Shape], mesh: Mesh, part: LearnerPart | InferencePart
-) -> None:
-    """Add the buckets of models whose weights are sent, or received."""
-    for shape in shapes:
-        size = bucket_bytes(shape, mesh, width=part.width, bucket=part.bucket)
-        if part.adapters is not None:
-            size = 2 * min(part.bucket, SINGLE * part.adapters)
-        into.put("buckets", size, SYNC)
+    def _put_buckets(self, shape: Shape, mesh: Mesh) -> None:
+        size = bucket_bytes(shape, mesh, width=self.width, bucket=self.bucket)
+        if self.adapters is not None:
+            size = 2 * min(self.bucket, SINGLE * self.adapters)
+        self.put("buckets", size, SYNC)
 
 
 def _masters(shape: Shape, learner: Mesh) -> float:
@@ -379,7 +328,7 @@ def phases_of(
         "generation": generator.during(*decoding),
         "scoring": scorer.during("scoring", *beside),
         "training": learner.during("training"),
-        SYNC: max(syncing, key=lambda held: sum(held.values())),
+        SYNC: max(syncing, key=lambda held: held.total()),
     }
 
 
@@ -393,36 +342,29 @@ def _devices(
     models: ModelShapes, layout: Layout, rows: int, length: int
 ) -> dict[str, DeviceMemory]:
     """Return the memory of a device of each role; roles that share have the same."""
-    colocated, learner, tokens = layout.colocated, layout.learner, layout.prefill_tokens
-    trained = LearnerPart(
+    colocated, learner, together = layout.colocated, layout.learner, DeviceMemory()
+    on = {role: together if role in layout.shared else DeviceMemory() for role in layout.meshes}
+    on["learner"].put_learner(
         models.trained,
         learner,
         layout.micro_tokens,
         (models.actor,),
         checkpointing=layout.checkpointing,
-        versions=0 if colocated else layout.versions,
+        versions=0 if colocated else VERSIONS,
         values=colocated and models.critic is not None,
         offload=layout.offload,
     )
-    generates = partial(InferencePart, "weights", models.actor, layout.generator.tensor, tokens)
-    scores = partial(InferencePart, "frozen", tensor=layout.scorer.tensor, tokens=tokens)
-    scores = partial(scores, rests=layout.offload)
-    roles: dict[str, list[LearnerPart | InferencePart]] = {
-        "learner": [trained],
-        # Colocated, weights are freed after the last response.
-        "generators": [generates(learner, rows, length, rests=colocated)],
-        "scorers": [scores(shape=models.reward)] if models.reward else [],
-    }
+    generator, scorer = (layout.generator.tensor, PREFILL_TOKENS, learner), layout.scorer.tensor
+    generate = partial(on["generators"].put_inference, "weights", rests=colocated)
+    generate(models.actor, *generator, rows=rows, positions=length)
+    score = partial(on["scorers"].put_inference, "frozen", tensor=scorer, tokens=PREFILL_TOKENS)
+    if models.reward:
+        score(shape=models.reward, rests=layout.offload)
     if models.reference:
-        roles["scorers"].append(scores(shape=models.reference, logits=True))
+        score(shape=models.reference, rests=layout.offload, logits=True)
     if models.critic and not colocated:
-        sender = learner if layout.sharing == "none" else None
-        roles["scorers"].append(scores(shape=models.critic, learner=sender))
-    together = device_memory(chain.from_iterable(roles[role] for role in layout.shared))
-    return {
-        role: together if role in layout.shared else device_memory(parts)
-        for role, parts in roles.items()
-    }
+        score(shape=models.critic, learner=learner if layout.sharing == "none" else None)
+    return on
 
 
 def rows_in_flight(
@@ -433,11 +375,11 @@ def rows_in_flight(
     All of its share at once, where their keys and values fit at full length; else as few goes as
     possible, and one response at a time where none fits.
     """
-    share = math.ceil(responses / layout.generator.data)
+    share = ceil(responses / layout.generator.data)
     each = row_bytes(models.actor, length, layout.generator.tensor)
     fit = max(1, int(cache_room_bytes(models, layout, hardware) // each))
-    goes = math.ceil(share / fit)
-    return math.ceil(share / goes), goes
+    goes = ceil(share / fit)
+    return ceil(share / goes), goes
 
 
 def cache_room_bytes(models: ModelShapes, layout: Layout, hardware: Hardware) -> float:
@@ -455,9 +397,8 @@ def frozen_bytes(models: ModelShapes, layout: Layout) -> float:
 
 def host_bytes(models: ModelShapes, layout: Layout) -> float:
     """Return bytes in the host's memory for each GPU: of what is offloaded."""
-    if not layout.offload:
-        return 0.0
-    return kept_bytes(models, layout.learner) + frozen_bytes(models, layout)
+    offloads = layout.offload
+    return kept_bytes(models, layout.learner) + frozen_bytes(models, layout) if offloads else 0.0
 
 
 def kept_bytes(models: ModelShapes, learner: Mesh) -> float:

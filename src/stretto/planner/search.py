@@ -25,21 +25,11 @@ from statistics import fmean
 
 from stretto.errors import ConfigError
 from stretto.planner.bounds import Bounds
-from stretto.planner.candidates import (
-    BASELINE,
-    Candidate,
-    Space,
-    candidates,
-    fits,
-    memory_by_phase,
-)
+from stretto.planner.candidates import BASELINE, Candidate, Kind, Space, candidates, fits
 from stretto.planner.clusters import PlanSpec, cluster_of
-from stretto.planner.memory import Parts, host_bytes
 from stretto.runtime.sim.simulate import SimResult, simulate
 from stretto.saying import Say, silent, working
 
-Kind = tuple[str, str, bool]
-"""What shares GPUs, the schedule, and whether it is on paper."""
 WITHIN = 0.01
 """A candidate is left out when it could be quicker than what is known by this share at most."""
 ROUNDS, WARM = 6, 2
@@ -51,13 +41,10 @@ ROUNDS, WARM = 6, 2
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
-    """A candidate and what the simulator says of it.
+    """A candidate and what the simulator says of it, once the pipeline is filled.
 
     Attributes:
-        step_s: seconds of a step, once the pipeline is filled.
         samples_per_s: responses trained on, over all GPUs together.
-        memory: bytes of a GPU, by phase and by what takes them.
-        host_bytes: in the host's memory, for each GPU: of what is offloaded.
         staleness_mean, staleness_max: versions that responses are behind when they are trained on.
         busy: share of all GPUs' time in which a role worked.
         idle: shares of all GPUs' time by what a GPU waited for: data, scores, weights, stragglers.
@@ -67,29 +54,16 @@ class PlanResult:
     candidate: Candidate
     step_s: float
     samples_per_s: float
-    memory: Mapping[str, Parts]
-    host_bytes: float
     staleness_mean: float
     staleness_max: float
     busy: float
     idle: Mapping[str, float]
 
-    @property
-    def kind(self) -> Kind:
-        """The kind of its candidate."""
-        return _kind(self.candidate)
-
-    @property
-    def rank(self) -> tuple[float, str]:
-        """The lower the better."""
-        return self.step_s, str(self.candidate.layout)
-
 
 def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
     """Simulate a candidate.
 
-    Raises ConfigError if generators have no room for keys and values, StalledError if the schedule
-    cannot go on.
+    Raises ConfigError if keys and values have no room, StalledError if the schedule cannot go on.
     """
     layout, schedule = candidate.layout, candidate.schedule
     engines, bubble = candidate.engines, candidate.bubble
@@ -106,8 +80,6 @@ def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
         candidate=candidate,
         step_s=step_s,
         samples_per_s=workload.batch / step_s,
-        memory=memory_by_phase(spec, candidate),
-        host_bytes=host_bytes(spec.models, layout),
         staleness_mean=fmean(step["staleness/mean"] for step in counted),
         staleness_max=max(step["staleness/max"] for step in counted),
         busy=busy,
@@ -154,10 +126,6 @@ def _group(role: str) -> str:
     return role if role == "learner" else "scorers"
 
 
-def _kind(candidate: Candidate) -> Kind:
-    return (*candidate.kind, bool(candidate.on_paper))
-
-
 # -- all candidates --------------------------------------------------------------------------------
 
 
@@ -169,9 +137,7 @@ class Found:
         best: the best of each kind, the quickest first, no more than asked for.
         baseline: the best with all roles on all GPUs, one after another; ``None`` if none fits.
         runnable: the best that ``stretto train`` can run; ``None`` if there is none.
-        candidates: how many there were.
-        simulated: how many of them were simulated.
-        unfit: those that were looked at and do not fit into memory.
+        unfit: of the candidates, those that were looked at and do not fit into memory.
         bound_s: seconds of a step that no candidate left out can be below; infinite when none was
             left out for want of time.
         seconds: that the search took.
@@ -206,7 +172,8 @@ def search(
     with working(say, "listing plans"):
         kinds = _by_kind(spec, space)
     count = sum(map(len, kinds.values()))
-    board, unfit, bound_s = _Board(keep), 0, inf
+    results: dict[Kind, PlanResult] = {}
+    simulated, unfit, bound_s = 0, 0, inf
     with (
         working(say, "plans looked at or ruled out", count) as advance,
         _simulators(spec, workers or os.cpu_count() or 1) as (submit, room),
@@ -217,14 +184,16 @@ def search(
             while len(running) > until:
                 for done in wait(running, return_when=FIRST_COMPLETED).done:
                     running.remove(done)
-                    board.add(done.result())
+                    result = done.result()
+                    kind = result.candidate.kind
+                    results[kind] = min(results.get(kind, result), result, key=_rank)
 
         # In turns, so that there is soon something of every kind to be measured against.
         while kinds:
             for kind, waiting in list(kinds.items()):
                 collect(room - 1)
-                late = time.monotonic() - start_s > limit_s and (board.runnable or kind[2])
-                ruled_out = not waiting or not board.may_take(kind, waiting[0][0])
+                ruled_out = not waiting or not _may_take(results, keep, kind, waiting[0][0])
+                late = time.monotonic() - start_s > limit_s and (_can_run(results) or kind[2])
                 if ruled_out or late:
                     if not ruled_out:
                         bound_s = min(bound_s, waiting[0][0])
@@ -235,58 +204,48 @@ def search(
                 advance(1)
                 if fits(spec, candidate):
                     running.add(submit(candidate))
+                    simulated += 1
                 else:
                     unfit += 1
         collect(0)
-    if not board.results:
+    if not results:
         raise ConfigError(
             f"nothing fits: no layout on {space.gpus} GPUs has memory for all phases; give more "
             "GPUs, or larger ones",
             "nothing-fits",
         )
-    ranked = sorted(board.results.values(), key=lambda result: result.rank)
+    ranked = sorted(results.values(), key=_rank)
     return Found(
         best=tuple(ranked[:keep]),
-        baseline=next((r for r in ranked if r.candidate.kind == BASELINE), None),
+        baseline=next((r for r in ranked if r.candidate.kind[:2] == BASELINE), None),
         runnable=next((r for r in ranked if not r.candidate.on_paper), None),
         candidates=count,
-        simulated=board.simulated,
+        simulated=simulated,
         unfit=unfit,
         bound_s=bound_s,
         seconds=time.monotonic() - start_s,
     )
 
 
-class _Board:
-    """The best result of each kind."""
+def _rank(result: PlanResult) -> tuple[float, str]:
+    return result.step_s, str(result.candidate.layout)
 
-    def __init__(self, keep: int) -> None:
-        self._keep = keep
-        self.results: dict[Kind, PlanResult] = {}
-        self.simulated = 0
 
-    def add(self, result: PlanResult) -> None:
-        """Take a candidate's result."""
-        self.simulated += 1
-        known = self.results.get(result.kind)
-        if known is None or result.rank < known.rank:
-            self.results[result.kind] = result
+def _can_run(results: Mapping[Kind, PlanResult]) -> bool:
+    """Return whether there is a plan that ``stretto train`` can run."""
+    return any(not on_paper for *_, on_paper in results)
 
-    @property
-    def runnable(self) -> bool:
-        """Whether there is a plan that ``stretto train`` can run."""
-        return any(not on_paper for *_, on_paper in self.results)
 
-    def may_take(self, kind: Kind, bound: float) -> bool:
-        """Return whether a candidate with this bound might still be among those shown."""
-        bound *= 1 + WITHIN
-        if (own := self.results.get(kind)) and bound >= own.step_s:
-            return False
-        if kind[:2] == BASELINE:
-            return True
-        others = sorted(r.step_s for k, r in self.results.items() if k != kind)
-        would_run_first = not kind[2] and not self.runnable
-        return len(others) < self._keep or bound < others[self._keep - 1] or would_run_first
+def _may_take(results: Mapping[Kind, PlanResult], keep: int, kind: Kind, bound: float) -> bool:
+    """Return whether a candidate with this bound might still be among those shown."""
+    bound *= 1 + WITHIN
+    if (own := results.get(kind)) and bound >= own.step_s:
+        return False
+    if kind[:2] == BASELINE:
+        return True
+    others = sorted(r.step_s for k, r in results.items() if k != kind)
+    would_run_first = not kind[2] and not _can_run(results)
+    return len(others) < keep or bound < others[keep - 1] or would_run_first
 
 
 def _by_kind(spec: PlanSpec, space: Space) -> dict[Kind, deque[tuple[float, Candidate]]]:
@@ -297,7 +256,7 @@ def _by_kind(spec: PlanSpec, space: Space) -> dict[Kind, deque[tuple[float, Cand
             bounded.append((bounds.of(candidate), candidate))
     found: dict[Kind, deque[tuple[float, Candidate]]] = {}
     for pair in sorted(bounded, key=lambda pair: pair[0]):
-        found.setdefault(_kind(pair[1]), deque()).append(pair)
+        found.setdefault(pair[1].kind, deque()).append(pair)
     return dict(sorted(found.items(), key=lambda item: item[0][:2] != BASELINE))
 
 
