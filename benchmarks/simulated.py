@@ -13,7 +13,7 @@ from typing import Any
 
 from _shared import parse
 from stretto.config import recipes
-from stretto.planner.prediction import LEAST_STEPS, WARM_STEPS, predict
+from stretto.planner.replay import LEAST_STEPS, WARM_STEPS, predict
 
 
 def main() -> None:

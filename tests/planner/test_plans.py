@@ -14,7 +14,7 @@ from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
 from stretto.pipelines.graph import latency_bound
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import solve
-from stretto.planner.bounds import Bounds
+from stretto.planner.search import Bounds
 from stretto.planner.candidates import (
     BASELINE,
     Candidate,

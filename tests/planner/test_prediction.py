@@ -17,8 +17,8 @@ from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory, Window, records
 from stretto.observe.spans import HANDOVER, Span
-from stretto.planner import prediction
-from stretto.planner.prediction import HANDING_OVER, Phase, Prediction, phases_of, predict
+from stretto.planner import replay as prediction
+from stretto.planner.replay import HANDING_OVER, Phase, Prediction, phases_of, predict
 from stretto.planner.replay import CPU_TOKEN_BUDGET
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import (

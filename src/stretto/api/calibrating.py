@@ -35,15 +35,9 @@ def calibrate(
 ) -> Hardware:
     """Measure this machine, and write what plans read; what ``stretto plan --calibrate`` does.
 
-    Device, type and threads are those that a run of the settings would take. Raises ModelError if
-    no model fits here to measure with, RankError if the processes that sync weights did not start,
-    or failed, StorageError if the file cannot be written.
-
-    Args:
-        settings: see :mod:`stretto.api`.
-        file: that is written, see :mod:`stretto.planner.hardware`.
-        sizes: how much is measured; ``None`` for what suits the device.
-        command: by which it was asked for, to be written beside the figures.
+    Device, type and threads are those that a run of the settings would take; the command is written
+    beside the figures. Raises ModelError if no model fits here to measure with, RankError if the
+    processes that sync weights fail, StorageError if the file cannot be written.
     """
     with working(say, LOADING):
         import torch
@@ -126,7 +120,6 @@ def _dtype(model: MeasuredModel) -> str:
 def _measured(
     model: MeasuredModel, points: Sequence[Point], hardware: Hardware, command: str, took_s: float
 ) -> dict[str, Any]:
-    """What the figures come from, as plain data."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,

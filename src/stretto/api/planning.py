@@ -5,77 +5,68 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tomli_w
+from tyro.conf import arg
 
 from stretto.api.runs import REPLACED, VARIANTS, schedule_of
 from stretto.api.settings import Settings, config_of
 from stretto.config import Config, ModelConfig, ScheduleConfig, changes, recipes
 from stretto.errors import ConfigError, StrettoError
 from stretto.models.shapes import SHAPES, Shape, shape_of
-from stretto.planner.hardware import Hardware
+from stretto.planner.hardware import GPUS, Hardware, read_hardware
 from stretto.planner.layout import ModelShapes
 from stretto.saying import Say, silent, working
 from stretto.types import short_name
 
 if TYPE_CHECKING:
-    from stretto.planner.candidates import Candidate
-    from stretto.planner.clusters import PlanSpec
+    from stretto.planner.candidates import Candidate, PlanSpec
     from stretto.planner.search import Found
 
 PLANNED = (
-    "sync",
-    "oppo",
-    "oppo-no-intra",
-    "oppo-no-inter",
-    "async",
-    "async-overcommit",
-    "rlhfuse",
-    "stretto",
+    *("sync", "oppo", "oppo-no-intra", "oppo-no-inter", "async", "async-overcommit"),
+    *("rlhfuse", "stretto"),
 )
 """Variants of the schedule among which a plan is searched."""
-FUNCTION_S = 0.001
-"""Seconds that a reward function takes for a response (assumed)."""
-PROMPT = 256
-"""Tokens of a prompt, on average (assumed)."""
-MEDIAN, P95 = 0.15, 0.75
-"""Median and 95th percentile of response lengths, as shares of the limit (assumed)."""
+FUNCTION_S, PROMPT, MEDIAN, P95 = 0.001, 256, 0.15, 0.75
+"""Assumed: seconds that a reward function takes for a response; tokens of a prompt, on average; and
+median and 95th percentile of response lengths, as shares of the limit."""
 
 
-@dataclass(frozen=True, slots=True)
+MINUTES = (0.75, 8.0)
+"""Minutes that a search may take, on up to 64 GPUs and on more."""
+
+
+@dataclass
 class PlanOptions:
-    """What a plan is asked for, besides a run's settings.
+    """What a plan is asked for, besides a run's settings."""
 
-    Attributes:
-        gpu: their kind, by name.
-        hardware: their figures, if measured (``stretto plan --calibrate``); else the published
-            ones of ``gpu``.
-        model_shape: shape of the actor, by a known model's name; empty takes ``model.name``.
-        reward_shape: the same of reward models; empty takes their own names, or the actor's.
-        prompt_tokens: of a prompt, on average; 0 assumes some.
-        response_tokens: median and 95th percentile of responses; empty takes shares of the limit.
-        like: folder of a run whose lengths of prompts and responses are taken instead.
-        on_paper: also plans that ``stretto train`` cannot run.
-        keep: how many plans.
-        limit_s: seconds after which no further plan is simulated.
-        workers: processes that simulate; 0 takes one a core.
-    """
-
-    gpus: int
-    gpu: str = "h100"
-    hardware: Hardware | None = None
-    model_shape: str = ""
-    reward_shape: str = ""
+    recipe: str = ""
+    gpus: int = 0
+    """Number of GPUs; a plan uses all of them."""
+    gpu: Annotated[str, arg(help=f"Kind of GPU: {', '.join(GPUS)}.", metavar="NAME")] = "h100"
+    hardware: Annotated[str, arg(metavar="FILE")] = ""
+    """A file with the GPUs' figures, in place of --gpu."""
+    model_shape: Annotated[str, arg(metavar="NAME")] = ""
+    """A known model whose shape the actor has; empty: model.name."""
+    reward_shape: Annotated[str, arg(metavar="NAME")] = ""
+    """The same of the reward model; 'actor' for the actor's."""
     prompt_tokens: int = 0
-    response_tokens: tuple[float, ...] = ()
-    like: str = ""
-    on_paper: bool = False
-    keep: int = 5
-    limit_s: float = inf
+    """Tokens of a prompt, on average; 0 assumes some."""
+    response_tokens: Annotated[tuple[float, ...], arg(metavar="MEDIAN P95")] = ()
+    """Median and 95th percentile of responses' tokens; else shares of the limit."""
+    like: Annotated[str, arg(metavar="RUN_DIR")] = ""
+    """A run whose lengths of prompts and responses are taken."""
+    on_paper: Annotated[bool, arg(metavar="")] = False
+    """Also plans that 'stretto train' cannot run, such as pipelines."""
     workers: int = 0
+    """Processes that simulate; 0: one a core."""
+    minutes: Annotated[
+        float,
+        arg(help=f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond."),
+    ] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,34 +80,31 @@ class Plan:
 
 
 def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan:
-    """Search for the layouts and schedules with the shortest steps; what ``stretto plan`` does.
-
-    Raises ConfigError if nothing fits, or a model, a GPU or a length is unknown.
-
-    Args:
-        settings: see :mod:`stretto.api`.
-    """
+    """Search for the plans with the shortest steps; raises ConfigError if nothing fits."""
     if options.gpus < 1:
-        raise ConfigError(f"a plan for {options.gpus} GPUs: give 1 or more", "greater_than")
-    if options.hardware is None:
-        Hardware.of(options.gpu)  # an unknown one is refused before the simulator is loaded
+        problem = f"--gpus {options.gpus}: say how many there are, 1 or more"
+        raise ConfigError(problem, "greater_than")
+    if min(options.minutes, options.workers) < 0:
+        problem = f"--minutes {options.minutes} --workers {options.workers}: must be 0 or more"
+        raise ConfigError(problem, "greater_than_equal")
+    _hardware(options)  # refused before the simulator is loaded
     with working(say, "loading the simulator"):
-        from stretto.planner.candidates import Space
         from stretto.planner.search import search
 
     config = config_of(settings)
     spec, assumed = spec_of(config, options)
-    space = Space(options.gpus, variants_of(config), options.on_paper)
-    limits = {"keep": options.keep, "limit_s": options.limit_s, "workers": options.workers}
-    return Plan(config, spec, search(spec, space, **limits, say=say), tuple(assumed))
+    limit_s = 60 * (options.minutes or MINUTES[options.gpus > 64])
+    found = search(spec, limit_s=limit_s, workers=options.workers, say=say)
+    return Plan(config, spec, found, tuple(assumed))
+
+
+def _hardware(options: PlanOptions) -> Hardware:
+    return read_hardware(options.hardware) if options.hardware else Hardware.of(options.gpu)
 
 
 def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
-    """Return what runs, and what was assumed of it, in sentences.
-
-    Raises ConfigError if a model, a GPU or a length is unknown.
-    """
-    from stretto.planner.clusters import PlanSpec
+    """Return what runs, and what was assumed of it; ConfigError for an unknown model or GPU."""
+    from stretto.planner.candidates import PlanSpec
     from stretto.runtime.sim.cluster import Workload
     from stretto.runtime.sim.costs import SampleCost
 
@@ -124,8 +112,8 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
     if config.model.lora_rank:
         assumed.append("all weights are trained, not LoRA adapters alone")
     models, functions = _models(config, options, assumed)
-    on = options.hardware or Hardware.of(options.gpu)
-    if options.hardware is None:
+    on = _hardware(options)
+    if not options.hardware:
         assumed.append(
             f"{on.gpu.name}s as published, of which software reaches the shares in "
             "planner/hardware.py; eight to a node, a 400 Gbit/s adapter each"
@@ -141,6 +129,9 @@ def spec_of(config: Config, options: PlanOptions) -> tuple[PlanSpec, list[str]]:
         models,
         workload,
         on,
+        options.gpus,
+        variants_of(config),
+        options.on_paper,
         epochs=config.training.epochs,
         updates=config.training.updates,
         functions={short_name(name): SampleCost(sample_s=FUNCTION_S) for name in functions},
@@ -159,18 +150,15 @@ def variants_of(config: Config) -> dict[str, ScheduleConfig]:
 
 
 def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[str, Any]:
-    """Return the settings by which ``stretto train`` runs a plan, as nested plain data.
-
-    Raises ConfigError if it cannot run this one.
-    """
+    """Return the settings by which ``stretto train`` runs a plan; ConfigError if it cannot."""
     from stretto.config.cluster import generator_names
-    from stretto.planner.clusters import slots_of
+    from stretto.planner.candidates import slots_of
     from stretto.runtime.placement import model_scorers
 
     if candidate.on_paper:
         raise ConfigError(f"the plan is one on paper: {candidate.on_paper}", "plan-on-paper")
     layout, schedule = candidate.layout, candidate.schedule
-    slots = slots_of(spec, layout, schedule)
+    slots = slots_of(spec, candidate)
     data: dict[str, Any] = {
         "model": {"gradient_checkpointing": layout.checkpointing},
         "training": {"microbatch_tokens": layout.micro_tokens},
@@ -220,11 +208,8 @@ def write(
 ) -> None:
     """Write the settings of a plan, for ``stretto train RECIPE --overrides FILE``.
 
-    Raises ConfigError if ``stretto train`` cannot run the plan, or the file cannot be written.
-
-    Args:
-        config: that was planned for.
-        start: the recipe's settings; what ``config`` has otherwise is written, too.
+    Settings of ``config`` that differ from those of the recipe, ``start``, are written, too. Raises
+    ConfigError if ``stretto train`` cannot run the plan, or the file cannot be written.
     """
     data = settings_of(config, candidate, spec)
     if start is not None:
@@ -240,7 +225,6 @@ def write(
 def _models(
     config: Config, options: PlanOptions, assumed: list[str]
 ) -> tuple[ModelShapes, list[str]]:
-    """The models of a run, and the names of its other sources of rewards."""
     actor = _shape(config.model, options.model_shape)
     sources = config.reward.sources
     named = [source.removeprefix("model:") for source in sources if source.startswith("model:")]
@@ -267,7 +251,6 @@ def _models(
 
 
 def _shape(model: ModelConfig, name: str) -> Shape:
-    """The shape of a model: a known one's, or read from its files."""
     try:
         return shape_of(name or model.name)
     except ConfigError as unknown:
@@ -286,7 +269,6 @@ def _shape(model: ModelConfig, name: str) -> Shape:
 
 
 def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mapping[str, Any]:
-    """Lengths of prompts and responses: a run's, those given, or assumed ones."""
     from stretto.runtime.sim.lengths import Lognormal, Uniform
 
     if options.like:

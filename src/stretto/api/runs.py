@@ -122,7 +122,7 @@ def report(
     Returns:
         the page's file.
     """
-    from stretto.planner.prediction import predicted
+    from stretto.planner.replay import predicted
 
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
     file, loaded = Path(out), load(folders)

@@ -21,22 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Clusters on which the runs of a comparison are simulated.
-
-    Attributes:
-        cluster_of: the cluster with a job's schedule.
-        seed: that of the run which is replayed; ``None`` for a described cluster.
-    """
+    """The cluster of each run of a comparison, and the seed of a run that is replayed."""
 
     cluster_of: Callable[[Job], Cluster]
     seed: int | None = None
 
     def asked(self, job: Job, steps: int = 0) -> Cluster:
-        """Return the cluster of one run; raises ConfigError if its schedule or seed does not fit.
-
-        Args:
-            steps: batches to train on; 0 leaves it to the cluster's description.
-        """
+        """Return the cluster of one run, of so many steps (0: its own); ConfigError for a fault."""
         cluster = self.cluster_of(job)
         changed = {"seed": job.seed, "steps": steps or cluster.workload.steps}
         workload = {**dict(cluster.workload), **changed}
@@ -44,15 +35,13 @@ class Simulation:
         return cluster.model_copy(update={"workload": checked})
 
     def run(self, job: Job, cluster: Cluster, advance: Advance = unseen) -> Outcome:
-        """Simulate one run, on its cluster of :meth:`asked`; ``advance`` is told of each step."""
+        """Simulate one run, on its cluster of :meth:`asked`."""
         from stretto.runtime.sim.simulate import simulate
 
         result = simulate(cluster, advance=advance)
-        in_all = {ALL_DEVICES: fmean(result.device_utilisation)}
-        if self.seed is not None:
-            # A replay's devices stand for the workers of one process, of which a schedule that
-            # overlaps has more.
-            in_all = {}
+        # A replay's devices stand for workers of a process, of which some schedules have more.
+        replayed = self.seed is not None
+        in_all = {} if replayed else {ALL_DEVICES: fmean(result.device_utilisation)}
         return Outcome(
             variant=job.variant,
             seed=job.seed,
@@ -82,12 +71,9 @@ def described(file: str) -> Simulation:
 def recorded(folder: str, placement: str = "") -> Simulation:
     """Simulate on a run's records: its costs, response lengths and seed.
 
-    Raises ConfigError if it is no run's folder, or the placement is impossible, StateError if the
-    run has recorded too little.
-
-    Args:
-        placement: settings whose ``runtime``, ``[cluster]`` and ``rollout.engines`` take the place
-            of the run's: a recipe, a file, or another run's folder.
+    ``runtime``, ``[cluster]`` and ``rollout.engines`` of the ``placement`` (a recipe, a file, or
+    another run's folder) take the place of the run's. Raises ConfigError if that is impossible,
+    StateError if the run has recorded too little.
     """
     from stretto.planner.replay import Recording
 

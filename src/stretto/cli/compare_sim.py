@@ -10,17 +10,7 @@ from typing import Annotated
 import tyro
 
 from stretto.api import simulated
-from stretto.cli.variants import (
-    DEFAULT_SEEDS,
-    DEFAULT_VARIANTS,
-    TARGET_HELP,
-    VARIANTS_HELP,
-    collect,
-    exit_status,
-    new_folder,
-    plan,
-    publish,
-)
+from stretto.cli import variants as comparison
 from stretto.config import recipes
 from stretto.errors import ConfigError
 
@@ -35,15 +25,17 @@ class SimOptions:
     placement: Annotated[str, tyro.conf.arg(metavar="RECIPE")] = ""
     """With a run's folder: a recipe, or a .toml file, whose runtime, [cluster] and rollout.engines
     take the place of the run's."""
-    variants: Annotated[str, tyro.conf.arg(help=VARIANTS_HELP, metavar="NAME,...")] = (
-        DEFAULT_VARIANTS
+    variants: Annotated[str, tyro.conf.arg(help=comparison.VARIANTS_HELP, metavar="NAME,...")] = (
+        comparison.DEFAULT_VARIANTS
     )
     seeds: Annotated[str, tyro.conf.arg(metavar="INT,...")] = ""
     """Seeds of lengths and rewards, separated by commas; without them: 0,1,2, and for a run's
     folder its own seed, as its lengths are what they were."""
     steps: int = 0
     """Batches to train on; 0 leaves it to the description."""
-    target: Annotated[float | None, tyro.conf.arg(help=TARGET_HELP, metavar="REWARD")] = None
+    target: Annotated[
+        float | None, tyro.conf.arg(help=comparison.TARGET_HELP, metavar="REWARD")
+    ] = None
     out: str = "runs"
     """Folder in which the comparison gets a folder of its own."""
 
@@ -71,19 +63,19 @@ def run(arguments: Sequence[str]) -> int:
     where = f"virtual time, with costs and lengths of {sim}"
     if replayed:
         simulation = simulated.recorded(sim, placement)
-        jobs = plan(options.variants, str(simulation.seed))
+        jobs = comparison.plan(options.variants, str(simulation.seed))
         where += "; rewards are those of the run's responses, whatever trains on them"
     else:
         simulation = simulated.described(sim)
-        jobs = plan(options.variants, options.seeds or DEFAULT_SEEDS)
+        jobs = comparison.plan(options.variants, options.seeds or comparison.DEFAULT_SEEDS)
     # What is wrong with any of them is said before the first one starts.
     clusters = {job: simulation.asked(job, options.steps) for job in jobs}
-    collected = collect(
+    collected = comparison.collect(
         jobs,
         lambda job, advance: simulation.run(job, clusters[job], advance),
         clusters[jobs[0]].workload.steps,
         simulated=True,
     )
-    folder = new_folder(options.out, f"{recipes.name_of(sim)}-compare")
-    publish(collected, options.target, folder, arguments, where)
-    return exit_status(collected)
+    folder = comparison.new_folder(options.out, f"{recipes.name_of(sim)}-compare")
+    comparison.publish(collected, options.target, folder, arguments, where)
+    return comparison.exit_status(collected)

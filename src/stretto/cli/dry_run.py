@@ -75,7 +75,6 @@ def _pipelines(config: Config) -> Iterator[str]:
 
 
 def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
-    """Describe which roles stand where, and what each process holds."""
     from stretto.planner import fitting
     from stretto.runtime.placement import places, remarks, table
 
@@ -96,7 +95,6 @@ def _processes(config: Config, plan: MemoryPlan) -> Iterator[str]:
 
 
 def _held_out(task: TaskConfig) -> str:
-    """Describe the prompts that an evaluation asks."""
     if task.held_out_rows:
         return task.held_out_rows
     if share := task.held_out_share:

@@ -67,7 +67,6 @@ def _plan(
 
 
 def _parameters(model: str, rank: int, targets: tuple[str, ...]) -> tuple[int, int | None]:
-    """Return a model's parameters, and those of its adapters."""
     if (counted := parse_parameters(model)) is None:
         return measure(ModelConfig(name=model, lora_rank=rank, lora_targets=targets))
     if rank:

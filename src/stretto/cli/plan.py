@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -16,7 +16,6 @@ from stretto.config import Config, recipes
 from stretto.errors import ConfigError
 from stretto.observe import make_progress
 from stretto.observe.progress import on_stderr
-from stretto.planner.hardware import GPUS, read_hardware
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import host_bytes
 from stretto.saying import Saying, format_size
@@ -24,9 +23,6 @@ from stretto.saying import Saying, format_size
 if TYPE_CHECKING:
     from stretto.planner.candidates import Candidate
     from stretto.planner.search import PlanResult
-
-MINUTES = (0.75, 8.0)
-"""Minutes that a search may take, on up to 64 GPUs and on more."""
 
 _DESCRIPTION = (
     "Search for the layout of a run's roles on GPUs, and for the schedule, that train on most "
@@ -42,41 +38,14 @@ _SHARING = {
 
 
 @dataclass
-class Options:
+class Options(PlanOptions):
     """The command's own options."""
 
     recipe: Recipe = tyro.MISSING
-    gpus: int = 0
-    """Number of GPUs; a plan uses all of them."""
-    gpu: Annotated[str, tyro.conf.arg(help=f"Kind of GPU: {', '.join(GPUS)}.", metavar="NAME")] = (
-        "h100"
-    )
-    hardware: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
-    """A file with the GPUs' figures, in place of --gpu."""
     calibrate: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Measure this machine's figures instead of planning, and write them."""
     write: Annotated[str, tyro.conf.arg(metavar="FILE")] = ""
     """Write the best plan's settings, for 'stretto train --overrides'."""
-    model_shape: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
-    """A known model whose shape the actor has; empty: model.name."""
-    reward_shape: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
-    """The same of the reward model; 'actor' for the actor's."""
-    prompt_tokens: int = 0
-    """Tokens of a prompt, on average; 0 assumes some."""
-    response_tokens: Annotated[tuple[float, ...], tyro.conf.arg(metavar="MEDIAN P95")] = ()
-    """Median and 95th percentile of responses' tokens; else shares of the limit."""
-    like: Annotated[str, tyro.conf.arg(metavar="RUN_DIR")] = ""
-    """A run whose lengths of prompts and responses are taken."""
-    on_paper: Annotated[bool, tyro.conf.arg(metavar="")] = False
-    """Also plans that 'stretto train' cannot run, such as pipelines."""
-    workers: int = 0
-    """Processes that simulate; 0: one a core."""
-    minutes: Annotated[
-        float,
-        tyro.conf.arg(
-            help=f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond."
-        ),
-    ] = 0.0
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -87,17 +56,15 @@ def run(arguments: Sequence[str]) -> int:
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
-    config, given = parse_with_config("plan", _DESCRIPTION, arguments, start, Options, _offered())
-    own = vars(given)
-    if own["calibrate"]:
-        return _calibrate(config, own["calibrate"], arguments)
-    options = _plan_options(own)
-    if own["write"]:
-        planning.check_writable(own["write"])
-    plan = planning.plan(config, options, say=on_stderr)
-    print("\n".join(_lines(plan, options.gpus, recipes.name_of(recipe))))
-    if own["write"]:
-        _write(plan, own["write"], recipe, start)
+    config, own = parse_with_config("plan", _DESCRIPTION, arguments, start, Options, _offered())
+    if own.calibrate:
+        return _calibrate(config, own.calibrate, arguments)
+    if own.write:
+        planning.check_writable(own.write)
+    plan = planning.plan(config, own, say=on_stderr)
+    print("\n".join(_lines(plan, own.gpus, recipes.name_of(recipe))))
+    if own.write:
+        _write(plan, own.write, recipe, start)
     return 0
 
 
@@ -106,20 +73,6 @@ def _calibrate(config: Config, file: str, arguments: Sequence[str]) -> int:
     calibrating.calibrate(config, file, command=command, say=Saying(make_progress("auto")))
     print(f"wrote {file}: stretto plan {leading_recipe(arguments)} --gpus N --hardware {file}")
     return 0
-
-
-def _plan_options(own: dict[str, Any]) -> PlanOptions:
-    gpus, minutes, hardware = own["gpus"], own["minutes"], own["hardware"]
-    if gpus < 1:
-        problem = f"--gpus {gpus}: say how many there are, 1 or more"
-        raise ConfigError(problem, "greater_than")
-    if min(minutes, own["workers"]) < 0:
-        problem = f"--minutes {minutes} --workers {own['workers']}: must be 0 or more"
-        raise ConfigError(problem, "greater_than_equal")
-    named = {field.name for field in fields(PlanOptions)}
-    given = {name: value for name, value in own.items() if name in named}
-    given["hardware"] = read_hardware(hardware) if hardware else None
-    return PlanOptions(**given, limit_s=60 * (minutes or MINUTES[gpus > 64]))
 
 
 def _write(plan: Plan, file: str, recipe: str, start: Config) -> None:

@@ -10,7 +10,7 @@ import tyro
 from stretto.errors import ConfigError
 from stretto.observe import report
 from stretto.observe.progress import on_stderr
-from stretto.planner.prediction import predicted
+from stretto.planner.replay import predicted
 from stretto.saying import working
 
 DEFAULT_OUT = "report.html"

@@ -1,15 +1,10 @@
-"""Costs fitted to measurements: to the spans of a run, or to timed pieces of work.
+"""Costs fitted to measurements.
 
-Spans of a run make the costs of its roles (:func:`calibrate`), by which it can be replayed and
-varied in virtual time. Beside its length the fit reads of a span's attributes
-
-- ``gen``: ``steps``, ``tokens`` and, where the engine counts them, ``context`` (tokens of context
-  that all steps read) and ``prefilled``;
-- ``prefill`` and ``score``, of a scorer: ``tokens``; a scorer that gives none is taken for a
-  function, whose time goes by the number of its ``rollouts``;
-- ``update``: ``tokens``; ``driver/...``, the driver's own work: ``items``.
-
-Timed pieces of work (``measuring.py``) make the figures of a device, for plans (:func:`fitted`).
+Spans of a run make the costs of its roles (:func:`calibrate`, docs/simulator.md), by their length
+and by their attributes: of ``gen`` ``steps``, ``tokens`` and, where the engine counts them,
+``context`` (tokens that all steps read) and ``prefilled``; of ``prefill``, ``score`` and ``update``
+``tokens``, else the number of ``rollouts``; of ``driver/...`` ``items``. Timed pieces of work
+(``measuring.py``) make the figures of a device (:func:`fitted`, docs/planning.md).
 """
 
 from __future__ import annotations
@@ -31,15 +26,7 @@ from stretto.observe.idle import is_generator, seconds, subtract, union
 from stretto.observe.spans import HANDOVER, NO_DEVICES, Span
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.protocols import DRIVER
-from stretto.runtime.sim.costs import (
-    DecodeCost,
-    DriverCost,
-    Efficiency,
-    GeneratorCost,
-    PrefillCost,
-    SampleCost,
-    TrainCost,
-)
+from stretto.runtime.sim import costs
 
 Array = npt.NDArray[np.float64]
 
@@ -57,10 +44,8 @@ _FAR_OFF = 10.0
 def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Array:
     """Fit coefficients [k], none negative, to the seconds of calls [n] with features [n, k].
 
-    The calls take as long in all as they did: squared errors count in inverse proportion to what is
-    expected (a Poisson regression, by iteratively reweighted least squares). So a mean is
-    predicted, to which the slow calls of a busy machine belong. First calls that take ``far_off``
-    times what the others let expect, as they compile, are left out.
+    The calls take as long in all as they did: a Poisson regression, by iteratively reweighted least
+    squares. First calls that take ``far_off`` times what the others let expect are left out.
     """
     least_s = np.median(took_s) * 1e-3 + 1e-12
     coefficients = _robust(features, took_s)
@@ -119,22 +104,18 @@ class Calibration:
         driver: the driver's own work, by the names of its spans.
     """
 
-    generator: GeneratorCost
-    scorers: Mapping[str, PrefillCost | SampleCost]
+    generator: costs.GeneratorCost
+    scorers: Mapping[str, costs.PrefillCost | costs.SampleCost]
     loads_s: Mapping[str, float]
-    learner: TrainCost
+    learner: costs.TrainCost
     call_s: float
-    driver: Mapping[str, DriverCost]
+    driver: Mapping[str, costs.DriverCost]
 
 
 def calibrate(
     spans: Iterable[Span], threads: Mapping[str, int] = _NO_THREADS, cores: int = 0
 ) -> Calibration:
-    """Fit all costs to the spans of a run, as :func:`undisturbed` makes them.
-
-    The first steps are best left out, as they warm up. Raises StateError if the generator or the
-    learner has no spans.
-    """
+    """Fit all costs to the spans of a run; StateError if the generator or the learner has none."""
     as_they_were = list(spans)
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     sends: defaultdict[str, list[Span]] = defaultdict(list)
@@ -170,10 +151,9 @@ def calibrate(
 
 
 def undisturbed(spans: Iterable[Span], threads: Mapping[str, int], cores: int) -> Iterator[Span]:
-    """Yield work as it would have been without the others at work on the same cores.
+    """Yield work as it would have been without the others at work on the same cores (0: enough).
 
-    While more threads are at work, by :func:`role_of`, than there are cores (0: enough), all work
-    at the same reduced rate.
+    While more threads are at work than there are cores, all work at the same reduced rate.
     """
     spans = list(spans)
     if not cores:
@@ -218,7 +198,7 @@ def _fit_line(
     return _fit(spans, [[1.0, float(amount(s))] for s in spans], far_off)
 
 
-def _generator(spans: Sequence[Span], load_s: float) -> GeneratorCost:
+def _generator(spans: Sequence[Span], load_s: float) -> costs.GeneratorCost:
     calls, names = (
         [s for s in spans if s.name == "gen"],
         ("steps", "tokens", "context", "prefilled"),
@@ -226,42 +206,42 @@ def _generator(spans: Sequence[Span], load_s: float) -> GeneratorCost:
     numbers = [[float(s.attributes.get(name, 0)) for name in names] for s in calls]
     rows = [[*n, float(n[3] > 0)] for n in numbers]
     step_s, row_s, context_s, token_s, call_s = _fit(calls, rows, _FAR_OFF)
-    return GeneratorCost(
-        decode=DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s),
-        prefill=PrefillCost(call_s=call_s, token_s=token_s),
+    return costs.GeneratorCost(
+        decode=costs.DecodeCost(step_s=step_s, row_s=row_s, context_s=context_s),
+        prefill=costs.PrefillCost(call_s=call_s, token_s=token_s),
         load_s=load_s,
     )
 
 
-def _scorer(spans: Sequence[Span]) -> PrefillCost | SampleCost:
+def _scorer(spans: Sequence[Span]) -> costs.PrefillCost | costs.SampleCost:
     calls = [s for s in spans if s.name.partition("/")[0] in ("prefill", "score")]
     if any("tokens" in s.attributes for s in calls):
         known = [s for s in calls if s.attributes.get("tokens")]
         call_s, token_s = _fit_line(known, lambda s: s.attributes["tokens"])
-        return PrefillCost(call_s=call_s, token_s=token_s)
+        return costs.PrefillCost(call_s=call_s, token_s=token_s)
     call_s, sample_s = _fit_line(
         calls, lambda s: s.attributes.get("rollouts_count", len(s.attributes["rollouts"]))
     )
-    return SampleCost(call_s=call_s, sample_s=sample_s)
+    return costs.SampleCost(call_s=call_s, sample_s=sample_s)
 
 
-def _learner(spans: Sequence[Span]) -> TrainCost:
+def _learner(spans: Sequence[Span]) -> costs.TrainCost:
     updates = [s for s in spans if s.name == "update"]
     step_s, token_s = _fit_line(updates, lambda s: s.attributes["tokens"])
-    return TrainCost(step_s=step_s, token_s=token_s, publish_s=_mean_s(spans, "publish"))
+    return costs.TrainCost(step_s=step_s, token_s=token_s, publish_s=_mean_s(spans, "publish"))
 
 
-def _driver(spans: Sequence[Span]) -> dict[str, DriverCost]:
+def _driver(spans: Sequence[Span]) -> dict[str, costs.DriverCost]:
     """Return the costs of the driver's work; of that nothing is left out, however rare."""
     by_name: defaultdict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.role == DRIVER:
             by_name[span.name].append(span)
-    costs = {}
-    for name, found in by_name.items():
-        call_s, item_s = _fit_line(found, lambda s: s.attributes["items"], far_off=math.inf)
-        costs[name] = DriverCost(call_s=call_s, item_s=item_s)
-    return costs
+    found = {}
+    for name, work in by_name.items():
+        call_s, item_s = _fit_line(work, lambda s: s.attributes["items"], far_off=math.inf)
+        found[name] = costs.DriverCost(call_s=call_s, item_s=item_s)
+    return found
 
 
 def _call_s(spans: Sequence[Span]) -> float:
@@ -315,15 +295,8 @@ class MeasuredDevice:
 def fitted(points: Sequence[Point], device: MeasuredDevice) -> Hardware:
     """Return the figures by which formulas come nearest to the points; no term is negative.
 
-    Peaks are the highest rates of all points: of products and copies, and of a run's work, if that
-    is faster. A forward pass and a decode step take seconds beside their work, which are fitted
-    with the rate by least squares of relative errors; a decode step takes the longer of reading and
-    computing. Where seconds hardly grow with the work, a pass is taken to go at the peak, and a
-    decode step to read like a copy of about its size. Training, updates and transfers take no such
-    seconds in the formulas, so what they do take lowers their rates. Links get the rate that was
-    reached, of which the share is 1.
-
-    Raises StateError if a kind has no points.
+    Where seconds hardly grow with the work, a pass is taken to go at the peak, and a decode step to
+    read like a copy of about its size. Raises StateError if a kind has no points.
     """
     of = {kind: [p for p in points if p.kind == kind] for kind in KINDS}
     if missing := [kind for kind, found in of.items() if not found]:
@@ -341,7 +314,7 @@ def fitted(points: Sequence[Point], device: MeasuredDevice) -> Hardware:
     update = min(_rate(of["update"]), memory)
     link, host = _rate(of["broadcast"]), _rate(of["swap"])
     gpu = Gpu(device.name, flops, memory, device.memory_bytes, link, host)
-    assumed = Efficiency(
+    assumed = costs.Efficiency(
         memory=read / memory,
         prefill=prefill / flops,
         training=training / flops,
@@ -375,8 +348,7 @@ def _decoding(
 ) -> tuple[float, float]:
     """Return seconds beside the work of a decode step, and the rate at which it reads.
 
-    The points with the fewest operations a byte read for longer than they compute, at the rate
-    ``flops``. How many they are is tried.
+    Points with the fewest operations a byte read for longer than they compute: so many are tried.
     """
     ordered = sorted(points, key=lambda p: p.flops / p.size)
 
@@ -402,9 +374,7 @@ def _line(
 ) -> tuple[float, float]:
     """Return seconds beside the work, and its rate: the peak at most, or ``otherwise`` for none.
 
-    Args:
-        work: of each, in operations or bytes.
-        known_s: seconds of each that other terms account for.
+    Other terms account for ``known_s`` of the seconds of each point.
     """
     amount, seconds = np.array(work), np.array([p.seconds for p in points])
     unknown_s = seconds - np.array(known_s) if known_s else seconds

@@ -7,16 +7,57 @@ and scorers in the learner's processes, all states offloaded, and learners with 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Literal
 
 from stretto.config import ScheduleConfig
-from stretto.planner import memory
-from stretto.planner.clusters import PlanSpec, cost_of_learner
-from stretto.planner.layout import Layout, Mesh
+from stretto.models.shapes import Shape
+from stretto.planner import formulas, memory
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.planner.memory import Parts
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
+from stretto.runtime.sim.costs import GeneratorCost, SampleCost, TrainCost
+from stretto.types import ScoreKind
+
+MESSAGE_S = 0.001
+"""Seconds that a call of a role and its answer are on their way (assumed)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpec:
+    """What a plan is for: models and work, GPUs, and variants of the schedule.
+
+    Attributes:
+        gpus: how many there are; a plan uses all of them.
+        on_paper: also plans that ``stretto train`` cannot run.
+        updates: optimizer updates a step, in all epochs.
+        functions: costs of reward functions, by name; they have CPUs of their own.
+    """
+
+    models: ModelShapes
+    workload: Workload
+    hardware: Hardware
+    gpus: int = 1
+    variants: Mapping[str, ScheduleConfig] = field(default_factory=dict)
+    on_paper: bool = False
+    epochs: int = 1
+    updates: int = 1
+    functions: Mapping[str, SampleCost] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a response at its limit, and of a long prompt."""
+        w = self.workload
+        return max(int(w.prompt_tokens.quantile(0.95, 0)), 1) + w.max_new_tokens
+
+    def in_flight(self, schedule: ScheduleConfig) -> int:
+        """Return how many responses are in flight at most."""
+        w = self.workload
+        return schedule.most_in_flight(w.batch, w.samples_per_prompt)
+
 
 MICRO_TOKENS = (4096, 8192, 16_384, 32_768)
 """Tokens of a learner's micro-batches."""
@@ -52,12 +93,7 @@ def bubble(pipelining: Pipelining, stages: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout with a variant of the schedule.
-
-    Attributes:
-        engines: generators; more than one where stragglers move between them.
-        pipelining: schedule of the learner's pipeline stages, if it has some.
-    """
+    """A layout with a variant of the schedule; several engines where stragglers move."""
 
     layout: Layout
     variant: str
@@ -92,19 +128,10 @@ class Candidate:
         return ""
 
 
-@dataclass(frozen=True, slots=True)
-class Space:
-    """What is searched: plans that use all GPUs, and variants of the schedule by name."""
-
-    gpus: int
-    variants: Mapping[str, ScheduleConfig]
-    on_paper: bool = False
-
-
-def candidates(spec: PlanSpec, space: Space) -> Iterator[Candidate]:
-    """Yield all candidates of a space, whether they fit into memory or not (see :func:`fits`)."""
+def candidates(spec: PlanSpec) -> Iterator[Candidate]:
+    """Yield all candidates, whether they fit into memory or not (see :func:`fits`)."""
     quickest = cache(lambda layout: _quickest_passes(spec, layout))
-    for plain in _layouts(spec, space):
+    for plain in _layouts(spec):
         # Of the other roles, the learner's memory depends on those alone that share its GPUs.
         seen = plain
         if plain.sharing in ("none", "generators"):
@@ -112,13 +139,13 @@ def candidates(spec: PlanSpec, space: Space) -> Iterator[Candidate]:
         elif plain.sharing == "learner":
             seen = replace(plain, generator=Mesh(1))
         for layout in (replace(plain, **passes) for passes in quickest(seen)):
-            for variant, schedule in space.variants.items():
+            for variant, schedule in spec.variants.items():
                 candidate = Candidate(layout, variant, schedule)
                 if _pointless(candidate):
                     continue
                 if schedule.knobs.migrates(2) and not schedule.knobs.streams:
                     candidate = replace(candidate, engines=layout.generator.data)
-                if space.on_paper or not candidate.on_paper or candidate.kind[:2] == BASELINE:
+                if spec.on_paper or not candidate.on_paper or candidate.kind[:2] == BASELINE:
                     for pipelining in _pipelinings(spec, layout):
                         yield replace(candidate, pipelining=pipelining)
 
@@ -156,7 +183,6 @@ def memory_by_phase(spec: PlanSpec, candidate: Candidate) -> dict[str, Parts]:
 
 
 def _pipelinings(spec: PlanSpec, layout: Layout) -> Iterator[Pipelining]:
-    """Yield schedules of pipelines that a learner's models allow."""
     stages = layout.learner.stages
     yield "1f1b"
     if stages > 1 and all(shape.layers >= 2 * stages for shape in spec.models.trained):
@@ -179,9 +205,9 @@ def _pointless(candidate: Candidate) -> bool:
     return False
 
 
-def _layouts(spec: PlanSpec, space: Space) -> Iterator[Layout]:
+def _layouts(spec: PlanSpec) -> Iterator[Layout]:
     """Yield all layouts, without the passes of their learners."""
-    gpus, node, scored = space.gpus, spec.hardware.links.gpus_per_node, spec.models.scoring
+    gpus, node, scored = spec.gpus, spec.hardware.links.gpus_per_node, spec.models.scoring
     shapes = {
         "learner": spec.models.trained,
         "generators": (spec.models.actor,),
@@ -191,7 +217,7 @@ def _layouts(spec: PlanSpec, space: Space) -> Iterator[Layout]:
     @cache
     def meshes(devices: int, role: str) -> list[Mesh]:
         """Return ways to divide a role's models among devices, slices of one within a node."""
-        stages = STAGES if role == "learner" and space.on_paper else (1,)
+        stages = STAGES if role == "learner" and spec.on_paper else (1,)
         return [
             Mesh(devices // (t * p), t, p)
             for t in range(1, node + 1)
@@ -211,7 +237,7 @@ def _layouts(spec: PlanSpec, space: Space) -> Iterator[Layout]:
             if generator in meshes(rest, "scorers"):  # a copy with each generator
                 yield Layout(learner, generator, generator, "generators")
             for scorer in meshes(learners, "scorers") if scored else ():
-                if scorer.data == 1 or space.on_paper:
+                if scorer.data == 1 or spec.on_paper:
                     yield Layout(learner, generator, scorer, "learner")
         for scorers in _scorer_sizes(gpus) if scored else ():
             if learners + scorers < gpus:
@@ -237,3 +263,133 @@ def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Mapping[str, int]]:
         if memory.learner_bytes(spec.models, replace(layout, **way)) <= spec.hardware.usable_bytes:
             return [way]
     return []
+
+
+# -- what is simulated -----------------------------------------------------------------------------
+
+
+def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:
+    """Make the cluster of a candidate; raises ConfigError if keys and values have no room."""
+    layout, engines, slots = candidate.layout, candidate.engines, slots_of(spec, candidate)
+    devices, generators = layout.devices, layout.devices["generators"]
+    cost, each = cost_of_generator(spec, layout), len(generators) // engines
+    return Cluster(
+        call_s=MESSAGE_S,
+        generators=tuple(
+            GeneratorRole(
+                devices=generators[i * each : (i + 1) * each],
+                tensor_parallel=layout.generator.tensor,
+                cost=cost,
+                slots=slots,
+            )
+            for i in range(engines)
+        ),
+        scorers=(
+            *scorers_of(spec, layout, engines),
+            *(ScorerRole(name=name, cost=cost) for name, cost in spec.functions.items()),
+        ),
+        learner=LearnerRole(
+            devices=devices["learner"],
+            trains=("actor", "critic") if spec.models.critic else ("actor",),
+            cost=cost_of_learner(spec, layout, candidate.bubble),
+        ),
+        workload=spec.workload,
+        schedule=candidate.schedule,
+    )
+
+
+def slots_of(spec: PlanSpec, candidate: Candidate) -> int:
+    """Return how many responses of full length a generator's copy decodes; 0 for all in flight."""
+    fit = cost_of_generator(spec, candidate.layout).cache_tokens // spec.longest
+    copies, in_flight = candidate.layout.generator.data, spec.in_flight(candidate.schedule)
+    return 0 if fit * copies >= in_flight else max(fit, 1)
+
+
+def cost_of_generator(spec: PlanSpec, layout: Layout) -> GeneratorCost:
+    """Return the cost of a copy of the generator; ConfigError if keys and values have no room."""
+    models, learner, generator = spec.models, layout.learner, layout.generator
+    cost = formulas.generator_cost(
+        models.actor,
+        generator.tensor,
+        spec.hardware,
+        length=spec.workload.prompt_tokens.quantile(0.5, 0),
+        free_bytes=memory.cache_room_bytes(models, layout, spec.hardware),
+    )
+    sync_s = _reshard_s if layout.colocated else _broadcast_s
+    load_s = sync_s(models.actor, learner, generator, spec.hardware)
+    return cost.model_copy(update={"load_s": load_s})
+
+
+def cost_of_learner(spec: PlanSpec, layout: Layout, bubble: float | None = None) -> TrainCost:
+    """Return the learner's cost, with what is swapped where roles are offloaded."""
+    w = spec.workload
+    passes = formulas.TrainingPasses(
+        tokens=w.batch * w.mean_tokens,
+        length=w.mean_tokens,
+        epochs=spec.epochs,
+        updates=spec.updates,
+        micro_tokens=layout.micro_tokens,
+        checkpointing=layout.checkpointing,
+        bubble=bubble,
+    )
+    cost = formulas.train_cost(spec.models.trained, layout.learner, spec.hardware, passes)
+    return cost.model_copy(update={"step_s": cost.step_s + swap_s(spec, layout)})
+
+
+def scorers_of(spec: PlanSpec, layout: Layout, engines: int = 1) -> list[ScorerRole]:
+    """Return the scorers that are models; on generators' devices each generator has copies."""
+    models, devices = spec.models, layout.devices["scorers"]
+    hosted = layout.sharing in ("all", "generators")
+    named: list[tuple[str, ScoreKind, Shape | None]] = [
+        ("reward", "reward", models.reward),
+        ("reference", "logprobs", models.reference),
+        ("critic", "values", models.critic),
+    ]
+    count = engines if hosted else 1
+    each = len(devices) // count
+    mesh = Mesh(max(layout.scorer.data // count, 1), layout.scorer.tensor)
+    length = spec.workload.mean_tokens
+    return [
+        ScorerRole(
+            name=name,
+            kind=kind,
+            devices=devices[i * each : (i + 1) * each],
+            cost=formulas.prefill_cost(shape, mesh, spec.hardware, length=length),
+            follows="critic" if name == "critic" else "",
+            load_s=_critic_load_s(shape, layout, spec.hardware) if name == "critic" else 0.0,
+            host=i if hosted else None,
+        )
+        for name, kind, shape in named
+        if shape is not None
+        for i in range(count)
+    ]
+
+
+def swap_s(spec: PlanSpec, layout: Layout) -> float:
+    """Seconds of a step in which offloaded states move out and in, and frozen models in."""
+    if not layout.offload:
+        return 0.0
+    on, models = spec.hardware, spec.models
+    moved = 2 * memory.kept_bytes(models, layout.learner) + memory.frozen_bytes(models, layout)
+    return moved / (on.links.host_bytes_per_s * on.assumed.link)
+
+
+def _critic_load_s(critic: Shape, layout: Layout, on: Hardware) -> float:
+    if layout.colocated:
+        return 0.0
+    sync_s = _reshard_s if layout.sharing == "learner" else _broadcast_s
+    return sync_s(critic, layout.learner, layout.scorer, on)
+
+
+def _reshard_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
+    size = formulas.reshard_bytes(shape, learner, to)
+    speed = to.data_bytes_per_s(on.links)  # those with the same slice exchange their shards
+    return max(size, 0.0) / (speed * on.assumed.link)
+
+
+def _broadcast_s(shape: Shape, learner: Mesh, to: Mesh, on: Hardware) -> float:
+    """Seconds of a broadcast of all shards, one after another, as Stretto's ranks send them."""
+    speed = on.links.within_bytes_per_s
+    if learner.devices + to.devices > on.links.gpus_per_node:  # by the adapter of a shard's rank
+        speed = min(speed, on.links.between_bytes_per_s)
+    return formulas.broadcast_bytes(shape) / (speed * on.assumed.link)

@@ -1,8 +1,7 @@
 """The memory that a run's settings ask for: tables of it, and the refusal of what cannot fit.
 
-Two views of :mod:`stretto.planner.memory`. A plan of the models (:class:`MemoryPlan`) counts
-weights, gradients and optimizer states by numbers of parameters, ``P`` of one model. The memory of
-each device by phase (:func:`planned`) needs shapes of the models, and counts what comes on top.
+A plan of the models (:class:`MemoryPlan`) counts weights, gradients and optimizer states by numbers
+of parameters; the memory of each device by phase (:func:`planned`) counts what comes on top.
 """
 
 from __future__ import annotations
@@ -23,14 +22,7 @@ from stretto.machine import free_memory, usable_gpus
 from stretto.models.info import described, measure
 from stretto.models.shapes import Shape
 from stretto.planner.layout import Mesh
-from stretto.planner.memory import (
-    CACHE,
-    PHASES,
-    PUBLISHED,
-    STATE,
-    DeviceMemory,
-    trained_bytes,
-)
+from stretto.planner.memory import CACHE, PHASES, PUBLISHED, STATE, DeviceMemory, trained_bytes
 from stretto.runtime.placement import PROCESS_BYTES, Place, places, published
 from stretto.saying import format_count, format_size
 
@@ -74,9 +66,8 @@ def memory_plan(
     """Count the memory of a run; raises ConfigError for a count below 1.
 
     Args:
-        parameters: P, of each model.
-        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all P.
-        models: parameters by model; without any, P of each of four.
+        adapters: parameters of the LoRA adapters of actor and critic each; ``None`` trains all.
+        models: parameters by model; without any, the same of each of four.
         frozen_bytes: bytes of a frozen weight in the mixed counting: 2 (bf16) or 4 (fp32).
     """
     models = models or dict.fromkeys(ROLES, parameters)
@@ -94,10 +85,7 @@ def memory_plan(
 
 
 def plan_for(config: Config | SupervisedConfig) -> MemoryPlan:
-    """Return the plan of a run: with the models that it has, its adapters and its compute type.
-
-    Raises ModelError if the architecture of its model cannot be read.
-    """
+    """Return the plan of a run; raises ModelError if the architecture of its model is unknown."""
     parameters, adapters = measure(config.model)
     models = {"model": parameters}
     if isinstance(config, Config):
@@ -163,12 +151,7 @@ def format_plan(plan: MemoryPlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load(DeviceMemory):
-    """The memory of one device, of all processes on it.
-
-    Attributes:
-        device: as torch names it; ``cpu`` stands for the machine's memory.
-        at_once: whether phases go on side by side.
-    """
+    """The memory of one device, of all processes on it, whose phases may go on side by side."""
 
     device: str = ""
     at_once: bool = False
@@ -184,20 +167,16 @@ class Load(DeviceMemory):
 
     @property
     def certain(self) -> Counter[str]:
-        """What is there whatever the lengths of responses, and its bytes.
-
-        On a CPU frozen weights may be pages of their files, which take no memory of their own.
-        """
-        if self.device == "cpu":
+        """What is there whatever the lengths of responses, and its bytes."""
+        if self.device == "cpu":  # frozen weights may be pages of their files
             return Counter({w: n for w, n in self.held.items() if "learner" in w or w == PUBLISHED})
         return Counter({what: size for what, size in self.held.items() if what != CACHE})
 
 
 def known_shapes(config: Config) -> tuple[dict[str, Shape], int | None]:
-    """Return shapes by role or reward source, and parameters of a trained model's LoRA adapters.
+    """Return known shapes by role or reward source, and parameters of a model's LoRA adapters.
 
-    A model whose shape is not known beforehand is left out. Raises ModelError if the actor's cannot
-    be told, or how many parameters adapters have.
+    Raises ModelError if the actor's shape cannot be told, or how many parameters adapters have.
     """
     actor, init = described(config.model.name).shape, config.critic.init
     _, adapters = measure(config.model)
@@ -225,12 +204,7 @@ def loads(
     width: int,
     adapters: int | None = None,
 ) -> list[Load]:
-    """Return the memory of each device.
-
-    Args:
-        shapes, adapters: see :func:`known_shapes`.
-        width: bytes of a weight in the type that is computed in.
-    """
+    """Return the memory of each device, of :func:`known_shapes` with ``width`` bytes a weight."""
     at_once, kept = config.schedule.knobs.overlaps(config.rollout.engines), published(config, found)
     by_device: dict[str, Load] = {}
     for place in found:
@@ -245,9 +219,12 @@ def loads(
 
 
 def _put_roles(
-    holds: DeviceMemory, config: Config, place: Place, shapes: Mapping[str, Shape], versions: int
+    holds: DeviceMemory,
+    config: Config,
+    place: Place,
+    shapes: Mapping[str, Shape],
+    versions: int,
 ) -> None:
-    """Count what the roles of a process hold on each of its devices."""
     process = config.cluster.process_of(LEARNER)
     mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
     tokens = token_budget(config.training.microbatch_tokens, place.device)
@@ -284,10 +261,7 @@ def _put_roles(
 
 
 def check(found: Sequence[Load], capacity: Callable[[str], int]) -> Iterator[str]:
-    """Yield remarks on what might not fit into the ``capacity`` of a device, in bytes.
-
-    Raises ConfigError if weights and states alone do not fit.
-    """
+    """Yield remarks on what might not fit; raises ConfigError if weights and states do not."""
     for load in found:
         there, name, certain = capacity(load.device), load.fullest, load.certain
         takes = format_size(load.phase(name).total())
@@ -321,10 +295,7 @@ def capacity(device: str) -> int:
 
 
 def planned(config: Config, found: Sequence[Place], width: int) -> list[Load]:
-    """Return the memory of each device; nothing where it cannot be told beforehand.
-
-    That is for models unlike a Llama or GPT-NeoX, and where processes may be on other machines.
-    """
+    """Return the memory of each device; nothing for unknown models, or on other machines."""
     if config.cluster.address:
         return []
     try:
@@ -354,10 +325,7 @@ def check_here(config: Config) -> None:
 
 
 def check_devices(config: Config) -> list[str]:
-    """Return remarks on what might not fit on a run's devices; torch is imported.
-
-    Raises ConfigError if weights and states do not fit.
-    """
+    """Return remarks on what might not fit on a run's devices; ConfigError for what cannot."""
     import torch
 
     from stretto.models.backend import pick_device, pick_dtype
@@ -376,10 +344,7 @@ def check_devices(config: Config) -> list[str]:
 
 
 def require(config: Config, free: int, where: str) -> None:
-    """Refuse a run whose weights, gradients and optimizer states exceed the bytes that are free.
-
-    The ConfigError says what would take less, and how much that takes.
-    """
+    """Raise ConfigError if a run's weights, gradients and optimizer states exceed what is free."""
     try:
         plan = plan_for(config)
     except ModelError:  # its files are not here to be counted
@@ -395,8 +360,6 @@ def require(config: Config, free: int, where: str) -> None:
 
 
 def _remedies(config: Config) -> str:
-    """Return what takes less memory, and how much it takes."""
-
     def size(**changes: object) -> str:
         return format_size(plan_for(config.model_copy(update=changes)).mixed.total())
 

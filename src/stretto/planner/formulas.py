@@ -1,8 +1,7 @@
 """Costs from public figures: operations, bytes over links, and the seconds that both take.
 
-A roofline of decoding, scoring and training on meshes of GPUs, in terms that are linear in tokens
-and rows. The share of the peaks that a real system reaches is assumed, and so a setting of its own.
-Bytes over links are those that a GPU takes in.
+A roofline of decoding, scoring and training on meshes of GPUs, linear in tokens and rows. The share
+of the peaks that a real system reaches is assumed. Bytes over links are those that a GPU takes in.
 """
 
 from __future__ import annotations
@@ -17,24 +16,16 @@ from stretto.models.shapes import Shape, shape_of
 from stretto.planner.hardware import Hardware
 from stretto.planner.layout import Mesh
 from stretto.planner.memory import HALF, SINGLE, cache_bytes, weight_bytes
+from stretto.runtime.sim import costs
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
-from stretto.runtime.sim.costs import (
-    DecodeCost,
-    GeneratorCost,
-    PrefillCost,
-    TrainCost,
-    TransferCost,
-)
 
 R = TypeVar("R", GeneratorRole, ScorerRole, LearnerRole)
 
 OPTIMIZER = 32
-"""Bytes moved per parameter by AdamW in mixed precision.
-
-The fp32 gradient is read and cleared; master weight and two moments are read and written.
-"""
+"""Bytes moved per parameter by AdamW in mixed precision: the fp32 gradient is read and cleared;
+master weight and two moments are read and written."""
 FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
-"""All-reduces of a tensor-parallel layer: forward, with a backward, and computed twice."""
+"""All-reduces of a layer's tensor parallelism: forward, with a backward, and computed twice."""
 
 
 # -- operations, and what is read for them ---------------------------------------------------------
@@ -43,9 +34,8 @@ FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
 def forward_flops(shape: Shape, tokens: float, length: float, tensor: int) -> float:
     """Return a device's operations in a forward pass: 2 P a token, and attention's.
 
-    Kaplan et al. 2020, section 2.1, with P what a tensor-parallel device holds besides the
-    embedding, which is looked up, and attention's 2 x layers x length x h divided among them.
-    Attention is causal: on average a token sees half of the others in its sequence of ``length``.
+    Kaplan et al. 2020, section 2.1, with P what a tensor-parallel device holds without the
+    embedding. On average a token attends to half of the others in its sequence of ``length``.
     """
     attention = 2 * shape.layers * length * shape.hidden
     return tokens * (2 * shape.multiplied(tensor) + attention / tensor)
@@ -54,11 +44,7 @@ def forward_flops(shape: Shape, tokens: float, length: float, tensor: int) -> fl
 def training_flops(
     shape: Shape, tokens: float, length: float, tensor: int, *, checkpointing: bool
 ) -> float:
-    """Return a device's operations in a forward and a backward pass: 6 P a token.
-
-    That is three forward passes'; with checkpointing it is four (8 P), as the forward pass is
-    computed twice (Narayanan et al. 2021).
-    """
+    """Return 6 P a token, or 8 P with the forward pass computed twice (Narayanan et al. 2021)."""
     return (4 if checkpointing else 3) * forward_flops(shape, tokens, length, tensor)
 
 
@@ -69,10 +55,7 @@ def decode_flops(shape: Shape, rows: float, context: float, tensor: int) -> floa
 
 
 def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) -> float:
-    """Return what a device reads in a decode step: its weights once, and all its keys and values.
-
-    Pope et al. 2022. Of the embedding next to nothing is read. Each row has ``context`` tokens.
-    """
+    """Return what a decode step reads: weights once, keys and values of all (Pope et al. 2022)."""
     return HALF * shape.multiplied(tensor) + rows * context * cache_bytes(shape, tensor)
 
 
@@ -85,19 +68,15 @@ def optimizer_bytes(shape: Shape, mesh: Mesh) -> float:
 
 
 def gather_bytes(total: float, members: int) -> float:
-    """Return bytes of an all-gather or a reduce-scatter of ``total`` bytes: (n-1)/n of them.
-
-    Thakur et al. 2005, by rings; no algorithm takes fewer. An all-reduce is one of each.
-    """
+    """Return bytes of an all-gather or reduce-scatter (Thakur et al. 2005), half an all-reduce."""
     return total * (members - 1) / members
 
 
 def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
     """Return bytes of FSDP2 in forward and backward passes of a shard's micro-batches.
 
-    A layer's weights are gathered for the forward pass and again for the backward pass, the root's
-    once; gradients are reduced in float32 after each backward pass (``training/sharded.py``; Zhao
-    et al. 2023).
+    A layer's weights are gathered twice in each, the root's once; gradients are reduced in float32
+    (``training/sharded.py``; Zhao et al. 2023).
     """
     shape = shape.stage(mesh.stages)
     layers = shape.layers * shape.layer_parameters / mesh.tensor
@@ -107,28 +86,19 @@ def fsdp_training_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
 
 
 def tensor_bytes(shape: Shape, tokens: float, tensor: int, reductions: int) -> float:
-    """Return bytes of tensor parallelism: all-reduces of the hidden states of a device's tokens.
-
-    Shoeybi et al. 2019, section 3: a layer has two in the forward pass and two in the backward
-    pass; what checkpointing computes again has two more.
-    """
+    """Return bytes of all-reduces of tokens' hidden states (Shoeybi et al. 2019, section 3)."""
     return shape.layers * reductions * 2 * gather_bytes(HALF * shape.hidden * tokens, tensor)
 
 
 def broadcast_bytes(shape: Shape) -> float:
-    """Return bytes that a role takes in where each rank of a learner broadcasts its shard.
-
-    All weights, in bfloat16, of which it takes what it needs. Each rank of the learner sends its
-    shard once: 2 P / (n t).
-    """
+    """Return bytes that a role takes in where each rank of a learner broadcasts its shard: all."""
     return HALF * shape.parameters
 
 
 def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
     """Return bytes of making generators' weights out of the learner's shards on the same devices.
 
-    A GPU has its shard of them already, where ranks are numbered to that end: about
-    2 P (1/t - 1/n), as in HybridFlow (Sheng et al. 2024).
+    2 P (1/t - 1/n), as a GPU has its shard already: HybridFlow (Sheng et al. 2024).
     """
     return HALF * (shape.held(generator.tensor) - shape.parameters / learner.devices)
 
@@ -138,15 +108,13 @@ def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPasses:
-    """How a learner makes its passes.
+    """How a learner makes its passes over the responses of a step.
 
     Attributes:
-        tokens: of all responses of a step, prompts included.
+        tokens: of all of them, prompts included.
         length: of each on average.
-        epochs: passes over them.
-        updates: optimizer updates a step, in all passes.
+        updates: optimizer updates a step, in all epochs.
         micro_tokens: tokens of a micro-batch of one shard.
-        checkpointing: layers are computed again in the backward pass.
         bubble: micro-batches' worth of time that a pipeline stage stands idle in an update, for
             each of the models; ``None`` takes 1F1B's, stages - 1 (Narayanan et al. 2021).
     """
@@ -167,12 +135,10 @@ class TrainingPasses:
 
 def generator_cost(
     shape: Shape, tensor: int, on: Hardware, *, length: float = 0.0, free_bytes: float | None = None
-) -> GeneratorCost:
-    """Return the cost of one copy of a generator: rows of different copies do not share a step.
+) -> costs.GeneratorCost:
+    """Return the cost of one copy of a generator, whose rows share decode steps.
 
-    A decode step reads the weights once, and keys and values of its rows (Pope et al. 2022), while
-    it computes. New weights cost nothing here. Raises ConfigError if there is no memory for keys
-    and values.
+    New weights cost nothing here. Raises ConfigError if keys and values have no room.
 
     Args:
         tensor: devices that it is split over.
@@ -194,8 +160,8 @@ def generator_cost(
     work = gpu.flops * assumed.prefill
     token_s, pass_s = _reduced(shape, tensor, on, FORWARD)
     product = decode_flops(shape, 1, 0, tensor)
-    return GeneratorCost(
-        decode=DecodeCost(
+    return costs.GeneratorCost(
+        decode=costs.DecodeCost(
             step_s=assumed.step_s + pass_s,
             row_s=token_s,
             weights_s=decode_read_bytes(shape, 0, 0, tensor) / read,
@@ -203,11 +169,11 @@ def generator_cost(
             product_s=product / work,
             attention_s=(decode_flops(shape, 1, 1, tensor) - product) / work,
         ),
-        prefill=PrefillCost(
+        prefill=costs.PrefillCost(
             call_s=assumed.call_s + pass_s,
             token_s=forward_flops(shape, 1, length, tensor) / work + token_s,
         ),
-        transfer=TransferCost(
+        transfer=costs.TransferCost(
             latency_s=1e-4, bytes_per_s=tensor * gpu.link_bytes_per_s * assumed.link
         ),
         cache_bytes=cache_bytes(shape, 1),
@@ -215,23 +181,20 @@ def generator_cost(
     )
 
 
-def prefill_cost(shape: Shape, mesh: Mesh, on: Hardware, *, length: float = 0.0) -> PrefillCost:
+def prefill_cost(
+    shape: Shape, mesh: Mesh, on: Hardware, *, length: float = 0.0
+) -> costs.PrefillCost:
     """Return the cost of scoring by a model, whose copies share a call's tokens evenly."""
     token_s, pass_s = _reduced(shape, mesh.tensor, on, FORWARD)
     work = on.gpu.flops * on.assumed.prefill
     token_s += forward_flops(shape, 1, length, mesh.tensor) / work
-    return PrefillCost(call_s=on.assumed.call_s + pass_s, token_s=token_s / mesh.data)
+    return costs.PrefillCost(call_s=on.assumed.call_s + pass_s, token_s=token_s / mesh.data)
 
 
 def train_cost(
     shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: TrainingPasses
-) -> TrainCost:
-    """Return the cost of training actor and, if there is one, critic, one after the other.
-
-    Passes take their operations, or as long as FSDP takes to gather weights and to reduce
-    gradients meanwhile, whichever is longer. Tensor-parallel layers wait for their all-reduces,
-    pipeline stages for each other.
-    """
+) -> costs.TrainCost:
+    """Return the cost of training actor and, if there is one, critic, one after the other."""
     token_s = step_s = 0.0
     for shape in shapes:
         each_s = _trained_token_s(shape, mesh, on, passes)
@@ -239,7 +202,7 @@ def train_cost(
         moved_s = optimizer_bytes(shape, mesh) / (on.gpu.memory_bytes_per_s * on.assumed.optimizer)
         token_s += passes.epochs * each_s / mesh.data
         step_s += passes.updates * (moved_s + bubble * passes.micro(mesh.data) * each_s)
-    return TrainCost(step_s=step_s, token_s=token_s)
+    return costs.TrainCost(step_s=step_s, token_s=token_s)
 
 
 def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: TrainingPasses) -> float:
@@ -256,7 +219,7 @@ def _trained_token_s(shape: Shape, mesh: Mesh, on: Hardware, passes: TrainingPas
     if mesh.stages > 1:  # hidden states to the next stage, their gradients back
         sent_s = 2 * HALF * shape.hidden / mesh.tensor
         sent_s /= on.links.between_bytes_per_s * on.assumed.link
-    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s
+    return max(work_s, beside_s) + reduced_s + pass_s / micro + sent_s  # FSDP works meanwhile
 
 
 def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[float, float]:
@@ -269,13 +232,10 @@ def _reduced(shape: Shape, tensor: int, on: Hardware, reductions: int) -> tuple[
 
 
 def priced(cluster: Cluster) -> Cluster:
-    """Return a cluster whose roles' costs are numbers, where they followed from models.
-
-    Raises ConfigError if a model or the GPU is unknown, or a model does not fit.
-    """
+    """Return a cluster whose costs are numbers; ConfigError for what is unknown or does not fit."""
     w, on = cluster.workload, Hardware.of(cluster.gpu, cluster.efficiency)
 
-    def generator(role: GeneratorRole) -> GeneratorCost:
+    def generator(role: GeneratorRole) -> costs.GeneratorCost:
         shape, length = shape_of(role.model), w.prompt_tokens.quantile(0.5, 0)
         try:
             cost = generator_cost(shape, role.tensor_parallel, on, length=length)
@@ -284,12 +244,12 @@ def priced(cluster: Cluster) -> Cluster:
         size = broadcast_bytes(shape) / role.tensor_parallel
         return cost.model_copy(update={"load_s": cost.transfer.seconds(size)})
 
-    def scorer(role: ScorerRole) -> PrefillCost:
+    def scorer(role: ScorerRole) -> costs.PrefillCost:
         shape = shape_of(role.model)
         shape = shape if role.kind == "logprobs" else shape.valued()
         return prefill_cost(shape, mesh_of(role), on, length=w.mean_tokens)
 
-    def learner(role: LearnerRole) -> TrainCost:
+    def learner(role: LearnerRole) -> costs.TrainCost:
         actor, *critics = map(shape_of, role.models)
         tokens = w.mean_tokens
         passes = TrainingPasses(w.batch * tokens, tokens, role.epochs, role.updates)

@@ -82,13 +82,11 @@ Sharing = Literal["all", "none", "generators", "learner"]
 class Layout:
     """Where the roles of a run are.
 
+    The learner trains actor and critic, one after the other. Unless all roles share devices, where
+    they take turns, a copy of the critic scores beside the frozen models.
+
     Attributes:
-        learner: of actor and critic, both trained on all of its devices, one after the other.
-        scorer: of the frozen models.
-        sharing: which roles are on the same devices and take turns. Unless all are, the critic's
-            values come from a copy beside the frozen models.
         offload: roles that are not at work keep their states in the host's memory.
-        checkpointing: layers keep their inputs alone, and are computed again in the backward pass.
         micro_tokens: tokens of a micro-batch of one shard of the learner.
     """
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import psutil
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from stretto.algorithms.experience import Part
 from stretto.config import AlgorithmConfig, Config, RolloutConfig
 from stretto.errors import ModelError
-from stretto.machine import Machine, usable_cores
+from stretto.machine import Machine, free_memory, usable_cores
 from stretto.models.attention import use_short_attention
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import positions
@@ -53,12 +53,9 @@ STAND_INS = (
     *("smollm2-135m", "tiny"),
 )
 """Models in place of one that is too large or not at hand, the largest first, of known shapes."""
-CPU_PARAMETERS = 2e8
-"""Parameters that a CPU is measured with, at most: more take minutes."""
-BYTES = 20
-"""Bytes of a parameter in training: weight, gradient, and 16 of their float32 states."""
-FREE_SHARE = 0.7
-"""Share of the free memory that a measurement may take."""
+CPU_PARAMETERS, BYTES, FREE_SHARE = 2e8, 20, 0.7
+"""Parameters that a CPU is measured with, as more take minutes; bytes of each in training (weight,
+gradient, 16 of float32 states); and the share of the free memory that these may take."""
 ENOUGH_S, PATIENCE_S = 0.3, 5.0
 """Seconds up to which a point gets further repeats, and after which it gets none."""
 DECODED, ADMITTED = 3, 64
@@ -71,14 +68,13 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured, in tokens, rows of matrices, and MB.
+    """How much is measured: tokens of passes, rows of a matrix, and MB of copies.
 
     Attributes:
         length: of a sequence in prefills and training.
         decode: rows, and tokens of each at the start, of each decode point.
         steps: decode steps that are timed together.
-        copies: within the device.
-        moves: broadcasts, and swaps with the host.
+        moves: of broadcasts, and of swaps with the host.
         repeats: of each point at least, if it is not long.
     """
 
@@ -144,17 +140,14 @@ class MeasuredModel:
             model: Any = auto_class.from_config(
                 architecture(self.name, trust), dtype=self.dtype, trust_remote_code=trust
             )
-        model.eval()
-        use_short_attention(model)
-        made: PreTrainedModel = model
-        return made
+        use_short_attention(model.eval())
+        return cast("PreTrainedModel", model)
 
 
 def model_to_measure(config: Config, tokens: int, say: Callable[[str], None]) -> MeasuredModel:
     """Return a model of the run's shape, or of the largest that fits here with its micro-batches.
 
-    ``say`` is told when another model stands in, and why. Nothing is fetched. Raises ModelError if
-    none fits.
+    ``say`` is told of the latter. Nothing is fetched. Raises ModelError if none fits.
     """
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
@@ -192,11 +185,9 @@ def _fault(model: MeasuredModel, tokens: int) -> str:
     return ""
 
 
-def free_bytes(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> int:
     """Return the memory that is free."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 def device_of(model: MeasuredModel) -> MeasuredDevice:
@@ -243,7 +234,8 @@ def timed(
     while True:
         start_s = time.perf_counter()
         work()
-        _wait_for(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         end_s = time.perf_counter()
         found.append(end_s - start_s)
         enough = len(found) > repeats and end_s - began_s > enough_s
@@ -318,17 +310,11 @@ def _steps(engine: Engine, device: torch.device, sizes: Sizes) -> tuple[float, f
     def some() -> None:
         before, start_s = engine.context_tokens, time.perf_counter()
         engine.decode(sizes.steps)
-        _wait_for(device)
         seconds, read = time.perf_counter() - start_s, engine.context_tokens - before
         found.append((seconds / sizes.steps, read / sizes.steps))
 
     timed(some, device, DECODED * sizes.repeats, enough_s=0.0)
     return sorted(found[1:])[(len(found) - 1) // 2]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _responses(model: MeasuredModel, tokens: int, length: int) -> list[Response]:
@@ -340,7 +326,6 @@ def _responses(model: MeasuredModel, tokens: int, length: int) -> list[Response]
 
 
 def _ids(model: MeasuredModel, count: int, seed: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Random token ids [count]."""
     rng = np.random.default_rng(seed)
     return rng.integers(model.shape.vocabulary, size=count, dtype=np.int32)
 
@@ -395,10 +380,9 @@ def swaps(device: torch.device, sizes: Sizes) -> Iterator[Point]:
 def broadcasts(
     device: torch.device, dtype: torch.dtype, threads: int, sizes: Sizes
 ) -> Iterator[Point]:
-    """Yield weight syncs between two processes, and all-reduces among them.
+    """Yield weight syncs between two processes, of two bytes a weight, and all-reduces.
 
-    They use NCCL where there is a GPU for each, as runs do; else gloo. Bytes are counted at two for
-    a weight, as by the formulas, whatever their type here.
+    They use NCCL where there is a GPU for each, as runs do; else gloo.
     """
     several = device.type == "cuda" and torch.cuda.device_count() > 1
     backend: Backend = "nccl" if several else "gloo"

@@ -196,8 +196,8 @@ class DeviceMemory:
             versions: published versions of the weights that are kept.
             copies: weights to compute with are there all the time, beside float32 masters.
             values: the critic, its last model, computes values while others score.
-            moments: phases in which Adam's moments, and masters that are not the weights, are
-                here; else they rest on the host. Empty: always.
+            moments: phases in which Adam's moments, and masters that are not the weights, are not
+                on the host. Empty: always.
             offload: all states are on the host but in their phases.
         """
         width, adapters, on_host = self.width, self.adapters, ("training",) if offload else ()
@@ -309,12 +309,8 @@ def phases_of(
 ) -> dict[str, Parts]:
     """Return the memory of the GPU that has the most of a layout's in each phase.
 
-    Set apart, the learner trains while weights are synced, and generators keep the responses that
-    they have begun, so that there is room for new weights beside them, too.
-
-    Args:
-        responses: in flight, on all generators together.
-        length: of each, prompt included, in tokens.
+    So many responses are in flight, of that many tokens with their prompts. Apart, the learner
+    trains while weights are synced, and generators keep the responses that they have begun.
     """
     rows, _ = rows_in_flight(models, layout, responses, length, hardware)
     on = _devices(models, layout, rows, length)
@@ -370,10 +366,9 @@ def _devices(
 def rows_in_flight(
     models: ModelShapes, layout: Layout, responses: int, length: int, hardware: Hardware
 ) -> tuple[int, int]:
-    """Return how many responses a generator decodes at a time, and in how many goes.
+    """Return how many responses a generator decodes at a time, and in how few goes.
 
-    All of its share at once, where their keys and values fit at full length; else as few goes as
-    possible, and one response at a time where none fits.
+    Keys and values fit at full length, but for one response where none fits.
     """
     share = ceil(responses / layout.generator.data)
     each = row_bytes(models.actor, length, layout.generator.tensor)

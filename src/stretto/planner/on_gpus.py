@@ -19,13 +19,7 @@ LENGTH = PROMPT + RESPONSE
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """Options of the command: how many GPUs, how roles are on them, and which they are.
-
-    Attributes:
-        fsdp: shards of the learner; 0 takes all GPUs for every role. Where they do not fill the
-            GPUs, roles are apart: a copy of the scorers, and generators on the rest.
-        tp: GPUs that each layer is split over, in every role.
-    """
+    """Options of ``stretto memory``; their help says what they mean."""
 
     gpus: int
     fsdp: int
@@ -36,11 +30,8 @@ class GpuOptions:
     def layout(self, models: ModelShapes, hardware: Hardware) -> Layout:
         """Return the layout that they describe; ConfigError if models cannot be divided so."""
         if min(self.gpus, self.tp) < 1 or self.fsdp < 0 or self.gpus % self.tp:
-            raise ConfigError(
-                f"--gpus {self.gpus} --fsdp {self.fsdp} --tp {self.tp}: counts are positive, and "
-                "--tp divides --gpus",
-                "gpus-not-divided",
-            )
+            given = f"--gpus {self.gpus} --fsdp {self.fsdp} --tp {self.tp}"
+            raise ConfigError(f"{given}: counts are positive, and --tp divides --gpus")
         everywhere = Mesh(self.gpus // self.tp, self.tp)
         rest = everywhere.data - self.fsdp - 1
         if self.fsdp in (0, everywhere.data):
@@ -52,8 +43,7 @@ class GpuOptions:
             raise ConfigError(
                 f"--fsdp {self.fsdp} with --tp {self.tp} on {self.gpus} GPUs: that leaves none for "
                 f"generators and scorers, with {self.tp} for each. Give --fsdp {everywhere.data}, "
-                "where roles share all GPUs, or fewer shards",
-                "no-gpus-left",
+                "where roles share all GPUs, or fewer shards"
             )
         layout.check(models, hardware.links)
         return layout
@@ -72,10 +62,7 @@ class GpuOptions:
 
 
 def memory_table(models: ModelShapes, options: GpuOptions) -> tuple[str, str]:
-    """Return the memory of a GPU in each phase as a table, and what is wrong if it does not fit.
-
-    Raises ConfigError if the models cannot be divided as the options say.
-    """
+    """Return the memory of a GPU in each phase as a table, and what is wrong if it does not fit."""
     hardware = Hardware.of(options.gpu)
     layout = options.layout(models, hardware)
     phases = phases_of(models, layout, RESPONSES, LENGTH, hardware)

@@ -6,29 +6,27 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stretto.assembly.controls import share_cores
 from stretto.config import Config, recipes
 from stretto.config.cluster import LEARNER
-from stretto.errors import ConfigError, StateError
+from stretto.errors import ConfigError, StateError, StrettoError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory
+from stretto.observe.idle import Intervals, is_generator, seconds, union
 from stretto.observe.run_directory import RolloutRecord
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace
 from stretto.planner.calibration import Calibration, calibrate, role_of
-from stretto.runtime.sim.cluster import (
-    Cluster,
-    GeneratorRole,
-    LearnerRole,
-    ScorerRole,
-    Workload,
-)
+from stretto.planner.memory import SYNC
+from stretto.protocols import DRIVER
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import SampleCost
-from stretto.runtime.sim.lengths import Replayed
-from stretto.runtime.sim.roles import LearningCurve
+from stretto.runtime.sim.lengths import LearningCurve, Replayed
+from stretto.runtime.sim.simulate import simulate
 from stretto.scoring.responses import worthwhile_tokens
 from stretto.types import ScoreKind, short_name
 
@@ -40,12 +38,9 @@ _KINDS: dict[str, ScoreKind] = {"reference": "logprobs", "critic": "values"}
 
 
 class RoleDevices(NamedTuple):
-    """Where a role of a run works.
+    """Where a role works: devices and threads of all its ranks, and the generator that hosts it.
 
-    Attributes:
-        devices: of all its ranks; none for a function with a process of its own.
-        threads: of its work, in all ranks.
-        host: the generator whose process it shares, by number.
+    A function has a process of its own, and no device.
     """
 
     devices: tuple[int, ...]
@@ -57,10 +52,8 @@ class RoleDevices(NamedTuple):
 class Recording:
     """What a run has recorded, with which other schedules and placements can be simulated.
 
-    Attributes:
-        rollouts: also those in flight at its end.
-        spans: best without the first steps, which warm up.
-        chunks, deltas: sizes of chunks and over-commitment by round, as controllers chose them.
+    Rollouts are also those in flight at its end, and spans best without the first steps, which warm
+    up. Chunks and deltas (over-commitment) are by round, as they were chosen.
     """
 
     config: Config
@@ -72,11 +65,7 @@ class Recording:
 
     @classmethod
     def read(cls, folder: str | Path, warm_steps: int = 1) -> Self:
-        """Read a run's folder, without the spans of the first steps.
-
-        Raises ConfigError if it is no run's folder, StateError if the run has recorded too little,
-        or a file is damaged.
-        """
+        """Read a run's folder, but for spans of the first steps; StateError for a damaged file."""
         run = RunDirectory.open(folder)
         trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
         return cls.of(run, trace, warm_steps)
@@ -96,10 +85,7 @@ class Recording:
 
     @cached_property
     def costs(self) -> Calibration:
-        """What work costs alone: what roles at work side by side took from each other is left out.
-
-        Raises StateError if the spans are too few.
-        """
+        """What work costs alone, without what roles at work side by side took from each other."""
         roles = self.role_devices(self.config)
         functions = roles[FUNCTION][0].threads
         threads = defaultdict(lambda: functions, {role: r[0].threads for role, r in roles.items()})
@@ -108,15 +94,8 @@ class Recording:
     def cluster(self, config: Config | None = None) -> Cluster:
         """Describe the roles of the run, with the recorded costs, lengths and rewards.
 
-        Model scorers find a call worthwhile as they do on a CPU. Of a run in one process, each
-        worker is a device here; of others, each process or GPU of their placement. Rewards are the
-        recorded ones, whatever the schedule. With the run's own settings so is what its controllers
-        chose, as far as it was recorded.
-
-        Raises ConfigError if the placement is impossible, StateError if too little was recorded.
-
-        Args:
-            config: the run's, maybe with another schedule, runtime or placement.
+        ``config`` is the run's, maybe with another schedule, runtime or placement. Raises
+        ConfigError if the placement is impossible, StateError if too little was recorded.
         """
         config = config or self.config
         if not any(r.finish for r in self.rollouts):
@@ -160,12 +139,7 @@ class Recording:
         )
 
     def role_devices(self, config: Config) -> dict[str, list[RoleDevices]]:
-        """Return where all roles of a run with these settings work, by role.
-
-        Roles are ``generator`` (one for each), model scorers by their short names (one for each
-        replica), ``learner``, and :data:`FUNCTION` for whatever function. Raises ConfigError if the
-        placement is impossible.
-        """
+        """Return where replicas of each role work, all functions as :data:`FUNCTION`."""
         reads = {role_of(span) for span in self.spans if span.attributes.get("tokens")}
         models = [s for s in (*config.reward.sources, *_KINDS) if short_name(s) in reads]
         if config.runtime != "inline":
@@ -179,7 +153,7 @@ class Recording:
         rollouts = self.rollouts
         lengths = {r.id: r.tokens for r in rollouts if r.finish}
         so_far = {r.id: r.tokens for r in rollouts if not r.finish}
-        # Whose scores are summed up again.
+        # Rewards are the sum of these sources, and will be summed up again.
         sources = sum(name not in _KINDS for name in self.costs.scorers)
         by_id = {r.id: r.reward / max(sources, 1) for r in rollouts if r.reward is not None}
         mean = sum(by_id.values()) / len(by_id) if by_id else 0.0
@@ -203,7 +177,6 @@ class Recording:
 def _scorers(
     config: Config, costs: Calibration, roles: Mapping[str, Sequence[RoleDevices]]
 ) -> tuple[ScorerRole, ...]:
-    """Describe the run's scorers, by replica; nothing shares the process of a function."""
     budget = config.training.microbatch_tokens or CPU_TOKEN_BUDGET
     worthwhile = worthwhile_tokens(budget, streaming=config.schedule.knobs.streams)
     found = []
@@ -277,3 +250,156 @@ def _in_processes(
         roles[short_name(role)].sort(key=lambda replica: replica.host or 0)
     roles[FUNCTION] = [RoleDevices((), 1)]
     return dict(roles)
+
+
+WARM_STEPS = 3
+"""First steps left out: they warm up."""
+MOST_STEPS = 200
+"""Steps looked at and simulated, at most: enough for a mean, and done in seconds."""
+LEAST_STEPS = 5
+"""Steps beyond the first ones without which there is no mean to speak of."""
+STEP = "whole step"
+_SCORING, _SCORING_BY = ("prefill", "score"), "scoring: "
+_PHASES = {
+    "gen": "generation",
+    "migrate": "moving responses",
+    "update": "training",
+    "publish": SYNC,
+    "send": SYNC,
+    "load": SYNC,
+    DRIVER: "the driver itself",
+}
+_ORDER = list(dict.fromkeys(_PHASES.values()))
+
+
+class PhaseTime(NamedTuple):
+    """Mean seconds a step of one kind of work, or of waiting."""
+
+    name: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """What was predicted, as a multiple of what was measured; ``None`` for nothing."""
+        return self.predicted_s / self.measured_s if self.measured_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Phases of a run's steps ``first`` to ``last`` of ``taken``, the last one the whole step.
+
+    Where there is no prediction, ``why`` says so in one line.
+    """
+
+    phases: Sequence[PhaseTime] = ()
+    first: int = 0
+    last: int = 0
+    taken: int = 0
+    why: str = ""
+
+    @property
+    def title(self) -> str:
+        """The steps that this is about, in words."""
+        left_out = f" of {self.taken:,}" if self.taken > self.last else ""
+        return f"seconds a step, means of steps {self.first} to {self.last}{left_out}"
+
+    def table(self) -> str:
+        """A line a phase, for people."""
+        width = max(len(phase.name) for phase in self.phases)
+        lines = [f"  {'':{width}}  measured  predicted  ratio"]
+        for p in self.phases:
+            ratio = f"{p.ratio:.2f}" if p.ratio is not None else "-"
+            lines.append(
+                f"  {p.name:{width}}  {p.measured_s:8.4f}  {p.predicted_s:9.4f}  {ratio:>5}"
+            )
+        return "\n".join(lines)
+
+    def text(self, name: str) -> str:
+        """The table of a run of this name, or the reason for none."""
+        if self.why:
+            return f"{name}: no prediction: {self.why}"
+        title = f"{name}, measured and as the simulator predicts it from its own records"
+        return f"{title} ({self.title}):\n{self.table()}"
+
+    def data(self) -> dict[str, Any]:
+        """The same as plain data, for a page and for programs."""
+        if self.why:
+            return {"why": self.why}
+        return {"title": self.title, "phases": [list(phase) for phase in self.phases]}
+
+
+def predict(folder: str | Path) -> Prediction:
+    """Replay a run from its own records, and compare.
+
+    Raises ConfigError if it is no run's folder, StateError if too little or damaged is recorded.
+    """
+    run = RunDirectory.open(folder)
+    if not run.trace.path.is_file():
+        problem = "a prediction is made from a run's trace.json, and there is none"
+        raise StateError(problem, "no-trace")
+    trace = run.trace.read(MOST_STEPS)
+    steps = trace.steps[WARM_STEPS:]
+    if len(steps) < LEAST_STEPS:
+        raise StateError(
+            f"a prediction takes {WARM_STEPS + LEAST_STEPS} steps, of which the first {WARM_STEPS} "
+            f"warm up; there are {len(trace.steps)}",
+            "too-few-steps",
+        )
+    cluster = Recording.of(run, trace, WARM_STEPS).cluster()
+    result = simulate(cluster, steps=len(trace.steps))
+    ends_s = list(accumulate(step["timing_s/step"] for step in result.steps))
+    window = (ends_s[WARM_STEPS - 1], ends_s[-1])
+    measured = phases_of(trace.spans, steps[0].start_s, steps[-1].end_s, len(steps))
+    simulated = phases_of(result.spans, *window, len(ends_s) - WARM_STEPS)
+    names = dict.fromkeys((*measured, *simulated))
+    phases = [PhaseTime(n, measured.get(n, 0.0), simulated.get(n, 0.0)) for n in names]
+    phases.sort(key=lambda phase: phase.name == STEP)
+    metrics = run.read_metrics()
+    taken = int(metrics[-1]["step"]) if metrics else steps[-1].step
+    return Prediction(phases, steps[0].step, steps[-1].step, taken)
+
+
+def predicted(folders: Sequence[str | Path]) -> list[Prediction]:
+    """Predict each run from its own records; one that recorded too little is told, not refused."""
+    found = []
+    for folder in folders:
+        try:
+            found.append(predict(folder))
+        except StrettoError as error:
+            found.append(Prediction(why=" ".join(str(error).split())))
+    return found
+
+
+def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -> dict[str, float]:
+    """Return the seconds a step of each phase between two moments (docs/simulator.md)."""
+    work: defaultdict[tuple[str, str], Intervals] = defaultdict(list)  # by phase and role
+    busy: defaultdict[str, Intervals] = defaultdict(list)
+    for span in spans:
+        part = (max(span.start_s, start_s), min(span.end_s, end_s))
+        phase = "" if span.waits else _phase(span)
+        if not phase or part[0] > part[1]:
+            continue
+        # All roles that take part in a weight sync are at it together.
+        work[phase, "" if phase == SYNC else span.role].append(part)
+        busy[span.role] += [part] if phase != SYNC else []
+    found: defaultdict[str, float] = defaultdict(float)
+    for (phase, _), parts in sorted(work.items(), key=lambda item: _order(item[0][0])):
+        found[phase] += seconds(union(parts))
+    whole_s = end_s - start_s
+    idle = {role: whole_s - seconds(union(parts)) for role, parts in busy.items()}
+    found["generators waiting"] = sum(s for role, s in idle.items() if is_generator(role))
+    found["learner waiting"] = idle.get("learner", whole_s)
+    found["nobody at work"] = whole_s - seconds(union(p for parts in work.values() for p in parts))
+    found[STEP] = whole_s
+    return {phase: s / steps for phase, s in found.items()}
+
+
+def _phase(span: Span) -> str:
+    kind = span.name.partition("/")[0]
+    return f"{_SCORING_BY}{role_of(span)}" if kind in _SCORING else _PHASES.get(kind, "")
+
+
+def _order(phase: str) -> tuple[int, str]:
+    """Sort key of phases: scorers, by name, come after generation."""
+    return (2 * _ORDER.index(phase), "") if phase in _ORDER else (1, phase)

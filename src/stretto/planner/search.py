@@ -18,17 +18,137 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from math import inf
 from multiprocessing import active_children, get_context, parent_process
 from statistics import fmean
+from typing import NamedTuple
 
+from stretto.config import ScheduleConfig
 from stretto.errors import ConfigError
-from stretto.planner.bounds import Bounds
-from stretto.planner.candidates import BASELINE, Candidate, Kind, Space, candidates, fits
-from stretto.planner.clusters import PlanSpec, cluster_of
+from stretto.planner.candidates import (
+    BASELINE,
+    Candidate,
+    Kind,
+    PlanSpec,
+    candidates,
+    cluster_of,
+    cost_of_generator,
+    cost_of_learner,
+    fits,
+    scorers_of,
+)
+from stretto.planner.layout import Layout
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, Workload
+from stretto.runtime.sim.costs import DecodeCost, GeneratorCost, PrefillCost, TrainCost
 from stretto.runtime.sim.simulate import SimResult, simulate
 from stretto.saying import Say, silent, working
+
+CARRIED = 0.95
+"""Share that counts where responses are carried: copies of a generator do not quite keep step, and
+so others may end first."""
+
+
+class StepWork(NamedTuple):
+    """The work of an average step: decode steps, and tokens, prompts included."""
+
+    steps: float
+    decoded: float
+    read: float
+    prefilled: float
+    trained: float
+
+
+def work_of(workload: Workload, schedule: ScheduleConfig, first: int, last: int) -> StepWork:
+    """Return the work of a step, on average between two weight syncs.
+
+    All rows in flight get a token a decode step, which is the only thing that takes time.
+    """
+    interval = schedule.weight_sync_interval
+    cluster = Cluster(
+        generators=(GeneratorRole(cost=GeneratorCost(decode=DecodeCost(step_s=1.0))),),
+        learner=LearnerRole(devices=(1,), cost=TrainCost()),
+        workload=workload.model_copy(update={"steps": last * interval}),
+        schedule=schedule,
+    )
+    spans = simulate(cluster).spans
+    updates = [span for span in spans if span.name == "update"]
+    began_s = updates[(first - 1) * interval].start_s
+    calls = [span for span in spans if span.name == "gen" and span.end_s > began_s]
+    names = ("steps", "tokens", "context", "prefilled")
+    sums = [sum(span.attributes[name] for span in calls) for name in names]
+    trained = sum(span.attributes["tokens"] for span in updates[first * interval :])
+    return StepWork(*(each / (last - first) / interval for each in (*sums, trained)))
+
+
+class Bounds:
+    """Bounds of a plan's candidates, in the time between two weight syncs."""
+
+    def __init__(self, spec: PlanSpec, first: int, last: int) -> None:
+        self._spec, self._last = spec, last
+        self._generator = cache(lambda layout: cost_of_generator(spec, layout))
+        self._learner = cache(lambda layout, bubble: cost_of_learner(spec, layout, bubble))
+        self._scorers = cache(self._scorers_of)
+        self._work = cache(lambda schedule: work_of(spec.workload, schedule, first, last))
+
+    def of(self, candidate: Candidate) -> float:
+        """Return seconds that a step takes at least; ConfigError if keys and values do not fit."""
+        layout, schedule, knobs = candidate.layout, candidate.schedule, candidate.schedule.knobs
+        generator, learner = self._generator(layout), self._learner(layout, candidate.bubble)
+        token_s, load_s = self._scorers(layout)
+        work = self._work(self._lockstep(schedule))
+        share = CARRIED if knobs.on("overcommit") else 1.0
+        generating = share * self._generating(candidate, generator, work)
+        generating += generator.load_s / schedule.weight_sync_interval
+        training = share * learner.seconds(int(work.trained))
+        scoring = share * token_s * work.trained
+        scorers = scoring + load_s / schedule.weight_sync_interval
+        produced = generating + (scoring if knobs.score_on == "batch" else 0.0)
+        if not knobs.streams and not knobs.on("overcommit"):
+            produced = max(produced, scoring)  # scorers have nothing of it while it is trained on
+        # What is generated now was preceded by the training of lag + 1 steps ago.
+        in_turn = (produced + training) / (knobs.lag + 1)
+        if not knobs.lag:
+            return max(in_turn, scorers)
+        on_learner = training + (scorers if layout.sharing == "learner" else 0.0)
+        on_generators = generating + (scoring if layout.sharing == "generators" else 0.0)
+        return max(in_turn, on_learner, on_generators, scorers)
+
+    def _generating(self, candidate: Candidate, cost: GeneratorCost, work: StepWork) -> float:
+        """Seconds of generating, as the average copy takes and as the longest response takes."""
+        copies, decode, schedule = candidate.layout.generator.data, cost.decode, candidate.schedule
+        tokens, context = work.decoded / copies, work.read / copies
+        prefill_s = cost.prefill.token_s * work.prefilled / copies
+        if schedule.knobs.on("overcommit"):
+            return decode.at_least(work.steps, tokens, context) + prefill_s
+        # The copy that has the longest response may have few others.
+        rows = self._spec.workload.batch * schedule.weight_sync_interval  # that decode together
+        average_s = decode.at_least(work.decoded / rows, tokens, context)
+        return max(average_s + prefill_s, decode.seconds(1, 0, int(work.steps)))
+
+    def _lockstep(self, schedule: ScheduleConfig) -> ScheduleConfig:
+        """Return a schedule with the largest delta of the steps that are simulated, and no more."""
+        w, interval = self._spec.workload, schedule.weight_sync_interval
+        extra = schedule.largest_overcommit(w.batch)
+        looks_back = schedule.overcommit_rule != "throughput"
+        unseen = 2 * schedule.overcommit_window >= self._last * interval
+        if schedule.knobs.overcommit == "auto" and looks_back and unseen:
+            extra = schedule.first_overcommit(w.batch)  # no reward has been looked at yet
+        extra += -extra % w.samples_per_prompt
+        return ScheduleConfig(
+            score_on="rollout",
+            overcommit=extra,
+            weight_sync_interval=interval,
+            carry=schedule.carry,
+        )
+
+    def _scorers_of(self, layout: Layout) -> tuple[float, float]:
+        """Seconds a token of all scorers in turn, and those in which they take over weights."""
+        scorers = scorers_of(self._spec, layout)
+        costs = [scorer.cost for scorer in scorers if isinstance(scorer.cost, PrefillCost)]
+        return sum(cost.token_s for cost in costs), sum(scorer.load_s for scorer in scorers)
+
 
 WITHIN = 0.01
 """A candidate is left out when it could be quicker than what is known by this share at most."""
@@ -43,12 +163,7 @@ ROUNDS, WARM = 6, 2
 class PlanResult:
     """A candidate and what the simulator says of it, once the pipeline is filled.
 
-    Attributes:
-        samples_per_s: responses trained on, over all GPUs together.
-        staleness_mean, staleness_max: versions that responses are behind when they are trained on.
-        busy: share of all GPUs' time in which a role worked.
-        idle: shares of all GPUs' time by what a GPU waited for: data, scores, weights, stragglers.
-            Together with ``busy`` they are 1.
+    Shares of all GPUs' time, in which a role worked, and by what a GPU waited for, add up to 1.
     """
 
     candidate: Candidate
@@ -61,14 +176,8 @@ class PlanResult:
 
 
 def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
-    """Simulate a candidate.
-
-    Raises ConfigError if keys and values have no room, StalledError if the schedule cannot go on.
-    """
-    layout, schedule = candidate.layout, candidate.schedule
-    engines, bubble = candidate.engines, candidate.bubble
-    cluster = cluster_of(spec, layout, schedule, engines=engines, bubble=bubble)
-    interval = schedule.weight_sync_interval
+    """Simulate a candidate; ConfigError if keys and values have no room, or StalledError."""
+    cluster, interval = cluster_of(spec, candidate), candidate.schedule.weight_sync_interval
     steps, warm = ROUNDS * interval, WARM * interval
     workload = spec.workload.model_copy(update={"steps": steps})
     result = simulate(cluster.model_copy(update={"workload": workload}))
@@ -120,7 +229,6 @@ def gpu_time(result: SimResult, candidate: Candidate) -> tuple[float, dict[str, 
 
 
 def _group(role: str) -> str:
-    """Return where a layout has a role."""
     if role.startswith("generator"):
         return "generators"
     return role if role == "learner" else "scorers"
@@ -131,16 +239,13 @@ def _group(role: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best plans, and how far they can be trusted to be that.
+    """The best plans of each kind, and how far they can be trusted to be that.
 
     Attributes:
-        best: the best of each kind, the quickest first, no more than asked for.
         baseline: the best with all roles on all GPUs, one after another; ``None`` if none fits.
         runnable: the best that ``stretto train`` can run; ``None`` if there is none.
-        unfit: of the candidates, those that were looked at and do not fit into memory.
-        bound_s: seconds of a step that no candidate left out can be below; infinite when none was
-            left out for want of time.
-        seconds: that the search took.
+        unfit: candidates that were looked at and do not fit into memory.
+        bound_s: seconds of a step that no candidate left out for want of time can be below.
     """
 
     best: tuple[PlanResult, ...]
@@ -155,7 +260,6 @@ class Found:
 
 def search(
     spec: PlanSpec,
-    space: Space,
     *,
     keep: int = 5,
     limit_s: float = inf,
@@ -164,13 +268,11 @@ def search(
 ) -> Found:
     """Find the plans with the shortest steps; raises ConfigError if nothing fits.
 
-    Args:
-        limit_s: seconds after which no further candidate is simulated.
-        workers: processes that simulate; 0 takes one a core, 1 none but this one.
+    After ``limit_s`` no further one is simulated. 0 workers are one a core, 1 is this process.
     """
     start_s = time.monotonic()
     with working(say, "listing plans"):
-        kinds = _by_kind(spec, space)
+        kinds = _by_kind(spec)
     count = sum(map(len, kinds.values()))
     results: dict[Kind, PlanResult] = {}
     simulated, unfit, bound_s = 0, 0, inf
@@ -210,7 +312,7 @@ def search(
         collect(0)
     if not results:
         raise ConfigError(
-            f"nothing fits: no layout on {space.gpus} GPUs has memory for all phases; give more "
+            f"nothing fits: no layout on {spec.gpus} GPUs has memory for all phases; give more "
             "GPUs, or larger ones",
             "nothing-fits",
         )
@@ -232,7 +334,6 @@ def _rank(result: PlanResult) -> tuple[float, str]:
 
 
 def _can_run(results: Mapping[Kind, PlanResult]) -> bool:
-    """Return whether there is a plan that ``stretto train`` can run."""
     return any(not on_paper for *_, on_paper in results)
 
 
@@ -248,10 +349,10 @@ def _may_take(results: Mapping[Kind, PlanResult], keep: int, kind: Kind, bound: 
     return len(others) < keep or bound < others[keep - 1] or would_run_first
 
 
-def _by_kind(spec: PlanSpec, space: Space) -> dict[Kind, deque[tuple[float, Candidate]]]:
+def _by_kind(spec: PlanSpec) -> dict[Kind, deque[tuple[float, Candidate]]]:
     """Return candidates with their bounds, the lowest first, by kind, the baseline's first."""
     bounds, bounded = Bounds(spec, WARM, ROUNDS), list[tuple[float, Candidate]]()
-    for candidate in candidates(spec, space):
+    for candidate in candidates(spec):
         with suppress(ConfigError):  # no room for keys and values
             bounded.append((bounds.of(candidate), candidate))
     found: dict[Kind, deque[tuple[float, Candidate]]] = {}

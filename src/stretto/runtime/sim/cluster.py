@@ -1,8 +1,7 @@
 """A cluster and the run on it, as one typed object that a TOML file can hold.
 
-Every role names its devices, by number; roles that share one take turns on it. Where devices are
-processes on CPUs, these share the machine's cores. What a role's work costs is given in numbers, or
-by a model, a kind of GPU and an assumed efficiency, of which
+Every role names its devices, by number; roles that share one take turns on it. What a role's work
+costs is given in numbers, or by a model, a kind of GPU and an assumed efficiency, of which
 :func:`stretto.planner.formulas.priced` makes numbers before anything is simulated.
 """
 
@@ -20,28 +19,18 @@ from stretto.assembly.controls import Migrating
 from stretto.config import ScheduleConfig, Section, Seed, changes, recipes
 from stretto.config.base import NonNegative, NonNegativeInt, PositiveInt
 from stretto.errors import ConfigError, RuleError
-from stretto.runtime.sim.costs import (
-    DriverCost,
-    Efficiency,
-    GeneratorCost,
-    PrefillCost,
-    SampleCost,
-    TrainCost,
-)
+from stretto.runtime.sim import costs
 from stretto.runtime.sim.faults import Faults
-from stretto.runtime.sim.lengths import Distribution, Lognormal, Uniform
-from stretto.runtime.sim.roles import LearningCurve
+from stretto.runtime.sim.lengths import Distribution, LearningCurve, Lognormal, Uniform
 from stretto.schedules.migration import MigrationLimits
 from stretto.types import ScoreKind
 
 Devices = tuple[NonNegativeInt, ...]
 C = TypeVar("C")
 
-_QUANTILES = 200
-"""Quantiles of a distribution of which a mean is made."""
+_QUANTILES = 200  # of a distribution, of which a mean is made
 RISE = 0.25
-"""Share by which a decode step may get longer before a batch counts as too large for a generator.
-"""
+"""Share by which a decode step may get longer before a generator's batch counts as too large."""
 
 
 class GeneratorRole(Section):
@@ -51,7 +40,7 @@ class GeneratorRole(Section):
     """The devices it works on."""
     model: str = ""
     """The actor, if costs follow from it."""
-    cost: GeneratorCost | None = None
+    cost: costs.GeneratorCost | None = None
     """Costs in numbers, of one replica."""
     tensor_parallel: PositiveInt = 1
     """Devices a replica; there are as many replicas as fit."""
@@ -64,7 +53,6 @@ class GeneratorRole(Section):
 
     @property
     def replicas(self) -> int:
-        """Copies of the model."""
         return len(self.devices) // self.tensor_parallel
 
     @model_validator(mode="after")
@@ -84,7 +72,7 @@ class ScorerRole(Section):
     """The devices it works on; empty for a function, which shares nothing with others."""
     model: str = ""
     """The model, if costs follow from it."""
-    cost: PrefillCost | SampleCost | None = None
+    cost: costs.PrefillCost | costs.SampleCost | None = None
     """Costs in numbers: by tokens, or by responses for a function."""
     tensor_parallel: PositiveInt = 1
     """Devices that a copy of the model is split over; there are as many copies as fit."""
@@ -106,8 +94,7 @@ class ScorerRole(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.model and not self.devices:
-            problem = f"scorer '{self.name}' is a model and needs devices; name them"
-            raise RuleError(problem, "model-without-devices")
+            raise RuleError(f"scorer '{self.name}' is a model and needs devices; name them")
         _check_role(self.model, self.cost, self.tensor_parallel, self.devices)
         return self
 
@@ -121,7 +108,7 @@ class LearnerRole(Section):
     """The trained models, which are published under these names."""
     models: tuple[str, ...] = ()
     """The models that these are, if costs follow from them."""
-    cost: TrainCost | None = None
+    cost: costs.TrainCost | None = None
     """Costs in numbers."""
     tensor_parallel: PositiveInt = 1
     """Devices that each layer is split over."""
@@ -138,11 +125,8 @@ class LearnerRole(Section):
     def _check(self) -> Self:
         _check_role(" ".join(self.models), self.cost, self.tensor_parallel, self.devices)
         if self.models and len(self.models) != len(self.trains):
-            raise RuleError(
-                f"learner.models names one model for each of trains = {self.trains}; got "
-                f"{self.models}",
-                "models-unlike-trains",
-            )
+            rule = f"learner.models names one model for each of trains = {self.trains}"
+            raise RuleError(f"{rule}; got {self.models}")
         return self
 
 
@@ -206,13 +190,13 @@ class Cluster(Section):
 
     gpu: str = "h100"
     """Kind of device, for costs that follow from models."""
-    efficiency: Efficiency = Efficiency()
+    efficiency: costs.Efficiency = costs.Efficiency()
     """Shares of the devices' peak that are reached."""
     cores: NonNegativeInt = 0
     """CPU cores that the threads of all roles share; 0 for enough."""
     call_s: NonNegative = 0.0
     """Seconds that a call of a role is on its way, and its answer, beside its work."""
-    driver: Mapping[str, DriverCost] = {}
+    driver: Mapping[str, costs.DriverCost] = {}
     """Costs of the driver's own work, by the names of its spans (``driver/...``); none without."""
     generators: Annotated[tuple[GeneratorRole, ...], Field(min_length=1)]
     """The generators, at least one."""
@@ -253,7 +237,6 @@ class Cluster(Section):
 
     @property
     def device_count(self) -> int:
-        """Devices that some role names, counted up to the highest."""
         roles = (*self.generators, *self.scorers, self.learner)
         return 1 + max(device for role in roles for device in role.devices)
 
@@ -270,7 +253,7 @@ class Cluster(Section):
         scoring_s = sum(
             _token_s(scorer.cost, longest)
             for scorer in self.scorers
-            if scorer.host == 0 and isinstance(scorer.cost, PrefillCost)
+            if scorer.host == 0 and isinstance(scorer.cost, costs.PrefillCost)
         )
         return Migrating(
             MigrationLimits(
@@ -302,7 +285,7 @@ def known(cost: C | None) -> C:
     return cost
 
 
-def _token_s(cost: PrefillCost, tokens: int) -> float:
+def _token_s(cost: costs.PrefillCost, tokens: int) -> float:
     return cost.token_s or cost.call_s / tokens
 
 

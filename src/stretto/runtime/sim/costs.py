@@ -1,11 +1,7 @@
 """Costs of work, in virtual seconds.
 
-Each cost is linear in the amounts of work, or the longer of two that are. Its coefficients are
-given, derived from public figures of a device and a model, or fitted to a real run
-(:mod:`stretto.planner`).
-
-Legend: R rows (rollouts decoded together), C context (tokens in all rows whose keys and values a
-step reads), n decode steps.
+Each is linear in the amounts of work, or the longer of two that are. Legend: R rows (rollouts
+decoded together), C context (tokens whose keys and values a step reads), n decode steps.
 """
 
 from __future__ import annotations
@@ -39,10 +35,8 @@ class Efficiency(Section):
     optimizer: Share = 0.7
     """Share of the memory bandwidth that an update of the weights reaches."""
     step_s: NonNegative = 0.002
-    """Seconds of a decode step beside the device's own work: scheduling, sampling, launches.
-
-    About 0.002 with CUDA graphs; launching every kernel from Python takes about 0.0008 a layer.
-    """
+    """Seconds of a decode step beside the device's own work: scheduling, sampling, launches. About
+    0.002 with CUDA graphs; launching every kernel from Python takes about 0.0008 a layer."""
     reduce_s: NonNegative = 0.00002
     """Seconds of one all-reduce among tensor-parallel devices; a decode step has two a layer."""
     call_s: NonNegative = 0.005

@@ -1,10 +1,8 @@
 """Devices that roles occupy while they work, and workers that answer in order.
 
-A *device* works for one call at a time, first come, first served: roles on one device take turns,
-roles on different ones run side by side. A *worker* is one role's view of its devices: it answers
-the role's calls in the order in which they were made, and takes down a span for each piece of work.
-
-Processes on CPUs work side by side, each a device, and share the machine's *cores*.
+A *device* works for one call at a time, first come, first served. A *worker* is one role's view of
+its devices: it answers the role's calls in the order in which they were made, and takes down a span
+for each piece of work. Processes on CPUs, each a device, share the machine's *cores*.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from stretto.protocols import Tracer
 
 
 class Device:
-    """An accelerator, or another device that can do one thing at a time.
+    """A device, which a role that needs several takes in the order of their index.
 
-    A role that needs several devices takes them in the order of their ``index`` in the cluster, so
-    that two roles that share some of them never wait for each other in a circle.
+    So two roles that share some of them never wait for each other in a circle.
     """
 
     def __init__(self, index: int) -> None:
@@ -31,10 +28,7 @@ class Device:
 
 
 class Cores:
-    """CPU cores, shared evenly among all threads at work.
-
-    As long as these are no more than the cores, work takes as long as it takes alone.
-    """
+    """CPU cores, shared evenly among all threads at work, if these are more."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -44,7 +38,7 @@ class Cores:
         self._timer: asyncio.TimerHandle | None = None
 
     async def work(self, seconds: float, threads: int) -> float:
-        """Keep so many threads at work until what takes so long alone is done; return when it was.
+        """Keep threads at work until what takes so long alone is done; return when it was.
 
         That is before now where the loop was busy with something else.
         """
@@ -88,16 +82,10 @@ class Cores:
 
 
 class SimWorker:
-    """The calls of one role, in order, on its devices.
+    """The calls of one role, in order, on its devices; a function has none.
 
-    A role without devices (a function, a service elsewhere) works on nothing that others share,
-    cores apart.
-
-    Args:
-        devices: that it occupies while it works.
-        cores: that its threads share with others; ``None`` where there are enough.
-        threads: that its work takes.
-        call_s: that each call is on its way, and its answer.
+    Its threads share ``cores`` with others, ``None`` where there are enough. Each call, and its
+    answer, are on their way for ``call_s``.
     """
 
     def __init__(

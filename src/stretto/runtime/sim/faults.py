@@ -1,10 +1,7 @@
 """Roles that fail, on purpose and reproducibly.
 
-The fault of a call, if any, is a pure function of (seed, role, number of the call). So a run that
-goes wrong can be repeated, and other schedules can be given the same faults.
-
-A role whose process has died answers every call with :class:`~stretto.errors.RoleLostError`, until
-it is restarted.
+The fault of a call, if any, is a pure function of (seed, role, number of the call). A role whose
+process has died answers every call with ``RoleLostError``, until it is restarted.
 """
 
 from __future__ import annotations

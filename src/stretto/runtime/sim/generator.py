@@ -1,11 +1,9 @@
 """The generator in virtual time: it costs what a cost model says, and samples nothing.
 
 Tokens are placeholders, and lengths come from a distribution. Calls that break the order of things
-(a rollout admitted twice, or after its end) are errors here as with a real engine. Which rollouts
-advance in a call, how far, and how long it takes follows the rules of continuous batching: rollouts
-wait for a slot, are prefilled, and then get one token a decode step together with all others, until
-they end and their slot goes to the next. Copies of the model (*replicas*) work side by side, each
-on rollouts of its own.
+(a rollout admitted twice, or after its end) are errors here as with a real engine. As in continuous
+batching rollouts wait for a slot, are prefilled, and then get one token a decode step together with
+all others, until they end and their slot goes to the next.
 
 Rows are never walked step by step. All rows of a replica share one count of steps, so that a row is
 two numbers, the steps at which it came and at which it will end; a call costs time in proportion to
@@ -24,6 +22,7 @@ from typing import Literal
 import numpy as np
 
 from stretto.errors import EngineError
+from stretto.runtime.sim.cluster import GeneratorRole, known
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.devices import SimWorker
 from stretto.types import Chunk, Decoded, FinishReason, KVTransfer, Response, WeightsRef
@@ -36,14 +35,12 @@ for _stand_in in (_TOKENS, _LOGPROBS):
 
 @dataclass(slots=True)
 class SimRow:
-    """A rollout that is being decoded.
+    """A rollout that is being decoded; rows of one group share a prompt, whose cache they can copy.
 
     Attributes:
-        group: rollouts with the same one share a prompt, whose cache they can copy.
         prompt: its tokens.
         tokens: response tokens that have been returned.
         length: response tokens at its end.
-        finish: why it will end.
         cached: prompt and response tokens whose keys and values came with it.
         base: the replica's count of steps minus the row's tokens, while it has a slot.
     """
@@ -58,30 +55,10 @@ class SimRow:
     base: int = 0
 
 
-@dataclass(slots=True)
-class DecodeWork:
-    """The work of a call.
-
-    Attributes:
-        steps: decode steps of the replica that took the most.
-        tokens: decoded by all.
-        prefilled: prompt and response tokens that had to be prefilled.
-        context: tokens of context that the steps read, all in all.
-        uneven_s: seconds that a replica waited for the slowest of them, on average.
-    """
-
-    seconds: float = 0.0
-    steps: int = 0
-    tokens: int = 0
-    prefilled: int = 0
-    context: int = 0
-    uneven_s: float = 0.0
-
-
 class Replica:
-    """A copy of the model, with its slots; ``None`` for as many as there are rollouts."""
+    """A copy of the model, with its slots; 0 for as many as there are rollouts."""
 
-    def __init__(self, cost: GeneratorCost, slots: int | None) -> None:
+    def __init__(self, cost: GeneratorCost, slots: int) -> None:
         self._cost, self._slots = cost, slots
         self.waiting: deque[SimRow] = deque()
         self.rows: dict[int, SimRow] = {}
@@ -97,16 +74,14 @@ class Replica:
         self.left = 0  # steps of the call
         self.event_s = inf  # when the next event is; infinite when there is no more to do
         self._event_steps = 0
-        self.work = DecodeWork()
+        self.work: Counter[str] = Counter()  # of the call
 
     @property
     def load(self) -> int:
-        """Rollouts here."""
         return len(self.rows) + len(self.waiting)
 
     def begin(self, max_steps: int) -> None:
-        """Start a call."""
-        self.time_s, self.left, self.work = 0.0, max_steps, DecodeWork()
+        self.time_s, self.left, self.work = 0.0, max_steps, Counter()
         self.fill()
 
     def advance(self) -> list[SimRow]:
@@ -154,14 +129,14 @@ class Replica:
             heapq.heappush(self._ends, (row.base + row.length, row.id))
         if self._to_prefill:
             self.time_s += self._cost.prefill.seconds(self._to_prefill)
-            self.work.prefilled += self._to_prefill
+            self.work["prefilled"] += self._to_prefill
             self._to_prefill = 0
         self._plan()
 
     def _has_room(self, row: SimRow) -> bool:
         limit = self._cost.cache_tokens
         fits = not limit or not self.rows or self._reserved + row.prompt + row.length <= limit
-        return fits and (self._slots is None or len(self.rows) < self._slots)
+        return fits and (not self._slots or len(self.rows) < self._slots)
 
     def _tokens_of_rows(self) -> int:
         prompts = {row.group: row.prompt for row in self.rows.values()}
@@ -200,9 +175,9 @@ class Replica:
     def _advance(self, steps: int) -> list[SimRow]:
         rows, work = len(self.rows), self.work
         self.time_s += self._seconds(steps)
-        work.context += steps * self._context() + rows * (steps * (steps - 1) // 2)
-        work.steps += steps
-        work.tokens += rows * steps
+        work["context"] += steps * self._context() + rows * (steps * (steps - 1) // 2)
+        work["steps"] += steps
+        work["tokens"] += rows * steps
         self.step += steps
         self.left -= steps
         self._in_rows += rows * steps
@@ -226,14 +201,14 @@ class Replica:
 
 def decode(
     replicas: Sequence[Replica], max_steps: int, stop_after: int
-) -> tuple[list[SimRow], DecodeWork]:
-    """Make a decode call on all replicas at once, each of which works at its own pace.
+) -> tuple[list[SimRow], float, dict[str, float]]:
+    """Make a decode call on all replicas, each at its own pace, of so many tokens a row at most.
 
-    Return the rows that ended, in the order in which they did (by id at one instant), and the work
-    of all.
+    Return the rows that ended, in the order in which they did (by id at one instant), the seconds
+    that it took, and the work of all: decode steps of the replica that took the most; tokens that
+    were decoded, prefilled and read; and seconds for which replicas waited, on average.
 
     Args:
-        max_steps: tokens a row, at most.
         stop_after: once so many rows have ended, every replica finishes its step and stops; 0 does
             not stop.
     """
@@ -242,10 +217,10 @@ def decode(
     ended: list[tuple[float, int, int, SimRow]] = []
 
     def note(replica: Replica, rows: Sequence[SimRow]) -> None:
-        ended.extend((replica.time_s, replica.work.steps, row.id, row) for row in rows)
+        ended.extend((replica.time_s, replica.work["steps"], row.id, row) for row in rows)
 
     while True:
-        first = min(replicas, key=lambda r: (r.event_s, r.work.steps))
+        first = min(replicas, key=lambda r: (r.event_s, r.work["steps"]))
         time_s = first.event_s
         if time_s == inf:
             break
@@ -258,44 +233,36 @@ def decode(
         first.fill()
     ended.sort(key=lambda e: e[:3])
     slowest_s = max(r.time_s for r in replicas)
-    work = DecodeWork(
-        seconds=slowest_s,
-        uneven_s=slowest_s - sum(r.time_s for r in replicas) / len(replicas),
-        steps=max(r.work.steps for r in replicas),
-        tokens=sum(r.work.tokens for r in replicas),
-        prefilled=sum(r.work.prefilled for r in replicas),
-        context=sum(r.work.context for r in replicas),
-    )
-    return [row for *_, row in ended], work
+    work: dict[str, float] = {"steps": max(r.work["steps"] for r in replicas)}
+    work |= {
+        name: sum(r.work[name] for r in replicas) for name in ("tokens", "prefilled", "context")
+    }
+    work["uneven_s"] = slowest_s - sum(r.time_s for r in replicas) / len(replicas)
+    return [row for *_, row in ended], slowest_s, work
 
 
 class SimGenerator:
-    """A generator that decodes to lengths known beforehand, with continuous batching.
+    """A generator that decodes to ``lengths`` of rollouts known beforehand.
 
-    Rollouts go to the replica with the fewest, and stay there; a call occupies all devices.
-
-    State: the version. Rollouts in flight are the schedule's to save, as with a real engine.
-
-    Args:
-        lengths: response tokens of a rollout, without a limit.
-        slots: rollouts that a replica decodes together; ``None`` for all that it has.
-        carry: whether cached keys and values are made again after new weights.
+    Rollouts go to the replica with the fewest, and stay there; a call occupies all devices. State:
+    the version. Rollouts in flight are the schedule's to save, as with a real engine.
     """
 
     def __init__(
         self,
         worker: SimWorker,
-        cost: GeneratorCost,
+        role: GeneratorRole,
         lengths: Callable[[int], int],
         *,
         max_new_tokens: int,
-        slots: int | None = None,
-        replicas: int = 1,
         carry: Literal["recompute", "reuse"] = "recompute",
     ) -> None:
-        self._worker, self._cost, self._lengths = worker, cost, lengths
-        self._max_new_tokens, self._slots, self._carry = max_new_tokens, slots, carry
-        self._replicas = [Replica(cost, slots) for _ in range(replicas)]
+        self._worker, self._role, self._lengths = worker, role, lengths
+        self._max_new_tokens, self._carry, self._cost = max_new_tokens, carry, known(role.cost)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._replicas = [Replica(self._cost, self._role.slots) for _ in range(self._role.replicas)]
         self._home: dict[int, Replica] = {}
         self.version = 0
 
@@ -306,22 +273,13 @@ class SimGenerator:
 
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._worker.turn:
-            ended, work = decode(self._replicas, max_tokens, stop_after)
+            ended, seconds, work = decode(self._replicas, max_tokens, stop_after)
             chunks = [self._last_chunk(row) for row in ended]
             chunks += self._chunks()
             if chunks:
-                await self._worker.work(
-                    "gen",
-                    work.seconds,
-                    rollouts=[c.rollout_id for c in chunks],
-                    tokens=work.tokens,
-                    version=self.version,
-                    steps=work.steps,
-                    prefilled=work.prefilled,
-                    context=work.context,
-                    uneven_s=work.uneven_s,
-                )
-            return Decoded(chunks, work.steps)
+                rollouts, version = [c.rollout_id for c in chunks], self.version
+                await self._worker.work("gen", seconds, rollouts=rollouts, version=version, **work)
+            return Decoded(chunks, int(work["steps"]))
 
     async def release(self, rollout_ids: Sequence[int]) -> None:
         async with self._worker.turn:
@@ -365,9 +323,7 @@ class SimGenerator:
     async def restart(self) -> None:
         """Forget all rollouts and weights; the time it takes is not this role's."""
         async with self._worker.turn:
-            self._replicas = [Replica(self._cost, self._slots) for _ in self._replicas]
-            self._home.clear()
-            self.version = 0
+            self._begin()
 
     def _add(self, response: Response, cached: int) -> None:
         wanted = self._lengths(response.id)

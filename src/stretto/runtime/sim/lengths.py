@@ -1,8 +1,7 @@
-"""Distributions of response lengths.
+"""Distributions of response lengths, and a model of rewards.
 
 A length is a pure function of (seed, rollout id): the inverse distribution function at one uniform
-number. So it depends neither on the schedule nor on the order in which anything happens, and all
-schedules can be compared on the very same responses.
+number. So all schedules can be compared on the very same responses.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from stretto.config import Fraction, PositiveInt, Section
+from stretto.config import Fraction, NonNegative, PositiveInt, Section
 from stretto.config.base import Positive
 from stretto.errors import RuleError
 
@@ -164,9 +163,7 @@ class Replayed(Section):
     ) -> Replayed:
         """Take the lengths of rollouts that ended; unknown ones get the median length.
 
-        Args:
-            so_far: tokens of rollouts that had not ended: they get the median of all that became
-                longer.
+        Rollouts that had not ended get the median of all that became longer than ``so_far``.
         """
         known = sorted(tokens_by_id.values())
         middle = round(median(known))
@@ -186,12 +183,34 @@ Distribution = Annotated[
 
 
 class Lengths:
-    """Response lengths of a run."""
+    """Response lengths of a run by rollout id, without a limit; at least 1."""
 
     def __init__(self, distribution: Distribution, seed: int) -> None:
         self._distribution, self._seed = distribution, seed
 
     def __call__(self, rollout_id: int) -> int:
-        """Tokens that this rollout would get without a limit; at least 1."""
         u = uniform(self._seed, "length", rollout_id)
         return max(1, round(self._distribution.quantile(u, rollout_id)))
+
+
+class LearningCurve(Section):
+    """A model of what training does to rewards; no claim about any task.
+
+    The mean reward of version v is ``last + (first - last) * exp(-v / versions)``; a response's own
+    reward is spread evenly around it.
+    """
+
+    first: float = 0.0
+    """Mean reward of the untrained policy."""
+    last: float = 1.0
+    """Mean reward that training converges to."""
+    versions: NonNegative = 50.0
+    """Syncs after which the distance to ``last`` has fallen to 37 %; 0: converged at once."""
+    spread: NonNegative = 0.5
+    """Largest distance of a response's reward from the mean."""
+
+    def reward(self, seed: int, rollout_id: int, version: int) -> float:
+        """Return the reward of a response whose last token this version sampled."""
+        left = exp(-version / self.versions) if self.versions else 0.0
+        noise = self.spread * (2 * uniform(seed, "reward", rollout_id) - 1)
+        return self.last + (self.first - self.last) * left + noise

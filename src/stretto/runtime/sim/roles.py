@@ -1,6 +1,5 @@
 """Scorers and the learner in virtual time: they cost what a cost model says, and compute nothing.
 
-Rewards come from a model of learning, so that controllers that follow rewards have some to follow.
 Calls that break the order of things (a chunk out of place, a score for a rollout that has not
 ended) are errors here as with real roles.
 """
@@ -9,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp
 
 import numpy as np
 
-from stretto.config import NonNegative, Section
 from stretto.errors import EngineError
-from stretto.runtime.sim.costs import PrefillCost, SampleCost, TrainCost
+from stretto.runtime.sim.cluster import LearnerRole, ScorerRole, known
+from stretto.runtime.sim.costs import PrefillCost
 from stretto.runtime.sim.devices import SimWorker
-from stretto.runtime.sim.lengths import uniform
 from stretto.types import (
     Chunk,
     Response,
     Score,
-    ScoreKind,
     ScorerInfo,
     TrainBatch,
     TrainOutput,
@@ -32,29 +28,6 @@ from stretto.types import (
 _NUMBERS = np.zeros(1 << 17, np.float32)
 """Zeros that per-token scores are slices of; longer than any response."""
 _NUMBERS.flags.writeable = False
-
-
-class LearningCurve(Section):
-    """A model of what training does to rewards; no claim about any task.
-
-    The mean reward of version v is ``last + (first - last) * exp(-v / versions)``; a response's own
-    reward is spread evenly around it.
-    """
-
-    first: float = 0.0
-    """Mean reward of the untrained policy."""
-    last: float = 1.0
-    """Mean reward that training converges to."""
-    versions: NonNegative = 50.0
-    """Syncs after which the distance to ``last`` has fallen to 37 %; 0: converged at once."""
-    spread: NonNegative = 0.5
-    """Largest distance of a response's reward from the mean."""
-
-    def reward(self, seed: int, rollout_id: int, version: int) -> float:
-        """Return the reward of a response whose last token this version sampled."""
-        left = exp(-version / self.versions) if self.versions else 0.0
-        noise = self.spread * (2 * uniform(seed, "reward", rollout_id) - 1)
-        return self.last + (self.first - self.last) * left + noise
 
 
 @dataclass(slots=True)
@@ -71,34 +44,20 @@ class _Pending:
 class SimScorer:
     """A reward model, the reference, the critic, or a function; the worker's role is its name.
 
-    Args:
-        cost: by tokens for a model, by responses for a function.
-        reward: of a rollout id and the version of its last token; for kind ``reward``.
-        follows: the trained model whose weights it loads.
-        streams: whether tokens are prefilled as they come; else all in :meth:`finish`.
-        padded: rollouts that are worked on at a time, each padded to the longest of them; 0 pads
-            nothing.
-        worthwhile_tokens: that make a call worth its fixed cost.
+    ``reward`` gives that of a rollout id and the version of its last token, for kind ``reward``.
     """
 
     def __init__(
         self,
         worker: SimWorker,
-        cost: PrefillCost | SampleCost,
-        kind: ScoreKind,
-        *,
+        role: ScorerRole,
         reward: Callable[[int, int], float] = lambda rollout_id, version: 0.0,
-        follows: str = "",
-        streams: bool = True,
-        padded: int = 0,
-        worthwhile_tokens: int = 0,
-        load_s: float = 0.0,
     ) -> None:
-        self._worker, self._cost, self._reward = worker, cost, reward
-        self._padded, self._load_s, self.name = padded, load_s, worker.role
-        streams = streams and isinstance(cost, PrefillCost)
+        self._worker, self._role, self._reward, self.name = worker, role, reward, worker.role
+        self._cost, worthwhile = known(role.cost), role.worthwhile_tokens
+        streams = role.streams and isinstance(self._cost, PrefillCost)
         self.info = ScorerInfo(
-            self.name, kind, follows, streams, worthwhile_tokens=worthwhile_tokens
+            self.name, role.kind, role.follows, streams, worthwhile_tokens=worthwhile
         )
         self._pending: dict[int, _Pending] = {}
 
@@ -147,8 +106,8 @@ class SimScorer:
     async def load(self, weights: WeightsRef) -> None:
         """Score with these weights from now on; what is prefilled is void."""
         async with self._worker.turn:
-            if self._load_s:
-                await self._worker.work("load", self._load_s, version=weights.version)
+            if self._role.load_s:
+                await self._worker.work("load", self._role.load_s, version=weights.version)
             for entry in self._pending.values():
                 entry.cached = 0
 
@@ -173,9 +132,9 @@ class SimScorer:
             await self._worker.work(name, self._cost.seconds(len(ids)), rollouts=ids)
 
     def _passes(self, new: Sequence[int]) -> list[int]:
-        if not self._padded:
+        if not (most := self._role.padded):
             return [sum(new)]
-        parts = (new[i : i + self._padded] for i in range(0, len(new), self._padded))
+        parts = (new[i : i + most] for i in range(0, len(new), most))
         return [len(part) * max(part) for part in parts]
 
     def _score(self, rollout_id: int, entry: _Pending) -> Score:
@@ -187,21 +146,11 @@ class SimScorer:
 
 
 class SimLearner:
-    """A learner that only takes time, and may pad a batch to its longest response.
+    """A learner that only takes time; its state is the version."""
 
-    State: the version. The :class:`LearningCurve` says how rewards change.
-    """
-
-    def __init__(
-        self,
-        worker: SimWorker,
-        cost: TrainCost,
-        models: Sequence[str] = ("actor",),
-        *,
-        padded: bool = False,
-    ) -> None:
-        self._worker, self._cost = worker, cost
-        self._models, self._padded, self.version = tuple(models), padded, 0
+    def __init__(self, worker: SimWorker, role: LearnerRole) -> None:
+        self._worker, self._role, self._cost = worker, role, known(role.cost)
+        self.version = 0
 
     async def train(self, batch: TrainBatch) -> TrainOutput:
         """Take one step; return the mean reward, staleness and the responses' rewards."""
@@ -218,7 +167,7 @@ class SimLearner:
             return TrainOutput(stats, rewards.astype(np.float32))
 
     def _tokens(self, batch: TrainBatch) -> int:
-        if not self._padded:
+        if not self._role.padded:
             return batch.total_tokens
         each = map(len, batch.prompts)
         longest = max((p + n for p, n in zip(each, batch.lengths.tolist(), strict=True)), default=0)
@@ -228,4 +177,6 @@ class SimLearner:
         async with self._worker.turn:
             await self._worker.work("publish", self._cost.publish_s, version=self.version + 1)
             self.version += 1
-            return {m: WeightsRef(m, self.version, f"{m} {self.version}") for m in self._models}
+            return {
+                m: WeightsRef(m, self.version, f"{m} {self.version}") for m in self._role.trains
+            }

@@ -13,7 +13,7 @@ from stretto.config import RolloutConfig
 from stretto.observe.idle import TimeSheet
 from stretto.observe.spans import Span, Spans, Window
 from stretto.protocols import DRIVER, RECORDS, Generator, Learner, Tracer
-from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, known
+from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import DriverCost
 from stretto.runtime.sim.devices import Cores, Device, SimWorker
 from stretto.runtime.sim.faults import Faults, faulty
@@ -49,8 +49,7 @@ class SimResult:
         steps: metrics of each step, the learner's and the schedule's.
         spans: all work and all recorded waiting, in virtual seconds.
         makespan_s: from the start to the last step's end.
-        samples_per_s: responses of all steps over the makespan.
-        utilisation: share of the makespan in which a role worked, by role.
+        utilisation: share of the makespan in which a role worked.
         idle_s: seconds in which it did not, by (role, cause).
         device_utilisation: share of the makespan in which a device worked, by number.
         ledger: dispatched, trained, rejected by reason, and what is in flight.
@@ -67,10 +66,7 @@ class SimResult:
 
 
 class _DriverSpans(Spans):
-    """A recorder in virtual time, where the driver's own work takes what it costs.
-
-    The schedule is the real one, and marks its work at the very places where it does it.
-    """
+    """A recorder in virtual time, where the driver's own work takes what it costs."""
 
     def __init__(self, costs: Mapping[str, DriverCost]) -> None:
         super().__init__(VirtualClock())
@@ -92,16 +88,14 @@ def simulate(
     shuffle: bool = False,
     advance: Advance = unseen,
 ) -> SimResult:
-    """Run the description's schedule.
+    """Run the description's schedule for so many of its steps, or all (0).
 
     Raises ConfigError if costs follow from models (see :func:`stretto.planner.formulas.priced`),
     StalledError if a role did not answer in time, or nothing could ever happen again.
 
     Args:
-        steps: to look at, of those that the description has; 0 for all.
         seed: of the order of simultaneous events; used with ``shuffle`` alone.
         shuffle: explore orders of simultaneous events.
-        advance: told of each step.
     """
     found = _simulate(cluster, steps or cluster.workload.steps, advance)
     return run(found, seed=seed, shuffle=shuffle)
@@ -165,13 +159,9 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
 
 
 def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
-    """Make the description's roles, with its faults, on its devices; call it in a running loop.
-
-    Raises ConfigError if costs follow from models; see :func:`stretto.planner.formulas.priced`.
-    """
+    """Make the description's roles, with its faults, on its devices; call it in a running loop."""
     devices = [Device(i) for i in range(cluster.device_count)]
-    w, several = cluster.workload, len(cluster.generators) > 1
-    lengths = Lengths(w.response_tokens, w.seed)
+    w, lengths = cluster.workload, Lengths(cluster.workload.response_tokens, cluster.workload.seed)
     cores = Cores(cluster.cores) if cluster.cores else None
 
     def worker(name: str, role: GeneratorRole | ScorerRole | LearnerRole) -> SimWorker:
@@ -183,40 +173,19 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
 
     generators: list[Generator] = []
     for i, g in enumerate(cluster.generators):
-        name = f"generator {i}" if several else "generator"
-        generator = SimGenerator(
-            worker(name, g),
-            known(g.cost),
-            lengths,
-            max_new_tokens=w.max_new_tokens,
-            slots=g.slots or None,
-            replicas=g.replicas,
-            carry=cluster.schedule.carry,
-        )
-        generators.append(put(generator, name))
-    replicas = []
-    for i, s in enumerate(cluster.scorers):
-        scorer = SimScorer(
-            worker(s.name, s),
-            s.cost or known(None),
-            s.kind,
-            reward=w.reward,
-            follows=s.follows,
-            streams=s.streams,
-            padded=s.padded,
-            worthwhile_tokens=s.worthwhile_tokens,
-            load_s=s.load_s,
-        )
-        replicas.append(ScorerReplica(put(scorer, f"{s.name} {i}"), s.host))
-    trained = cluster.learner
-    learner = SimLearner(
-        worker("learner", trained), known(trained.cost), trained.trains, padded=trained.padded
-    )
+        name = f"generator {i}" if len(cluster.generators) > 1 else "generator"
+        limit, carry = w.max_new_tokens, cluster.schedule.carry
+        made = SimGenerator(worker(name, g), g, lengths, max_new_tokens=limit, carry=carry)
+        generators.append(put(made, name))
+    replicas = [
+        ScorerReplica(put(SimScorer(worker(s.name, s), s, w.reward), f"{s.name} {i}"), s.host)
+        for i, s in enumerate(cluster.scorers)
+    ]
+    learner = SimLearner(worker("learner", cluster.learner), cluster.learner)
     return SimRoles(devices, generators, replicas, put(learner, "learner"))
 
 
 def _prompts(cluster: Cluster) -> Callable[[], Prompt]:
-    """Return a source of prompts in order; they have lengths, and placeholders for tokens."""
     lengths, ids = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1), count()
 
     def draw() -> Prompt:
