@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from typing import Literal
 
 from stretto.config import ScheduleConfig
@@ -138,7 +138,9 @@ def candidates(spec: PlanSpec) -> Iterator[Candidate]:
             seen = replace(plain, sharing="none", generator=Mesh(1), scorer=Mesh(1))
         elif plain.sharing == "learner":
             seen = replace(plain, generator=Mesh(1))
-        for layout in (replace(plain, **passes) for passes in quickest(seen)):
+        for way in quickest(seen):
+            again = way.checkpointing
+            layout = replace(plain, micro_tokens=way.micro_tokens, checkpointing=again)
             for variant, schedule in spec.variants.items():
                 candidate = Candidate(layout, variant, schedule)
                 if _pointless(candidate):
@@ -227,9 +229,9 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
             if devices % (t * p) == 0 and p <= min(shape.layers for shape in shapes[role])
         ]
 
-    for each in product(*(meshes(gpus, role) for role in shapes)):
+    for learner, generator, scorer in product(*(meshes(gpus, role) for role in shapes)):
         for offload in (False, True):
-            yield Layout(*each, "all", offload)
+            yield Layout(learner, generator, scorer, "all", offload)
     step = node * -(-gpus // (node * SPLITS))
     for learners in range(1, gpus) if gpus <= SPLITS else range(node, gpus, step):
         rest = gpus - learners
@@ -242,8 +244,8 @@ def _layouts(spec: PlanSpec) -> Iterator[Layout]:
         for scorers in _scorer_sizes(gpus) if scored else ():
             if learners + scorers < gpus:
                 sizes = (learners, rest - scorers, scorers)
-                for each in product(*map(meshes, sizes, shapes)):
-                    yield Layout(*each, "none")
+                for learner, generator, scorer in product(*map(meshes, sizes, shapes)):
+                    yield Layout(learner, generator, scorer, "none")
 
 
 def _scorer_sizes(gpus: int) -> list[int]:
@@ -251,18 +253,17 @@ def _scorer_sizes(gpus: int) -> list[int]:
     return [n for n in sorted({*powers, *(3 * n for n in powers)}) if n <= gpus // 2]
 
 
-def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Mapping[str, int]]:
-    """Return the quickest passes that fit into the learner's memory, if there are some."""
+def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
+    """Return the layout with the quickest passes that fit into the learner's memory, if any do."""
     ways = [
-        {"micro_tokens": max(tokens, spec.longest), "checkpointing": again}
+        replace(layout, micro_tokens=max(tokens, spec.longest), checkpointing=again)
         for tokens, again in product(MICRO_TOKENS, (False, True))
     ]
     tokens = int(spec.workload.batch * spec.workload.mean_tokens)
-    ways.sort(key=lambda way: cost_of_learner(spec, replace(layout, **way)).seconds(tokens))
-    for way in ways:
-        if memory.learner_bytes(spec.models, replace(layout, **way)) <= spec.hardware.usable_bytes:
-            return [way]
-    return []
+    ways.sort(key=lambda way: cost_of_learner(spec, way).seconds(tokens))
+    usable = spec.hardware.usable_bytes
+    fitting = (way for way in ways if memory.learner_bytes(spec.models, way) <= usable)
+    return list(islice(fitting, 1))
 
 
 # -- what is simulated -----------------------------------------------------------------------------

@@ -219,7 +219,8 @@ class DeviceMemory:
         for shape in synced:
             self._put_buckets(shape, mesh)
         passes = [self._pass(shape, mesh, tokens, checkpointing, copies) for shape in models]
-        self.work["training"].update(max(passes, key=lambda taken: taken.total()))
+        largest: Counter[str] = max(passes, key=Counter.total)
+        self.work["training"].update(largest)
         if offload:
             self.put("actor's masters", _masters(models[0], mesh), SYNC)
         if values:
@@ -319,12 +320,13 @@ def phases_of(
         return {phase: learner.during(phase) for phase in PHASES}
     decoding = ("generation", SYNC)
     beside = decoding if layout.sharing == "generators" else ()
-    syncing = (learner.during("training", SYNC), generator.during(*decoding), scorer.during(SYNC))
+    synced = (learner.during("training", SYNC), generator.during(*decoding), scorer.during(SYNC))
+    most: Counter[str] = max(synced, key=Counter.total)
     return {
         "generation": generator.during(*decoding),
         "scoring": scorer.during("scoring", *beside),
         "training": learner.during("training"),
-        SYNC: max(syncing, key=lambda held: held.total()),
+        SYNC: most,
     }
 
 

@@ -237,8 +237,8 @@ class Cluster(Section):
 
     @property
     def device_count(self) -> int:
-        roles = (*self.generators, *self.scorers, self.learner)
-        return 1 + max(device for role in roles for device in role.devices)
+        each = [*(g.devices for g in self.generators), *(s.devices for s in self.scorers)]
+        return 1 + max(max(devices, default=0) for devices in (*each, self.learner.devices))
 
     @property
     def migrating(self) -> Migrating:

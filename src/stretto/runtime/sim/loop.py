@@ -120,7 +120,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise StalledError(
                 f"tasks woke each other {_ROUNDS_AT_ONE_INSTANT:,} times at {self._now_s} s and "
                 f"let no time pass; wait for an event instead of polling. {self._waiting()}",
-                "no-time-passes",
+                code="no-time-passes",
             )
         if self._random and len(ready) > 1:
             self._random.shuffle(ready)
@@ -138,7 +138,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise StalledError(
                 f"nothing can happen any more at {self._now_s} s: no task is ready and no timer is "
                 f"set. {self._waiting()}",
-                "nothing-to-wait-for",
+                code="nothing-to-wait-for",
             )
         self._now_s = max(self._now_s, timers[0][0])
         self._rounds = 0

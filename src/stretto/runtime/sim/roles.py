@@ -54,11 +54,10 @@ class SimScorer:
         reward: Callable[[int, int], float] = lambda rollout_id, version: 0.0,
     ) -> None:
         self._worker, self._role, self._reward, self.name = worker, role, reward, worker.role
-        self._cost, worthwhile = known(role.cost), role.worthwhile_tokens
+        self._cost = role.cost or known(None)
         streams = role.streams and isinstance(self._cost, PrefillCost)
-        self.info = ScorerInfo(
-            self.name, role.kind, role.follows, streams, worthwhile_tokens=worthwhile
-        )
+        least = role.worthwhile_tokens
+        self.info = ScorerInfo(self.name, role.kind, role.follows, streams, worthwhile_tokens=least)
         self._pending: dict[int, _Pending] = {}
 
     async def admit(self, responses: Sequence[Response]) -> None:
