@@ -11,9 +11,9 @@ from typing import Any
 from _papers import EAGER_S_A_LAYER, PADDED, scheduled, step_s
 from stretto.config import ScheduleConfig
 from stretto.models.shapes import shape_of
+from stretto.planner.candidates import Candidate, PlanSpec, cluster_of
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Models
-from stretto.planner.layouts import Setting, cluster_of
+from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.runtime.sim.cluster import (
     Cluster,
     GeneratorRole,
@@ -173,8 +173,8 @@ def cluster(task: Task, assumed: Assumed, steps: int) -> Cluster:
     """Return one GPU that generates beside those that score and train."""
     actor = shape_of(task.model)
     samples = assumed.samples or task.samples
-    setting = Setting(
-        Models(actor, reference=actor, reward=None if task.rule else actor.valued()),
+    spec = PlanSpec(
+        ModelShapes(actor, reference=actor, reward=None if task.rule else actor.valued()),
         Workload(
             batch=task.prompts * samples,
             samples_per_prompt=samples,
@@ -189,16 +189,17 @@ def cluster(task: Task, assumed: Assumed, steps: int) -> Cluster:
         epochs=assumed.updates,
         updates=assumed.updates,
         functions={"rule": SampleCost(sample_s=RULE_S)} if task.rule else {},
-        paged=True,
     )
     slower = Hardware.of(
         task.gpu, Efficiency(training=assumed.training, prefill=1.25 * assumed.training)
     )
     others = Mesh(task.gpus - 1)
-    place = Layout(others, Mesh(1), others, "learner")
-    found = cluster_of(replace(setting, hardware=slower), place, ScheduleConfig())
-    generators = cluster_of(setting, place, ScheduleConfig()).generators
-    found = found.model_copy(update={"generators": generators})
+    plan = Candidate(Layout(others, Mesh(1), others, "learner"), "sync", ScheduleConfig())
+    found = cluster_of(replace(spec, hardware=slower), plan)
+    # Rows take memory as they grow, as vLLM's do: no slots are kept at full length.
+    generators = cluster_of(spec, plan).generators
+    paged = tuple(generator.model_copy(update={"slots": 0}) for generator in generators)
+    found = found.model_copy(update={"generators": paged})
     return _best_and_worst(found, samples, assumed.padded)
 
 

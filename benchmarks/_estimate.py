@@ -12,11 +12,69 @@ from dataclasses import dataclass
 from _phases import Phase, Work, added
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape
-from stretto.planner import memory, wire
-from stretto.planner import work as compute
+from stretto.planner import formulas, memory
+from stretto.planner.formulas import CHECKPOINTED, FORWARD, TRAINED
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Models, Workload
-from stretto.planner.wire import CHECKPOINTED, FORWARD, TRAINED
+from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.memory import HALF, SYNC
+
+TOKEN = 8
+"""Bytes of a token on its way to a scorer: its id and its log-probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a step trains on. All responses are taken to be as long as the average.
+
+    Attributes:
+        responses: of a step.
+        prompt_tokens, response_tokens: of each, on average.
+        epochs: passes over them, with an update each.
+    """
+
+    responses: int = 512
+    prompt_tokens: int = 512
+    response_tokens: int = 512
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        counts = (self.responses, self.prompt_tokens, self.response_tokens, self.epochs)
+        if min(counts) < 1:
+            raise ConfigError(
+                f"{self.responses} responses of {self.prompt_tokens} and {self.response_tokens} "
+                f"tokens in {self.epochs} epochs: each number is 1 or more",
+                "empty-step",
+            )
+
+    @property
+    def length(self) -> int:
+        """Tokens of a prompt and its response."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all prompts and responses."""
+        return self.responses * self.length
+
+
+def fsdp_forward_bytes(shape: Shape, mesh: Mesh, passes: int) -> float:
+    """Return bytes of FSDP2 in forward passes alone: all weights, once a pass."""
+    held = shape.stage(mesh.stages).held(mesh.tensor)
+    return passes * formulas.gather_bytes(HALF * held, mesh.data)
+
+
+def gathered_first_bytes(shape: Shape, mesh: Mesh) -> float:
+    """Return bytes through the first rank's link where it gathers weights, then broadcasts them.
+
+    In, what the others have; and then out, all.
+    """
+    whole = HALF * shape.parameters
+    return formulas.gather_bytes(whole, mesh.devices) + whole
+
+
+def chunk_bytes(tokens: int, scorers: int) -> int:
+    """Return bytes of responses' tokens to all scorers of a step."""
+    return TOKEN * tokens * scorers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +84,9 @@ class Estimate:
     Attributes:
         layout: of the roles.
         generation, scoring, training: the phases.
-        handovers: of the actor's weights to the generators and, where roles are apart, of the
+        syncs: of the actor's weights to the generators and, where roles are apart, of the
             critic's to the scorers.
-        handover: both of them as one phase.
+        sync: both of them as one phase.
         host_bytes: in the host's memory, for each GPU.
         usable_bytes: of a GPU.
     """
@@ -37,15 +95,15 @@ class Estimate:
     generation: Phase
     scoring: Phase
     training: Phase
-    handover: Phase
-    handovers: tuple[Work, ...]
+    sync: Phase
+    syncs: tuple[Work, ...]
     host_bytes: float
     usable_bytes: float
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """The four phases, in the order of a step."""
-        return self.generation, self.scoring, self.training, self.handover
+        return self.generation, self.scoring, self.training, self.sync
 
     @property
     def bursts(self) -> tuple[Phase, ...]:
@@ -56,12 +114,12 @@ class Estimate:
     def groups(self) -> dict[str, dict[str, float]]:
         """Seconds by what limits, of what goes on at the same time.
 
-        All phases together where they take turns; else generators and scorers with the hand-over
+        All phases together where they take turns; else generators and scorers with the weight sync
         that they wait for, and the learner, which trains meanwhile.
         """
         if self.layout.colocated:
             return {"all": added(phase.by_limit for phase in self.phases)}
-        to_generators, *to_scorers = (work.by_limit for work in self.handovers)
+        to_generators, *to_scorers = (work.by_limit for work in self.syncs)
         return {
             "generation": added([self.generation.by_limit, to_generators]),
             "scoring": added([self.scoring.by_limit, *to_scorers]),
@@ -84,7 +142,9 @@ class Estimate:
         return name, max(spent[name], key=lambda limit: spent[name][limit])
 
 
-def estimate(models: Models, layout: Layout, workload: Workload, hardware: Hardware) -> Estimate:
+def estimate(
+    models: ModelShapes, layout: Layout, workload: StepSizes, hardware: Hardware
+) -> Estimate:
     """Estimate a step.
 
     Raises:
@@ -98,14 +158,14 @@ def estimate(models: Models, layout: Layout, workload: Workload, hardware: Hardw
             "pipeline; the simulator takes others"
         )
     maker = _Maker(models, layout, workload, hardware)
-    handover, handovers = maker.handover()
+    sync, syncs = maker.sync()
     return Estimate(
         layout=layout,
         generation=maker.generation(),
         scoring=maker.scoring(),
         training=maker.training(),
-        handover=handover,
-        handovers=handovers,
+        sync=sync,
+        syncs=syncs,
         host_bytes=memory.host_bytes(models, layout),
         usable_bytes=hardware.usable_bytes,
     )
@@ -115,26 +175,35 @@ def estimate(models: Models, layout: Layout, workload: Workload, hardware: Hardw
 class _Maker:
     """Makes the phases of an estimate."""
 
-    models: Models
+    models: ModelShapes
     layout: Layout
-    workload: Workload
+    workload: StepSizes
     hardware: Hardware
+
+    @property
+    def _memory(self) -> dict[str, memory.Parts]:
+        load = self.workload
+        return memory.phases_of(
+            self.models, self.layout, load.responses, load.length, self.hardware
+        )
 
     def generation(self) -> Phase:
         """Prefill of all prompts, and a decode step for each token of the rows in flight."""
         actor, mesh, load = self.models.actor, self.layout.generator, self.workload
         assumed, gpu = self.hardware.assumed, self.hardware.gpu
-        rows, goes = memory.rows_in_flight(self.models, self.layout, load, self.hardware)
+        rows, goes = memory.rows_in_flight(
+            self.models, self.layout, load.responses, load.length, self.hardware
+        )
         prompts = rows * goes * load.prompt_tokens
         passes = math.ceil(prompts / self.layout.prefill_tokens)
-        flops = compute.forward_flops(actor, prompts, load.prompt_tokens, mesh.tensor)
+        flops = formulas.forward_flops(actor, prompts, load.prompt_tokens, mesh.tensor)
         prefill, prefill_bytes = self._reduced(actor, prompts, mesh.tensor, FORWARD, passes)
         context = load.prompt_tokens + load.response_tokens / 2
         step, step_bytes = self._reduced(actor, rows, mesh.tensor, FORWARD, 1)
         steps = goes * load.response_tokens
-        read = compute.decode_read_bytes(actor, rows, context, mesh.tensor)
+        read = formulas.decode_read_bytes(actor, rows, context, mesh.tensor)
         once = Work(
-            arithmetic_s=compute.decode_flops(actor, rows, context, mesh.tensor)
+            arithmetic_s=formulas.decode_flops(actor, rows, context, mesh.tensor)
             / (gpu.flops * assumed.prefill),
             memory_s=read / (gpu.memory_bytes_per_s * assumed.memory),
             exposed_s=step.exposed_s,
@@ -148,23 +217,23 @@ class _Maker:
             ),
             once.times(steps),
         )
-        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)[
-            "generation"
-        ]
-        return Phase("generation", parts, prefill_bytes + steps * step_bytes, work)
+        return Phase(
+            "generation", self._memory["generation"], prefill_bytes + steps * step_bytes, work
+        )
 
     def scoring(self) -> Phase:
         """A forward pass of reference, reward model and critic over all tokens."""
         models, layout = self.models, self.layout
         shapes = models.frozen if layout.colocated else models.scoring
-        pieces = [self._scored(s, layout.scorer, layout.prefill_tokens) for s in shapes]
+        pieces = [self._scored(s, layout.scorer, self.layout.prefill_tokens) for s in shapes]
         if layout.colocated:
             pieces += [self._forward_in_shards(critic) for critic in models.trained[1:]]
         work = [piece for piece, _ in pieces]
         if layout.offload:  # of frozen models the host keeps its copy: they go one way
             work.append(self._to_host(memory.frozen_bytes(models, layout)))
-        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)["scoring"]
-        return Phase("scoring", parts, sum(size for _, size in pieces), tuple(work))
+        return Phase(
+            "scoring", self._memory["scoring"], sum(size for _, size in pieces), tuple(work)
+        )
 
     def training(self) -> Phase:
         """Forward and backward passes of actor and critic, and their updates."""
@@ -173,36 +242,34 @@ class _Maker:
         work = [*(piece for piece, _ in pieces), self._updated(*models.trained)]
         if layout.offload:
             work.append(self._to_host(memory.kept_bytes(models, layout.learner)))
-        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)["training"]
-        return Phase("training", parts, sum(size for _, size in pieces), tuple(work))
+        return Phase(
+            "training", self._memory["training"], sum(size for _, size in pieces), tuple(work)
+        )
 
-    def handover(self) -> tuple[Phase, tuple[Work, ...]]:
+    def sync(self) -> tuple[Phase, tuple[Work, ...]]:
         """From the learner's shards to generators, and the critic's to scorers that are apart."""
         models, layout, links = self.models, self.layout, self.hardware.links
         if layout.colocated:
-            size = wire.reshard_bytes(models.actor, layout.learner, layout.generator)
+            size = formulas.reshard_bytes(models.actor, layout.learner, layout.generator)
             # Those who hold the same part of the weights later exchange their shards.
             among = Mesh(layout.gpus // layout.generator.tensor, layout.generator.tensor)
             works = [Work(exposed_s=size / self._linked(among.data_bytes_per_s(links)))]
             if layout.offload:
                 works.append(self._to_host(memory.kept_bytes(models, layout.learner)))
         else:
-            sizes = [wire.broadcast_bytes(shape) for shape in models.trained]
+            sizes = [formulas.broadcast_bytes(shape) for shape in models.trained]
             size = max(sizes)
             works = [
                 Work(exposed_s=size / self._broadcast_bytes_per_s(to))
                 for size, to in zip(sizes, (layout.generator, layout.scorer), strict=False)
             ]
-        parts = memory.phases_of(self.models, self.layout, self.workload, self.hardware)[
-            "hand-over"
-        ]
-        return Phase("hand-over", parts, size, tuple(works)), tuple(works)
+        return Phase(SYNC, self._memory[SYNC], size, tuple(works)), tuple(works)
 
     def _scored(self, shape: Shape, mesh: Mesh, pass_tokens: int) -> tuple[Work, float]:
         """A model's forward passes, and bytes of their tensor parallelism."""
         tokens = self.workload.tokens / mesh.data
         passes = math.ceil(tokens / pass_tokens)
-        flops = compute.forward_flops(shape, tokens, self.workload.length, mesh.tensor)
+        flops = formulas.forward_flops(shape, tokens, self.workload.length, mesh.tensor)
         reduced, size = self._reduced(shape, tokens, mesh.tensor, FORWARD, passes)
         arithmetic_s = flops / (self.hardware.gpu.flops * self.hardware.assumed.prefill)
         return Work(
@@ -215,7 +282,7 @@ class _Maker:
         """The same of a model that stays in the learner's shards."""
         mesh = self.layout.learner
         work, size = self._scored(shape, mesh, self.layout.micro_tokens)
-        gathered = wire.fsdp_forward_bytes(shape, mesh, self._passes())
+        gathered = fsdp_forward_bytes(shape, mesh, self._passes())
         return Work(
             arithmetic_s=work.arithmetic_s,
             hidden_s=gathered / self._linked(mesh.data_bytes_per_s(self.hardware.links)),
@@ -229,14 +296,14 @@ class _Maker:
         assumed, gpu, mesh = self.hardware.assumed, self.hardware.gpu, layout.learner
         tokens = load.tokens / mesh.data
         passes = load.epochs * self._passes()
-        flops = load.epochs * compute.training_flops(
+        flops = load.epochs * formulas.training_flops(
             shape, tokens, load.length, mesh.tensor, checkpointing=layout.checkpointing
         )
         reductions = CHECKPOINTED if layout.checkpointing else TRAINED
         reduced, reduced_bytes = self._reduced(
             shape, load.epochs * tokens, mesh.tensor, reductions, passes
         )
-        sharded = wire.fsdp_training_bytes(shape, mesh, passes)
+        sharded = formulas.fsdp_training_bytes(shape, mesh, passes)
         return Work(
             arithmetic_s=flops / (gpu.flops * assumed.training),
             hidden_s=sharded / self._linked(mesh.data_bytes_per_s(self.hardware.links)),
@@ -246,7 +313,7 @@ class _Maker:
 
     def _updated(self, *shapes: Shape) -> Work:
         gpu = self.hardware.gpu
-        moved = sum(compute.optimizer_bytes(shape, self.layout.learner) for shape in shapes)
+        moved = sum(formulas.optimizer_bytes(shape, self.layout.learner) for shape in shapes)
         speed = gpu.memory_bytes_per_s * self.hardware.assumed.optimizer
         return Work(memory_s=self.workload.epochs * moved / speed)
 
@@ -259,7 +326,7 @@ class _Maker:
         """All-reduces of tensor parallelism, and their bytes."""
         if tensor == 1:
             return Work(), 0.0
-        size = wire.tensor_bytes(shape, tokens, tensor, reductions)
+        size = formulas.tensor_bytes(shape, tokens, tensor, reductions)
         speed = self._linked(self.hardware.links.within_bytes_per_s)
         latency_s = passes * shape.layers * reductions * self.hardware.assumed.reduce_s
         return Work(exposed_s=size / speed, overhead_s=latency_s), size

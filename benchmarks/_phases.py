@@ -58,7 +58,7 @@ class Phase:
     """A phase of a step.
 
     Attributes:
-        name: generation, scoring, training or hand-over.
+        name: generation, scoring, training or weight sync.
         parts: bytes of a GPU, by what takes them.
         wire_bytes: that a GPU takes in over links, in a step.
         work: the pieces it is made of, one after the other.

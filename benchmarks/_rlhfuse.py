@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import exp, log
 from statistics import NormalDist, fmean
 from typing import Any, Literal
 
+from _estimate import fsdp_forward_bytes
 from _papers import EAGER_S_A_LAYER, scheduled
 from _table3 import ROWS, Row
 from stretto.models.shapes import Shape
 from stretto.pipelines.solve import solve
-from stretto.planner import memory, wire
+from stretto.planner import memory
 from stretto.planner.formulas import (
-    Passes,
-    exchange_s,
+    TrainingPasses,
+    gather_bytes,
     generator_cost,
+    optimizer_bytes,
     prefill_cost,
+    reshard_bytes,
     train_cost,
 )
 from stretto.planner.hardware import Hardware
@@ -217,7 +220,7 @@ class Run:
             found.append((cost.decode.seconds(rows, 0, 1), tensor, cost))
         _, tensor, cost = min(found, key=lambda each: each[0])
         mesh = self.mesh(self.actor)
-        size = max(wire.reshard_bytes(shape, mesh, Mesh(GPUS // tensor, tensor)), 0.0)
+        size = max(reshard_bytes(shape, mesh, Mesh(GPUS // tensor, tensor)), 0.0)
         speed = Mesh(GPUS // tensor, tensor).data_bytes_per_s(on.links) * on.assumed.link
         return cost.model_copy(update={"load_s": size / speed}), tensor
 
@@ -231,7 +234,7 @@ class Run:
         room = on.usable_bytes - self.trained_bytes
         if self.assumed.system == "zero":
             cost = prefill_cost(shape, Mesh(NODE), on, length=length)
-            gathered = wire.fsdp_forward_bytes(shape, Mesh(GPUS), 1)
+            gathered = fsdp_forward_bytes(shape, Mesh(GPUS), 1)
             speed = Mesh(GPUS).data_bytes_per_s(on.links) * on.assumed.link
             return cost.model_copy(update={"call_s": cost.call_s + gathered / speed})
         fitting = [t for t in (1, 2, 4, 8) if memory.weight_bytes(shape, t) < room / 2]
@@ -244,14 +247,13 @@ class Run:
         mean, zero = self.workload.mean_tokens, self.assumed.system == "zero"
         # ZeRO has a response for each GPU in 256, and none of fewer.
         updates = BATCH // GPUS if zero else BATCH // MINI_BATCH
-        passes = Passes(
+        passes = TrainingPasses(
             tokens=BATCH * mean,
             length=mean,
             updates=updates,
             micro_tokens=int(mean),
             checkpointing=zero,
             bubble=fused_bubble(self.actor, self.critic) if self.fused else None,
-            zero=3 if zero else 1,
         )
         token_s = step_s = 0.0
         for size, shape in (
@@ -259,7 +261,8 @@ class Run:
             (self.critic, SHAPES[self.critic].valued()),
         ):
             mesh = self.mesh(size)
-            cost = train_cost([shape], mesh, self.on, passes)
+            cost_of = train_cost if zero else kept_cost
+            cost = cost_of([shape], mesh, self.on, passes)
             uneven = (
                 unevenness(self.workload, mesh.data) if self.assumed.system == "unbalanced" else 1.0
             )
@@ -268,6 +271,33 @@ class Run:
             if not self.assumed.exchanging:
                 step_s -= updates * exchange_s(shape, mesh, self.on)
         return TrainCost(token_s=token_s, step_s=step_s)
+
+
+def kept_cost(
+    shapes: Sequence[Shape], mesh: Mesh, on: Hardware, passes: TrainingPasses
+) -> TrainCost:
+    """Return the cost of training under ZeRO stage 1 (Rajbhandari et al. 2020).
+
+    Weights are kept, and once an update gradients are reduced and new weights gathered.
+    """
+    token_s = step_s = 0.0
+    for shape in shapes:
+        # One shard with as many tokens gathers nothing.
+        alone = replace(passes, tokens=passes.tokens / mesh.data)
+        each_s = train_cost([shape], Mesh(1, mesh.tensor, mesh.stages), on, alone).token_s
+        bubble = mesh.stages - 1 if passes.bubble is None else passes.bubble
+        waits_s = bubble * passes.micro(mesh.data) * each_s / passes.epochs
+        moved_s = optimizer_bytes(shape, mesh) / (on.gpu.memory_bytes_per_s * on.assumed.optimizer)
+        token_s += each_s / mesh.data
+        step_s += passes.updates * (moved_s + exchange_s(shape, mesh, on) + waits_s)
+    return TrainCost(token_s=token_s, step_s=step_s)
+
+
+def exchange_s(shape: Shape, mesh: Mesh, on: Hardware) -> float:
+    """Return the seconds of an update's exchange: gradients in float32, weights in bfloat16."""
+    held = shape.stage(mesh.stages).held(mesh.tensor)
+    size = gather_bytes((memory.SINGLE + memory.HALF) * held, mesh.data)
+    return size / (mesh.data_bytes_per_s(on.links) * on.assumed.link)
 
 
 def unevenness(workload: Workload, ranks: int) -> float:

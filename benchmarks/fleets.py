@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from _estimate import Estimate, estimate
+from _estimate import Estimate, StepSizes, estimate
 from _fleet import (
     HOUR_S,
     PUBLISHED,
@@ -32,10 +32,10 @@ from scaling import apart, preference, table
 from stretto.models.shapes import LLAMAS
 from stretto.planner import memory
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Models, Workload
+from stretto.planner.layout import ModelShapes
 
 GPU_COUNT = 1024
-WORKLOAD = Workload(responses=2048, prompt_tokens=512, response_tokens=1024)
+WORKLOAD = StepSizes(responses=2048, prompt_tokens=512, response_tokens=1024)
 STORE_BYTES_PER_S = 20e9
 """Assumed of the storage that checkpoints are written to."""
 BASE = Recovery(
@@ -102,7 +102,7 @@ def main() -> None:
 
 def tables(count: int = 100) -> str:
     """Return all tables as Markdown, of so many weeks (two or more)."""
-    models = Models.of_one_size(LLAMAS["70B"])
+    models = ModelShapes.of_one_size(LLAMAS["70B"])
     gpu = GPUS["h100"]
     hardware = Hardware(gpu, Links.of(gpu))
     listed = apart(LLAMAS["70B"], GPU_COUNT)

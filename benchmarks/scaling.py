@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from _estimate import Estimate, estimate
+from _estimate import Estimate, StepSizes, chunk_bytes, estimate, gathered_first_bytes
 from _shared import parse
 from stretto.models.shapes import LLAMAS, Shape
-from stretto.planner import wire
+from stretto.planner.formulas import broadcast_bytes
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.planner.layout import Layout, Mesh, ModelShapes
 
 COUNTS = (8, 16, 32, 64, 128)
 TENSOR = (1, 2, 4, 8)
@@ -29,7 +29,7 @@ EIGHTHS = tuple(
     (n, 8 - n - scorer, scorer) for n in range(2, 7) for scorer in (1, 2) if n + scorer < 8
 )
 """Shares of the GPUs that learner, generators and scorers get where they are apart."""
-WORKLOAD = Workload()
+WORKLOAD = StepSizes()
 SPLIT = (Mesh(32), Mesh(24), Mesh(8))
 """Learner, generators and scorers of the table on weights that travel."""
 
@@ -76,7 +76,7 @@ def tables(
 
 def rows_of(shape: Shape, hardware: Hardware, counts: Sequence[int]) -> Iterator[Row]:
     """Choose layouts of four models of one size: colocated, and apart."""
-    models = Models.of_one_size(shape)
+    models = ModelShapes.of_one_size(shape)
     for gpus in counts:
         for listed in (together(shape, gpus), apart(shape, gpus)):
             estimates = (estimate(models, layout, WORKLOAD, hardware) for layout in listed)
@@ -212,16 +212,16 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def travelling(sizes: Sequence[str], hardware: Hardware) -> str:
-    """Return ways of handing weights over to generators apart, and the tokens of a step."""
+    """Return ways of weights to generators that are apart, and the tokens of a step."""
     learner, generator, scorer = SPLIT
     link = hardware.links.between_bytes_per_s * hardware.assumed.link
     rows = []
     for size in sizes:
-        models = Models.of_one_size(LLAMAS[size])
+        models = ModelShapes.of_one_size(LLAMAS[size])
         layout = Layout(learner, generator, scorer, "none")
-        at_once_s = estimate(models, layout, WORKLOAD, hardware).handovers[0].exposed_s
-        whole = wire.broadcast_bytes(models.actor)
-        first = wire.gathered_first_bytes(models.actor, learner)
+        at_once_s = estimate(models, layout, WORKLOAD, hardware).syncs[0].exposed_s
+        whole = broadcast_bytes(models.actor)
+        first = gathered_first_bytes(models.actor, learner)
         rows.append(
             (
                 size,
@@ -229,7 +229,7 @@ def travelling(sizes: Sequence[str], hardware: Hardware) -> str:
                 f"{at_once_s:.2f} s",
                 f"{whole / link:.2f} s",
                 f"{first / link:.2f} s",
-                f"{wire.chunk_bytes(WORKLOAD.tokens, 3) / 1e6:.1f} MB",
+                f"{chunk_bytes(WORKLOAD.tokens, 3) / 1e6:.1f} MB",
             )
         )
     head = (

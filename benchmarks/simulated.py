@@ -46,7 +46,7 @@ def replay(runs: Sequence[Path]) -> None:
     print("| run | schedule | measured | predicted | ratio |")
     print("|---|---|---|---|---|")
     for path, prediction in found:
-        preset, step = recipes.load(path).schedule.preset, prediction.step
+        preset, step = recipes.load(path).schedule.preset, prediction.phases[-1]
         print(
             f"| {path.name} | {preset} | {step.measured_s:.4f} s "
             f"| {step.predicted_s:.4f} s | {step.ratio or 0:.2f} |",

@@ -78,7 +78,7 @@ def test_reward_functions_are_read_without_running_them(
 
 def test_a_run_that_fits_is_not_refused_and_one_that_does_not_says_what_takes_less() -> None:
     config = tiny()
-    needed = plan_for(config).mixed.total_bytes
+    needed = plan_for(config).mixed.total()
     require(config, needed, "here")
     with pytest.raises(ConfigError) as caught:
         require(config, needed - 1, "here")

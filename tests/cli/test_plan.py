@@ -6,18 +6,20 @@ import math
 import tomllib
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raising import raises
 from run_helpers import SMALL_SIZES
 from stretto.api import calibrating
 from stretto.api.calibrating import calibrate
 from stretto.api.planning import (
     PLANNED,
-    Question,
+    PlanOptions,
     plan,
-    setting_of,
     settings_of,
+    spec_of,
     variants_of,
     write,
 )
@@ -25,8 +27,8 @@ from stretto.cli.main import main as stretto
 from stretto.config import Config, changes, recipes
 from stretto.errors import ConfigError
 from stretto.models.shapes import shape_of
-from stretto.planner.candidates import Space, candidates, memory_by_phase
-from stretto.planner.fitting import Shapes, loads
+from stretto.planner.candidates import candidates, memory_by_phase
+from stretto.planner.fitting import loads
 from stretto.planner.hardware import GPUS, read_hardware
 from stretto.runtime.placement import PROCESS_BYTES, places
 
@@ -41,20 +43,20 @@ PPO = recipes.build(
 )
 
 
-def asked(gpus: int, **more: object) -> Question:
-    return Question(gpus, workers=1, response_tokens=(40, 200), **more)  # type: ignore[arg-type]
+def asked(gpus: int, **more: Any) -> PlanOptions:
+    return PlanOptions(gpus=gpus, **{"workers": 1, "response_tokens": (40, 200), **more})
 
 
 # -- what is asked ---------------------------------------------------------------------------------
 
 
 def test_models_work_and_lengths_come_from_the_settings() -> None:
-    setting, assumed = setting_of(PPO, Question(8, prompt_tokens=100))
+    spec, assumed = spec_of(PPO, PlanOptions(gpus=8, prompt_tokens=100))
     body = shape_of("qwen2.5-3b")
-    assert setting.models.actor == setting.models.reference == body
-    assert setting.models.critic == setting.models.reward == body.valued()
-    assert (setting.workload.batch, setting.workload.max_new_tokens) == (32, 256)
-    assert setting.workload.mean_tokens == pytest.approx(100 + 60, abs=10)
+    assert spec.models.actor == spec.models.reference == body
+    assert spec.models.critic == spec.models.reward == body.valued()
+    assert (spec.workload.batch, spec.workload.max_new_tokens) == (32, 256)
+    assert spec.workload.mean_tokens == pytest.approx(100 + 60, abs=10)
     assert any("'org/some-reward' has the actor's body" in line for line in assumed)
     assert any("median of 38 tokens and a 95th percentile of 192" in line for line in assumed)
 
@@ -65,33 +67,33 @@ def test_what_the_algorithm_leaves_out_is_not_planned_for() -> None:
         "rollout": {"batch": 32, "samples_per_prompt": 8},
         "reward": {"sources": ["task"]},
     }
-    setting, _ = setting_of(changes.changed(PPO, grpo, "a test"), asked(8))
-    assert setting.models.trained == (shape_of("qwen2.5-3b"),)
-    assert setting.models.frozen == ()
-    assert list(setting.functions) == ["task"]
-    assert setting.workload.samples_per_prompt == 8
+    spec, _ = spec_of(changes.changed(PPO, grpo, "a test"), asked(8))
+    assert spec.models.trained == (shape_of("qwen2.5-3b"),)
+    assert spec.models.frozen == ()
+    assert list(spec.functions) == ["task"]
+    assert spec.workload.samples_per_prompt == 8
 
 
 def test_shapes_by_name_or_from_files(tmp_path: Path) -> None:
-    setting, _ = setting_of(PPO, asked(8, model="llama-3.1-8b", reward_model="qwen2.5-0.5b"))
-    assert setting.models.actor == shape_of("llama-3.1-8b")
-    assert setting.models.reward == shape_of("qwen2.5-0.5b").valued()
-    assert setting.models.critic == shape_of("llama-3.1-8b").valued()
+    spec, _ = spec_of(PPO, asked(8, model_shape="llama-3.1-8b", reward_shape="qwen2.5-0.5b"))
+    assert spec.models.actor == shape_of("llama-3.1-8b")
+    assert spec.models.reward == shape_of("qwen2.5-0.5b").valued()
+    assert spec.models.critic == shape_of("llama-3.1-8b").valued()
     like = changes.changed(PPO, {"critic": {"init": "reward"}}, "a test")
-    setting, _ = setting_of(like, asked(8, reward_model="qwen2.5-0.5b"))
-    assert setting.models.critic == shape_of("qwen2.5-0.5b").valued()
+    spec, _ = spec_of(like, asked(8, reward_shape="qwen2.5-0.5b"))
+    assert spec.models.critic == shape_of("qwen2.5-0.5b").valued()
     own = changes.changed(PPO, {"model": {"name": str(tmp_path)}}, "a test")
-    with pytest.raises(ConfigError, match="name a model of its shape with --model-shape"):
-        setting_of(own, asked(8))
+    with raises(ConfigError, "shape-unknown", tmp_path, "--model-shape"):
+        spec_of(own, asked(8))
 
 
 def test_what_is_impossible_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a plan for 0 GPUs"):
+    with raises(ConfigError, "greater_than", "--gpus 0"):
         plan(PPO, asked(0))
-    with pytest.raises(ConfigError, match="--response-tokens 40: give two numbers"):
-        setting_of(PPO, Question(8, response_tokens=(40,)))
-    with pytest.raises(ConfigError, match="--response-tokens 40 20"):
-        setting_of(PPO, Question(8, response_tokens=(40, 20)))
+    with raises(ConfigError, "two-percentiles", "--response-tokens 40:"):
+        spec_of(PPO, PlanOptions(gpus=8, response_tokens=(40,)))
+    with raises(ConfigError, "one-percentile", "--response-tokens 40 20"):
+        spec_of(PPO, PlanOptions(gpus=8, response_tokens=(40, 20)))
 
 
 # -- what is written -------------------------------------------------------------------------------
@@ -100,12 +102,12 @@ def test_what_is_impossible_is_refused() -> None:
 @pytest.mark.parametrize("gpus", [2, 6])
 def test_train_takes_every_plan_that_is_not_on_paper(gpus: int) -> None:
     """Its processes take exactly the GPUs of the plan, and roles sit where the layout says."""
-    setting, _ = setting_of(PPO, asked(gpus))
+    spec, _ = spec_of(PPO, asked(gpus))
     seen = set()
-    for candidate in candidates(setting, Space(gpus, variants_of(PPO))):
+    for candidate in candidates(spec):
         if candidate.on_paper:
             continue
-        config = changes.changed(PPO, settings_of(PPO, candidate, setting), "the plan")
+        config = changes.changed(PPO, settings_of(PPO, candidate, spec), "the plan")
         found = places(config, 8, gpus)
         assert sum(len(place.devices) for place in found) == gpus
         assert len({device for place in found for device in place.devices}) == gpus
@@ -131,46 +133,47 @@ def test_what_a_recipe_says_of_processes_is_replaced() -> None:
         "rollout": {"batch": 32, "engines": 2},
     }
     config = changes.changed(PPO, own, "a test")
-    setting, _ = setting_of(config, asked(1, model="qwen2.5-0.5b"))
-    (first, *_) = candidates(setting, Space(1, variants_of(config)))
-    found = changes.changed(config, settings_of(config, first, setting), "the plan")
+    spec, _ = spec_of(config, asked(1, model_shape="qwen2.5-0.5b"))
+    (first, *_) = candidates(spec)
+    found = changes.changed(config, settings_of(config, first, spec), "the plan")
     assert (found.runtime, found.rollout.engines, found.cluster.processes) == ("inline", 1, ())
     piped = changes.changed(PPO, {"pipeline": {"ranks": 2}}, "a test")
-    data = settings_of(piped, first, setting)
+    data = settings_of(piped, first, spec)
     assert changes.changed(piped, data, "the plan").pipeline.ranks == 0
 
 
 def test_knobs_of_a_recipe_do_not_survive_in_a_plan() -> None:
     own = {"schedule": {"score_on": "chunk", "overcommit": 8, "lag": 1}}
     config = changes.changed(PPO, own, "a test")
-    setting, _ = setting_of(config, asked(4))
-    for candidate in candidates(setting, Space(4, variants_of(config))):
+    spec, _ = spec_of(config, asked(4))
+    for candidate in candidates(spec):
         if not candidate.on_paper:
-            trained = changes.changed(config, settings_of(config, candidate, setting), "the plan")
+            trained = changes.changed(config, settings_of(config, candidate, spec), "the plan")
             assert trained.schedule.knobs == candidate.schedule.knobs
 
 
 def test_memory_is_no_less_than_what_train_counts() -> None:
     """Of the learner, whose processes hold nothing else here; train counts 400 MB of a process."""
-    setting, _ = setting_of(PPO, asked(6))
-    for candidate in candidates(setting, Space(6, variants_of(PPO))):
+    spec, _ = spec_of(PPO, asked(6))
+    for candidate in candidates(spec):
         place = candidate.layout
         if candidate.on_paper or place.sharing != "none" or place.learner.devices < 2:
             continue
-        config = changes.changed(PPO, settings_of(PPO, candidate, setting), "the plan")
-        shapes = Shapes(setting.models.actor, setting.models.critic, {})
+        config = changes.changed(PPO, settings_of(PPO, candidate, spec), "the plan")
+        assert spec.models.critic is not None
+        shapes = {"actor": spec.models.actor, "critic": spec.models.critic}
         first = loads(config, places(config, 8, 6), shapes, 2)[0]
         counted = sum(first.held.values()) - PROCESS_BYTES
         counted += max(sum(work.values()) for work in first.work.values())
-        planned = sum(memory_by_phase(setting, candidate)["hand-over"].values())
+        planned = sum(memory_by_phase(spec, candidate)["weight sync"].values())
         assert counted <= planned * 1.02
 
 
 def test_a_plan_on_paper_is_not_written(tmp_path: Path) -> None:
-    setting, _ = setting_of(PPO, asked(8))
-    only = (c for c in candidates(setting, Space(8, variants_of(PPO))) if c.on_paper)
-    with pytest.raises(ConfigError, match="on paper: a learner's processes hold one generator"):
-        write(tmp_path / "plan.toml", PPO, next(only), setting)
+    spec, _ = spec_of(PPO, asked(8))
+    only = (c for c in candidates(spec) if c.on_paper)
+    with raises(ConfigError, "plan-on-paper", "a learner's processes hold one generator"):
+        write(tmp_path / "plan.toml", PPO, next(only), spec)
 
 
 def overlaid(config: Config, file: Path | str) -> Config:
@@ -288,7 +291,7 @@ def test_a_calibration_is_what_plans_take(
     kinds = [point["kind"] for point in measured["points"]]
     assert len(kinds) == 12
     assert [line.split()[0] for line in told if line.startswith("  ")][: len(kinds)] == kinds
-    options = ["--response-tokens", "1", "4", "--minutes", "0.01"]
+    options = ["--response-tokens", "1", "4", "--minutes", "0.01", "--workers", "1"]
     assert stretto(["plan", "tiny", "--gpus", "2", "--hardware", "here.toml", *options]) == 0
     assert f"tiny on 2 {found.gpu.name}: " in capsys.readouterr().out
 

@@ -17,7 +17,7 @@ from stretto.cli.main import main
 from stretto.observe import RunDirectory
 from stretto.observe.progress import NoProgress
 from stretto.observe.run_directory import RolloutRecord
-from stretto.planner.fitting import memory_plan
+from stretto.planner.fitting import fewest_gpus, memory_plan
 from stretto.saying import format_size
 from stretto.tour import analysis, models, page, rollout, training
 from stretto.types import Chunk, Prompt, Response
@@ -62,9 +62,8 @@ def test_the_models_page_shows_the_figures_of_the_memory_plan() -> None:
     for each in models.plans().values():
         plan = memory_plan(each.parameters)
         for counting in (plan.sixteen_bit, plan.mixed):
-            sizes = (counting.roles[0], counting.roles[2], counting)
-            cells = [format_size(size.total_bytes) for size in sizes]
-            row = " ".join([*cells, f">= {counting.gpus()}"])
+            sizes = (counting["actor"], counting["reference"], counting.total())
+            row = " ".join([*map(format_size, sizes), f">= {fewest_gpus(counting)}"])
             assert row in " ".join(text.split())
     assert "llama-7b 6.74 B each 16-bit 40.43 GB" in " ".join(text.split())  # 6 bytes of 6.738 B
     lines = [line.split() for line in text.splitlines()]

@@ -24,7 +24,7 @@ from stretto.config.base import LARGEST_SEED
 from stretto.errors import ConfigError, ModelError
 from stretto.models.info import measure
 from stretto.observe.progress import headline
-from stretto.planner.fitting import format_plan, memory_plan, plan_for
+from stretto.planner.fitting import fewest_gpus, format_plan, memory_plan, plan_for
 
 
 def write(folder: Path, text: str) -> Path:
@@ -245,26 +245,25 @@ def test_a_run_is_called_after_its_recipe(tmp_path: Path) -> None:
 
 def test_memory_of_7b_in_both_countings() -> None:
     plan = memory_plan(7 * 10**9)
-    low = {r.role: r.total_bytes / 1e9 for r in plan.sixteen_bit.roles}
+    low = {role: size / 1e9 for role, size in plan.sixteen_bit.items()}
     assert low == {"actor": 42, "critic": 42, "reference": 14, "reward": 14}
-    assert plan.sixteen_bit.total_bytes == 112 * 10**9
-    mixed = {r.role: r.total_bytes / 1e9 for r in plan.mixed.roles}
+    assert plan.sixteen_bit.total() == 112 * 10**9
+    mixed = {role: size / 1e9 for role, size in plan.mixed.items()}
     assert mixed == {"actor": 112, "critic": 112, "reference": 14, "reward": 14}
-    assert plan.mixed.total_bytes == 252 * 10**9
-    assert (plan.sixteen_bit.gpus(), plan.mixed.gpus()) == (2, 4)
+    assert plan.mixed.total() == 252 * 10**9
+    assert (fewest_gpus(plan.sixteen_bit), fewest_gpus(plan.mixed)) == (2, 4)
 
 
 def test_memory_of_70b_takes_at_least_14_gpus() -> None:
     plan = memory_plan(70 * 10**9)
-    assert (plan.sixteen_bit.total_bytes, plan.sixteen_bit.gpus()) == (1120 * 10**9, 14)
+    assert (plan.sixteen_bit.total(), fewest_gpus(plan.sixteen_bit)) == (1120 * 10**9, 14)
 
 
 def test_memory_with_lora_trains_the_adapters_alone() -> None:
-    plan = memory_plan(1000, trained=10, roles=("actor", "reference"), frozen_bytes=4)
-    actor, reference = plan.mixed.roles
-    assert actor.total_bytes == 4040 + 40 + 80  # weights, gradients, Adam
-    assert reference.total_bytes == 4000
-    assert plan.sixteen_bit.roles[0].total_bytes == 2 * 1010 + 4 * 10
+    plan = memory_plan(1000, 10, models={"actor": 1000, "reference": 1000}, frozen_bytes=4)
+    # weights, gradients, Adam
+    assert plan.mixed == {"actor": 4040 + 40 + 80, "reference": 4000}
+    assert plan.sixteen_bit["actor"] == 2 * 1010 + 4 * 10
     assert "10 trained" in format_plan(plan)
 
 
@@ -301,14 +300,14 @@ def test_the_tiny_model_and_the_plan_of_its_run(
     assert measure(config.model) == (parameters, None)
     settings = {"model": {"name": "tiny", "dtype": "float32"}, "algorithm": {"kl_coef": 0.0}}
     plan = plan_for(recipes.build(settings, "here"))
-    assert [r.role for r in plan.mixed.roles] == ["actor", "critic"]
+    assert list(plan.mixed) == ["actor", "critic"]
     settings |= {"algorithm": {"kl_coef": 0.1}, "reward": {"sources": ["model:x"]}}
     plan = plan_for(recipes.build(settings, "here"))
-    assert [r.role for r in plan.mixed.roles] == ["actor", "critic", "reference", "reward"]
-    assert plan.mixed.roles[2].total_bytes == 4 * parameters
+    assert list(plan.mixed) == ["actor", "critic", "reference", "reward"]
+    assert plan.mixed["reference"] == 4 * parameters
     settings |= {"algorithm": {"name": "rloo"}, "rollout": {"samples_per_prompt": 2}}
     plan = plan_for(recipes.build(settings, "here"))
-    assert [r.role for r in plan.mixed.roles] == ["actor", "reference", "reward"]
+    assert list(plan.mixed) == ["actor", "reference", "reward"]
     assert "(all trained in actor)" in format_plan(plan)
 
 
@@ -436,7 +435,6 @@ def test_reward_models_count_with_their_own_size() -> None:
     sizes = {}
     for source in ("model:tiny", "model:smollm2-135m"):
         plan = plan_for(recipes.build({**tiny, "reward": {"sources": [source]}}, "here"))
-        (reward,) = [r for r in plan.mixed.roles if r.role == "reward"]
-        sizes[source] = reward.total_bytes
+        sizes[source] = plan.mixed["reward"]
     assert sizes["model:smollm2-135m"] == 4 * 134_515_008
     assert sizes["model:tiny"] == 4 * 115_200

@@ -23,6 +23,7 @@ from stretto.rollout.base import Engine
 from stretto.rollout.engine import TorchEngine
 from stretto.rollout.registry import ENGINES
 from stretto.rollout.vllm.llm import installed
+from stretto.runtime.sim.cluster import GeneratorRole
 from stretto.runtime.sim.costs import GeneratorCost
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.generator import SimGenerator
@@ -39,7 +40,8 @@ CHANNEL = SharedChannel()
 def simulated(**options: Any) -> Any:
     worker = SimWorker("generator", [Device(0)], World([]))
     lengths = {0: 3, 1: 20, 2: 5, 3: 12, 4: 1}.__getitem__
-    return Virtual(SimGenerator(worker, GeneratorCost(), lengths, max_new_tokens=LIMIT, **options))
+    role = GeneratorRole(cost=GeneratorCost())
+    return Virtual(SimGenerator(worker, role, lengths, max_new_tokens=LIMIT, **options))
 
 
 def own(**options: Any) -> Engine:

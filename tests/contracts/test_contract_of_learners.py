@@ -10,6 +10,7 @@ import pytest
 
 from engine_helpers import Virtual
 from helpers import critic_of, llama, make_learner, make_rollouts
+from stretto.runtime.sim.cluster import LearnerRole
 from stretto.runtime.sim.costs import TrainCost
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.roles import SimLearner
@@ -25,7 +26,10 @@ def own() -> Any:
 LEARNERS: dict[str, Callable[[], Any]] = {
     "own": own,
     "simulated": lambda: Virtual(
-        SimLearner(SimWorker("learner", [Device(0)], World([])), TrainCost(), ("actor", "critic"))
+        SimLearner(
+            SimWorker("learner", [Device(0)], World([])),
+            LearnerRole(trains=("actor", "critic"), cost=TrainCost()),
+        )
     ),
     "scripted": lambda: Virtual(FakeLearner(World([3]))),
 }

@@ -16,6 +16,7 @@ from scorer_helpers import begun, byte_rollout, chunk, reward_model
 from stretto.config import TaskConfig
 from stretto.config.sections import reward_source
 from stretto.models.tiny import byte_tokenizer
+from stretto.runtime.sim.cluster import ScorerRole
 from stretto.runtime.sim.costs import PrefillCost
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.roles import SimScorer
@@ -30,7 +31,7 @@ Make = Callable[..., Any]
 def simulated(kind: Any) -> Any:
     worker = SimWorker("it", [Device(0)], World([]))
     reward = lambda id_, _: id_ / 2  # noqa: E731
-    return Virtual(SimScorer(worker, PrefillCost(), kind, reward=reward))
+    return Virtual(SimScorer(worker, ScorerRole(name="x", kind=kind, cost=PrefillCost()), reward))
 
 
 @pytest.fixture

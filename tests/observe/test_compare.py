@@ -364,7 +364,7 @@ def test_variants_set_the_knobs_and_leave_the_rest() -> None:
         (["tinny"], "Did you mean 'tiny'?"),
         (["--seeds", "0", "tiny"], "write 'tiny' first"),
         (["tiny", "--sim", "x.toml"], "so does the recipe 'tiny'; leave one of them out"),
-        (["--sim", "absent.toml"], "cannot read the cluster description 'absent.toml'"),
+        (["--sim", "absent.toml"], "cannot read the settings 'absent.toml'"),
         (["--sim", "absent.toml", "--steps", "-1"], "--steps -1: must be 1 or more"),
         (["--sim", "x.toml", "--placement", "tiny"], "or give a run's folder as --sim"),
         ([], "RECIPE"),

@@ -8,26 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from raising import raises
 from stretto.config import Config
 from stretto.errors import ConfigError
 from stretto.models.load import load_causal_lm
 from stretto.models.lora import add_lora
 from stretto.models.shapes import Shape
-from stretto.planner.fitting import (
-    Load,
-    Shapes,
-    check,
-    loads,
-    planned,
-    table,
-)
-from stretto.planner.memory import CACHE, FROZEN
+from stretto.planner.fitting import Load, check, known_shapes, loads, planned, table
+from stretto.planner.memory import CACHE, FROZEN, SYNC
 from stretto.runtime.placement import PROCESS_BYTES, places
 
 SHAPE = Shape(
     layers=2, hidden=8, inner=16, heads=2, kv_heads=2, vocabulary=32, outputs=32, tied=True
 )
-SHAPES = Shapes(SHAPE, SHAPE.valued())
+SHAPES = {"actor": SHAPE, "reference": SHAPE, "critic": SHAPE.valued()}
 LAYER = 4 * 64 + 3 * 8 * 16 + 16
 ROOT = 32 * 8 + 8
 """Parameters of a layer, and of embedding and last norm; a critic has 8 more in its head."""
@@ -57,9 +51,9 @@ def test_each_role_takes_what_it_holds() -> None:
     }
     assert reference.held["reference's weights"] == 4 * actor
     assert scorer.held["critic's weights"] == 4 * critic
-    assert learner.work["hand-over"]["buckets"] == 2 * 4 * (actor + critic)
-    assert generator.work["hand-over"]["buckets"] == 2 * 4 * actor
-    assert not reference.work["hand-over"]
+    assert learner.work[SYNC]["buckets"] == 2 * 4 * (actor + critic)
+    assert generator.work[SYNC]["buckets"] == 2 * 4 * actor
+    assert not reference.work[SYNC]
     assert learner.phase("training").total() > learner.phase("scoring").total()
     assert generator.certain.total() == PROCESS_BYTES + 4 * actor
 
@@ -80,8 +74,8 @@ def test_shards_and_slices_hold_their_parts() -> None:
 def test_adapters_are_trained_and_travel_alone(width: int, lag: int, copies: int) -> None:
     """The weights beside them stay as they are; adapters have four bytes whatever the type."""
     config = Config.model_validate({"runtime": "local", "schedule": {"lag": lag}})
-    shapes = Shapes(SHAPE, SHAPE.valued(), adapters=100)
-    by_device = {load.device: load for load in loads(config, places(config, 8, 4), shapes, width)}
+    counted = loads(config, places(config, 8, 4), SHAPES, width, 100)
+    by_device = {load.device: load for load in counted}
     learner, generator, reference, scorer = (by_device[f"cuda:{i}"] for i in range(4))
     actor = 2 * LAYER + ROOT
     assert learner.held == {
@@ -93,8 +87,8 @@ def test_adapters_are_trained_and_travel_alone(width: int, lag: int, copies: int
     assert generator.held["generator's weights"] == width * actor + 4 * 100
     assert reference.held["reference's weights"] == width * actor
     assert scorer.held["critic's weights"] == width * (actor + 8) + 4 * 100
-    assert learner.work["hand-over"]["buckets"] == 2 * 4 * 2 * 100
-    assert generator.work["hand-over"]["buckets"] == 2 * 4 * 100
+    assert learner.work[SYNC]["buckets"] == 2 * 4 * 2 * 100
+    assert generator.work[SYNC]["buckets"] == 2 * 4 * 100
 
 
 def test_a_learner_of_adapters_shares_frozen_weights_out_and_gathers_no_gradients() -> None:
@@ -103,7 +97,8 @@ def test_a_learner_of_adapters_shares_frozen_weights_out_and_gathers_no_gradient
     )
     found = places(config, 8, 5)
     (adapted, *_), (whole, *_) = (
-        loads(config, found, Shapes(SHAPE, None, adapters=adapters), 2) for adapters in (100, None)
+        loads(config, found, {"actor": SHAPE, "reference": SHAPE}, 2, adapters)
+        for adapters in (100, None)
     )
     actor = 2 * LAYER + ROOT
     assert adapted.held[FROZEN] == actor  # two bytes each, in two shards
@@ -117,7 +112,8 @@ def test_a_run_with_adapters_is_planned(tiny_folder: Path) -> None:
     """Rank 2 on all linear layers: 2 (inputs + outputs) of each, as peft counts them."""
     model = {"name": str(tiny_folder), "lora_rank": 2}
     config = Config.model_validate({"runtime": "local", "model": model})
-    adapters = Shapes.of(config).adapters
+    _, adapters = known_shapes(config)
+    assert adapters is not None
     actor = load_causal_lm(tiny_folder, torch.float32, torch.device("cpu"))
     wrapped = add_lora(actor, config.model, "CAUSAL_LM")
     assert adapters == sum(p.numel() for p in wrapped.parameters() if p.requires_grad)
@@ -155,9 +151,7 @@ def test_processes_of_one_machine_share_its_memory_and_phases_add_up_where_they_
 def test_what_cannot_fit_is_refused_and_what_might_not_is_remarked_on() -> None:
     (load,) = found(rollout={"slots": 1000}).values()
     assert not list(check([load], lambda _: 10**12))
-    with pytest.raises(
-        ConfigError, match=r"weights and states take .* of this machine, which has 1 kB"
-    ):
+    with raises(ConfigError, "memory-exceeded", "this machine, which has 1 kB", "fsdp"):
         list(check([load], lambda _: 1000))
     (remark,) = check([load], lambda _: load.certain.total() + 1)
     assert "lower rollout.slots" in remark
@@ -167,7 +161,7 @@ def test_what_cannot_fit_is_refused_and_what_might_not_is_remarked_on() -> None:
 def test_models_that_are_not_known_are_not_counted() -> None:
     """A critic from elsewhere may be small: nothing is refused on a guess."""
     config = Config.model_validate({"runtime": "local"})
-    (load,) = loads(config, places(config, 8, 0), Shapes(SHAPE, None), 4)
+    (load,) = loads(config, places(config, 8, 0), {"actor": SHAPE, "reference": SHAPE}, 4)
     assert load.held["learner's states"] == 16 * (2 * LAYER + ROOT)
     assert "critic's weights" not in load.held
     assert set(load.certain) == {"learner's states", "published weights"}  # of a CPU

@@ -7,24 +7,21 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 
+from raising import raises
 from run_helpers import SMALL_SIZES
 from stretto.config import recipes
 from stretto.errors import ModelError, StateError
 from stretto.models.shapes import shape_of
-from stretto.planner import measuring as passes
-from stretto.planner import moves
-from stretto.planner import subject as model
-from stretto.planner import work as compute
-from stretto.planner.formulas import Passes, generator_cost, prefill_cost, train_cost
+from stretto.planner import formulas, measuring
+from stretto.planner.calibration import Kind, MeasuredDevice, Point, fitted, predicted_s
+from stretto.planner.formulas import TrainingPasses, generator_cost, prefill_cost, train_cost
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.planner.layout import Mesh
-from stretto.planner.measuring import Sizes
+from stretto.planner.measuring import Sizes, model_to_measure
 from stretto.planner.memory import cache_bytes
-from stretto.planner.points import Kind, Place, Point, fitted, predicted_s
-from stretto.planner.subject import subject_of
 from stretto.runtime.sim.costs import Efficiency
 
-PLACE = Place("a box", 32e9, 2)
+DEVICE = MeasuredDevice("a box", 32e9, 2)
 TRUE = Hardware(
     Gpu("a box", 1e11, 2e10, 32e9, 1e9, 4e9),
     Links(1e9, 50e9, 4e9, 2),
@@ -66,7 +63,7 @@ def points() -> list[Point]:
 
 
 def test_known_figures_are_recovered() -> None:
-    found = fitted(points(), PLACE)
+    found = fitted(points(), DEVICE)
     assert astuple(found.gpu)[1:] == pytest.approx(astuple(TRUE.gpu)[1:])
     assert found.links == TRUE.links
     assert dict(found.assumed) == pytest.approx(dict(TRUE.assumed))
@@ -79,7 +76,7 @@ def test_nothing_is_negative_and_no_share_is_above_one() -> None:
     flat = [Point("prefill", "", 0.1, flops) for flops in (1e6, 2e6, 3e6)]
     # Seconds that grow faster than in proportion, which a line meets below zero.
     steep = [Point("decode", "", s, size=1e6 * s**0.5) for s in (0.001, 0.01, 0.1)]
-    found = fitted([*others, *flat, *steep], PLACE)
+    found = fitted([*others, *flat, *steep], DEVICE)
     assert found.assumed.prefill == 1.0
     assert found.assumed.call_s == pytest.approx(0.1, rel=0.01)
     assert found.assumed.step_s == 0.0
@@ -90,7 +87,7 @@ def test_decode_steps_that_tell_no_rate_read_as_copies_of_their_size_do() -> Non
     others = [p for p in points() if p.kind != "decode"]
     cached = Point("copy", "", 1e-5, size=1e6)  # 100 GB/s, beside the 20 GB/s of a large one
     flat = [Point("decode", "", 0.1, size=size) for size in (1e9, 1.1e9, 1.2e9)]
-    found = fitted([*others, cached, *flat], PLACE)
+    found = fitted([*others, cached, *flat], DEVICE)
     assert found.gpu.memory_bytes_per_s == pytest.approx(1e11)
     assert found.assumed.memory == pytest.approx(2e10 / 1e11)
     assert found.assumed.step_s == pytest.approx(0.1 - 1.1e9 / 2e10, rel=0.01)
@@ -99,34 +96,34 @@ def test_decode_steps_that_tell_no_rate_read_as_copies_of_their_size_do() -> Non
 def test_work_may_outdo_a_product_and_a_copy() -> None:
     fast = Point("training", "", 0.01, flops=1e10)
     cached = Point("update", "", 0.001, size=1e8)
-    found = fitted([*points(), fast, cached], PLACE)
+    found = fitted([*points(), fast, cached], DEVICE)
     assert found.gpu.flops == pytest.approx(1e12)
     assert found.gpu.memory_bytes_per_s == pytest.approx(1e11)
 
 
 def test_every_kind_of_point_is_needed() -> None:
-    with pytest.raises(StateError, match="no points of decode: measure every kind"):
-        fitted([p for p in points() if p.kind != "decode"], PLACE)
+    with raises(StateError, "no-points", "decode"):
+        fitted([p for p in points() if p.kind != "decode"], DEVICE)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 64])
 def test_points_are_predicted_as_plans_cost_them(rows: int) -> None:
     shape, one = shape_of("smollm2-135m"), Mesh(1)
-    prefill = point("prefill", flops=compute.forward_flops(shape, 256, 64, 1))
+    prefill = point("prefill", flops=formulas.forward_flops(shape, 256, 64, 1))
     assert prefill.seconds == pytest.approx(prefill_cost(shape, one, TRUE, length=64).seconds(256))
     decode = point(
         "decode",
-        compute.decode_flops(shape, rows, 100, 1),
-        compute.decode_read_bytes(shape, rows, 100, 1),
+        formulas.decode_flops(shape, rows, 100, 1),
+        formulas.decode_read_bytes(shape, rows, 100, 1),
     )
     cost = generator_cost(shape, 1, TRUE).decode
     assert decode.seconds == pytest.approx(cost.seconds(rows, context=100 * rows, steps=1))
-    flops = compute.training_flops(shape, 256, 64, 1, checkpointing=False)
+    flops = formulas.training_flops(shape, 256, 64, 1, checkpointing=False)
     work = [
         point("training", flops=flops),
-        point("update", size=compute.optimizer_bytes(shape, one)),
+        point("update", size=formulas.optimizer_bytes(shape, one)),
     ]
-    trained = train_cost([shape], one, TRUE, Passes(tokens=256, length=64))
+    trained = train_cost([shape], one, TRUE, TrainingPasses(tokens=256, length=64))
     assert sum(p.seconds for p in work) == pytest.approx(trained.seconds(256))
 
 
@@ -135,9 +132,9 @@ def test_points_are_predicted_as_plans_cost_them(rows: int) -> None:
 
 def test_a_runs_own_shape_is_taken_if_it_fits() -> None:
     told: list[str] = []
-    subject = subject_of(TINY, 64, told.append)
-    assert (subject.name, subject.shape.parameters, told) == ("tiny", 115_200, [])
-    assert subject.model.dtype == torch.float32
+    model = model_to_measure(TINY, 64, told.append)
+    assert (model.name, model.shape.parameters, told) == ("tiny", 115_200, [])
+    assert model.model.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -150,59 +147,59 @@ def test_a_runs_own_shape_is_taken_if_it_fits() -> None:
 def test_another_stands_in_for_one_that_cannot_be_measured(
     name: str, stands_in: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "free_bytes", lambda device: 16e9)
+    monkeypatch.setattr(measuring, "free_bytes", lambda device: 16e9)
     told: list[str] = []
     config = recipes.build({"model": {"name": name, "device": "cpu"}}, "a test")
-    assert subject_of(config, 64, told.append).name == stands_in
+    assert model_to_measure(config, 64, told.append).name == stands_in
     (line,) = told
     assert line.startswith(f"'{name}' {reason}")
     assert f"'{stands_in}' stands in for it" in line
 
 
 def test_no_model_may_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "free_bytes", lambda device: 1000.0)
-    with pytest.raises(ModelError, match=r"no model fits here .*'tiny' needs .* to be trained"):
-        subject_of(TINY, 64, print)
+    monkeypatch.setattr(measuring, "free_bytes", lambda device: 1000.0)
+    with raises(ModelError, "nothing-fits", "'tiny' needs"):
+        model_to_measure(TINY, 64, print)
 
 
 # -- a small measurement ---------------------------------------------------------------------------
 
 
 def test_work_is_counted_as_the_formulas_do() -> None:
-    subject = subject_of(TINY, 64, print)
-    shape = subject.shape
-    prefills = list(passes.prefills(subject, SMALL_SIZES))
+    model = model_to_measure(TINY, 64, print)
+    shape = model.shape
+    prefills = list(measuring.prefills(model, SMALL_SIZES))
     assert [p.flops for p in prefills] == [
-        compute.forward_flops(shape, tokens, 16, 1) for tokens in (32, 64)
+        formulas.forward_flops(shape, tokens, 16, 1) for tokens in (32, 64)
     ]
-    small, large = passes.decodes(subject, SMALL_SIZES)
-    tokens = (small.size - compute.decode_read_bytes(shape, 0, 0, 1)) / cache_bytes(shape, 1)
-    assert small.flops == pytest.approx(compute.decode_flops(shape, 2, tokens / 2, 1))
-    assert compute.decode_read_bytes(shape, 2, 8, 1) < small.size
-    assert large.size < compute.decode_read_bytes(shape, 4, 16 + 70, 1)
-    *trainings, update = passes.trainings(subject, SMALL_SIZES)
+    small, large = measuring.decodes(model, SMALL_SIZES)
+    tokens = (small.size - formulas.decode_read_bytes(shape, 0, 0, 1)) / cache_bytes(shape, 1)
+    assert small.flops == pytest.approx(formulas.decode_flops(shape, 2, tokens / 2, 1))
+    assert formulas.decode_read_bytes(shape, 2, 8, 1) < small.size
+    assert large.size < formulas.decode_read_bytes(shape, 4, 16 + 70, 1)
+    *trainings, update = measuring.trainings(model, SMALL_SIZES)
     assert [p.flops for p in trainings] == [3 * p.flops for p in prefills]
     assert update.size == 32 * 115_200
     assert min(p.seconds for p in [*prefills, small, large, *trainings, update]) > 0
 
 
 def test_the_model_is_left_without_gradients() -> None:
-    subject = subject_of(TINY, 64, print)
-    list(passes.trainings(subject, SMALL_SIZES))
-    assert all(p.grad is None for p in subject.model.parameters())
-    assert all(p.isfinite().all() for p in subject.model.parameters())
+    model = model_to_measure(TINY, 64, print)
+    list(measuring.trainings(model, SMALL_SIZES))
+    assert all(p.grad is None for p in model.model.parameters())
+    assert all(p.isfinite().all() for p in model.model.parameters())
 
 
 def test_products_copies_and_swaps() -> None:
     device = torch.device("cpu")
-    product, copy = moves.peaks(device, torch.float32, SMALL_SIZES)
+    product, copy = measuring.peaks(device, torch.float32, SMALL_SIZES)
     assert (product.flops, copy.size) == (2 * 64**3, 2e6)
-    (swap,) = moves.swaps(device, SMALL_SIZES)
+    (swap,) = measuring.swaps(device, SMALL_SIZES)
     assert (swap.size, swap.what) == (4e6, "4 MB within memory")
 
 
-def test_two_processes_hand_weights_over() -> None:
-    broadcast, reduce = moves.broadcasts(torch.device("cpu"), torch.float32, 1, SMALL_SIZES)
+def test_two_processes_sync_weights() -> None:
+    broadcast, reduce = measuring.broadcasts(torch.device("cpu"), torch.float32, 1, SMALL_SIZES)
     assert (broadcast.kind, broadcast.size) == ("broadcast", 2 * 2**20)  # at two bytes a weight
     assert reduce.kind == "reduce"
     assert broadcast.seconds > 0 < reduce.seconds
@@ -215,11 +212,11 @@ def test_sizes_suit_the_device() -> None:
 
 def test_repeats_are_more_of_short_calls_and_fewer_of_long_ones() -> None:
     calls: list[int] = []
-    passes.timed(lambda: calls.append(0), torch.device("cpu"), 3, enough_s=0.0)
+    measuring.timed(lambda: calls.append(0), torch.device("cpu"), 3, enough_s=0.0)
     assert len(calls) == 4  # one warms up
     calls.clear()
-    passes.timed(lambda: calls.append(0), torch.device("cpu"), 3, patience_s=0.0)
+    measuring.timed(lambda: calls.append(0), torch.device("cpu"), 3, patience_s=0.0)
     assert len(calls) == 2
     calls.clear()
-    passes.timed(lambda: calls.append(0), torch.device("cpu"), 3, enough_s=0.01)
+    measuring.timed(lambda: calls.append(0), torch.device("cpu"), 3, enough_s=0.01)
     assert len(calls) > 4

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from _estimate import estimate
+from _estimate import StepSizes, estimate
 from _phases import Phase, Work
+from raising import raises
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape
-from stretto.planner import memory, wire
+from stretto.planner import memory
+from stretto.planner.formulas import fsdp_training_bytes
 from stretto.planner.hardware import Gpu, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.planner.layout import Layout, Mesh, ModelShapes
 from stretto.runtime.sim.costs import Efficiency
 
 SMALL = Shape(layers=2, hidden=4, inner=8, heads=2, kv_heads=2, vocabulary=10, outputs=10)
@@ -21,14 +23,15 @@ P = 2 * 168 + 84
 CRITIC = P - 40 + 4
 USED, CRITIC_USED = P - 40, CRITIC - 40
 """Parameters that tokens are multiplied with."""
-MODELS = Models.of_one_size(SMALL)
+MODELS = ModelShapes.of_one_size(SMALL)
 ALL = Efficiency(
     memory=1, prefill=1, training=1, link=1, usable=1, optimizer=1, step_s=0.5, reduce_s=0
 )
 """Everything reaches its peak; a decode step takes half a second beside."""
 FAST = 1e30
 FOUR = Mesh(4)
-LOAD = Workload(responses=8, prompt_tokens=3, response_tokens=2)
+LOAD = StepSizes(responses=8, prompt_tokens=3, response_tokens=2)
+SIZES = LOAD.responses, LOAD.length
 BUCKETS = 2 * 2 * P / 4  # a small model has buckets as large as its shard
 
 
@@ -103,17 +106,17 @@ def test_tensor_parallel_generators_reduce_twice_a_layer() -> None:
 
 def test_what_does_not_fit_at_once_is_decoded_in_goes() -> None:
     place = layout(True, *[Mesh(1)] * 3)
-    parts = memory.phases_of(MODELS, place, LOAD, hardware())["generation"]
+    parts = memory.phases_of(MODELS, place, *SIZES, hardware())["generation"]
     assert parts["keys and values"] == 8 * (5 * 32 + 4 * 10)
     others = sum(parts.values()) - parts["keys and values"]
     tight = hardware(memory_bytes=others + 3.5 * 200)
-    assert memory.rows_in_flight(MODELS, place, LOAD, hardware()) == (8, 1)
-    assert memory.rows_in_flight(MODELS, place, LOAD, tight) == (3, 3)
+    assert memory.rows_in_flight(MODELS, place, *SIZES, hardware()) == (8, 1)
+    assert memory.rows_in_flight(MODELS, place, *SIZES, tight) == (3, 3)
     found = estimate(MODELS, place, LOAD, tight)
     assert found.generation.by_limit["overhead"] == 3 * 2 * 0.5
     assert found.generation not in found.bursts
     none = hardware(memory_bytes=others)
-    assert memory.rows_in_flight(MODELS, place, LOAD, none) == (1, 8)
+    assert memory.rows_in_flight(MODELS, place, *SIZES, none) == (1, 8)
     assert (
         estimate(MODELS, place, LOAD, none).generation in estimate(MODELS, place, LOAD, none).bursts
     )
@@ -145,7 +148,7 @@ def test_training_takes_three_forwards_or_four(checkpointing: bool, factor: int)
 
 def test_shards_are_fetched_beside_the_passes() -> None:
     slow = estimate(MODELS, layout(True), LOAD, hardware(link=10)).training
-    traffic = [wire.fsdp_training_bytes(s, Mesh(4), 2) for s in (MODELS.actor, MODELS.critic)]
+    traffic = [fsdp_training_bytes(s, Mesh(4), 2) for s in (MODELS.actor, MODELS.critic)]
     assert slow.wire_bytes == sum(traffic)
     assert slow.seconds == pytest.approx(sum(traffic) / 10)
     both = estimate(MODELS, layout(True), LOAD, hardware(flops=1, link=10)).training
@@ -158,14 +161,14 @@ def test_updates_move_their_states() -> None:
     assert found.by_limit["GPU memory"] == pytest.approx(32 * (P + CRITIC) / 4 / 10)
 
 
-# -- hand-over, and the step -----------------------------------------------------------------------
+# -- weight sync, and the step ---------------------------------------------------------------------
 
 
 def test_colocated_phases_add_up() -> None:
     place = layout(True, generator=Mesh(2, 2))
     found = estimate(MODELS, place, LOAD, hardware(flops=100, link=10))
-    assert found.handover.wire_bytes == 2 * (168 + 84 - P / 4)
-    assert found.handover.seconds == pytest.approx(found.handover.wire_bytes / 10)
+    assert found.sync.wire_bytes == 2 * (168 + 84 - P / 4)
+    assert found.sync.seconds == pytest.approx(found.sync.wire_bytes / 10)
     assert found.step_s == pytest.approx(sum(phase.seconds for phase in found.phases))
     longest = max(found.phases, key=lambda phase: phase.seconds)
     assert found.bottleneck[0] == longest.name
@@ -178,7 +181,7 @@ def test_apart_the_slowest_group_counts() -> None:
     assert found.bottleneck == ("training", "arithmetic")
     # Where links are slow, generators wait for the weights, and training does not.
     found = estimate(MODELS, layout(False), LOAD, hardware(link=1))
-    assert found.handover.wire_bytes == 2 * P
+    assert found.sync.wire_bytes == 2 * P
     fetched = found.training.seconds
     assert found.groups["generation"]["links"] == pytest.approx(2 * P)
     assert found.groups["scoring"]["links"] == pytest.approx(2 * CRITIC)
@@ -189,7 +192,7 @@ def test_broadcasts_between_nodes_share_the_adapters() -> None:
     place = layout(False, Mesh(8), Mesh(4), Mesh(4))
     peak = replace(hardware(), links=Links(FAST, between_bytes_per_s=10))
     found = estimate(MODELS, place, LOAD, peak)
-    assert found.handovers[0].exposed_s == pytest.approx(2 * P / (4 * 10))
+    assert found.syncs[0].exposed_s == pytest.approx(2 * P / (4 * 10))
 
 
 # -- memory of the phases --------------------------------------------------------------------------
@@ -201,8 +204,8 @@ def test_colocated_roles_keep_what_they_have() -> None:
     for phase in estimate(MODELS, place, LOAD, peak).phases:
         assert {name: phase.parts[name] for name in held} == held
     assert estimate(MODELS, place, LOAD, peak).host_bytes == 0
-    handover = estimate(MODELS, place, LOAD, peak).handover
-    assert handover.memory_bytes == sum(held.values()) + 2 * P + 2 * BUCKETS
+    sync = estimate(MODELS, place, LOAD, peak).sync
+    assert sync.memory_bytes == sum(held.values()) + 2 * P + 2 * BUCKETS
 
 
 def test_offloaded_roles_leave_the_gpu_to_who_is_at_work() -> None:
@@ -211,9 +214,9 @@ def test_offloaded_roles_leave_the_gpu_to_who_is_at_work() -> None:
     assert set(found.generation.parts) == {"weights", "activations", "keys and values"}
     assert found.scoring.parts["critic's masters"] == 4 * CRITIC / 4
     assert "frozen" not in found.training.parts
-    assert found.handover.memory_bytes == 4 * P / 4 + 2 * P + 2 * BUCKETS
+    assert found.sync.memory_bytes == 4 * P / 4 + 2 * P + 2 * BUCKETS
     assert found.host_bytes == 12 * (P + CRITIC) / 4 + 2 * (P + CRITIC)
-    # Out after a hand-over, in before training; frozen models come in alone.
+    # Out after a weight sync, in before training; frozen models come in alone.
     slow = replace(hardware(), links=Links(FAST, FAST, host_bytes_per_s=1))
     found = estimate(MODELS, place, LOAD, slow)
     host = [phase.by_limit.get("host", 0.0) for phase in found.phases]
@@ -228,12 +231,12 @@ def test_roles_apart_hold_what_they_need() -> None:
     assert "frozen" not in found.training.parts
     assert found.generation.parts["buckets"] == BUCKETS
     sides = (found.training.memory_bytes + BUCKETS, found.generation.memory_bytes)
-    assert found.handover.memory_bytes == max(sides)
+    assert found.sync.memory_bytes == max(sides)
 
 
 def test_of_two_models_the_larger_pass_counts() -> None:
     """They are trained one after the other."""
-    parts = memory.phases_of(MODELS, layout(True), LOAD, hardware())["training"]
+    parts = memory.phases_of(MODELS, layout(True), *SIZES, hardware())["training"]
     assert parts["logits"] == memory.logits_bytes(SMALL, 5, gradients=True)
     assert parts["activations"] == 2 * memory.layer_activation_bytes(SMALL, 5, 1)
 
@@ -249,5 +252,5 @@ def test_phases_that_burst_are_named() -> None:
 
 
 def test_models_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a model with 2 heads"):
+    with raises(ConfigError, "heads-not-divided", 4, "2 heads"):
         estimate(MODELS, layout(True, learner=Mesh(1, 4)), LOAD, hardware())

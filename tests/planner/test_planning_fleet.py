@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 
 import pytest
 
-from _estimate import estimate
+from _estimate import StepSizes, estimate
 from _fleet import (
     HOUR_S,
     PUBLISHED,
@@ -37,7 +37,7 @@ from _goodput import (
 from stretto.errors import ConfigError
 from stretto.models.shapes import LLAMAS
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, Models, Workload
+from stretto.planner.layout import Layout, Mesh, ModelShapes
 
 ALONE = Fleet((Group("learner", 1, 8, 10.0),))
 APART = Fleet(
@@ -250,9 +250,9 @@ def test_first_order_by_hand() -> None:
 
 
 def test_fleets_of_layouts() -> None:
-    models, hardware = Models.of_one_size(LLAMAS["7B"]), Hardware(GPUS["h100"], Links(450e9))
+    models, hardware = ModelShapes.of_one_size(LLAMAS["7B"]), Hardware(GPUS["h100"], Links(450e9))
     place = Layout(Mesh(16), Mesh(2, 4), Mesh(8), "none")
-    found = estimate(models, place, Workload(), hardware)
+    found = estimate(models, place, StepSizes(), hardware)
     fleet = Fleet.of(found)
     assert [(g.name, g.copies, g.gpus, g.replaced) for g in fleet.groups] == [
         ("learner", 1, 16, False),
@@ -265,7 +265,7 @@ def test_fleets_of_layouts() -> None:
     assert fleet.step_s({"generators": 1}) == max(2 * generation, found.step_s)
     assert fleet.step_s({"generators": 2}) == math.inf
 
-    together = estimate(models, Layout(Mesh(8), Mesh(8), Mesh(8), "all"), Workload(), hardware)
+    together = estimate(models, Layout(Mesh(8), Mesh(8), Mesh(8), "all"), StepSizes(), hardware)
     fleet = Fleet.of(together)
     assert fleet.fatal_gpus == fleet.gpus == 8
     assert fleet.step_s() == together.step_s

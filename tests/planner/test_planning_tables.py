@@ -11,7 +11,7 @@ from _estimate import Estimate, estimate
 from scaling import EIGHTHS, WORKLOAD, apart, cells, preference, rows_of, tables, together
 from stretto.models.shapes import LLAMAS
 from stretto.planner.hardware import GPUS, Hardware, Links
-from stretto.planner.layout import Layout, Mesh, Models
+from stretto.planner.layout import Layout, Mesh, ModelShapes
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 H100 = Hardware(GPUS["h100"], Links.of(GPUS["h100"]))
@@ -26,7 +26,7 @@ def test_the_page_has_the_tables_of_today() -> None:
 
 
 def estimated(size: str, layout: Layout) -> Estimate:
-    return estimate(Models.of_one_size(LLAMAS[size]), layout, WORKLOAD, H100)
+    return estimate(ModelShapes.of_one_size(LLAMAS[size]), layout, WORKLOAD, H100)
 
 
 def test_what_fits_comes_before_what_is_quick() -> None:
@@ -41,7 +41,7 @@ def test_what_fits_comes_before_what_is_quick() -> None:
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_layouts_use_all_gpus_and_can_be_divided(gpus: int) -> None:
     for size in ("33B", "70B"):
-        models = Models.of_one_size(LLAMAS[size])
+        models = ModelShapes.of_one_size(LLAMAS[size])
         for listed in (list(together(LLAMAS[size], gpus)), list(apart(LLAMAS[size], gpus))):
             assert len(listed) == len(set(listed)) > 50
             for layout in listed:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from raising import raises
 from stretto.config import PRESETS, ScheduleConfig
 from stretto.errors import ConfigError
 from stretto.models.shapes import Shape, shape_of
@@ -14,24 +15,30 @@ from stretto.pipelines.baselines import interleaved_1f1b, serial_1f1b
 from stretto.pipelines.graph import latency_bound
 from stretto.pipelines.problem import Problem, Side
 from stretto.pipelines.solve import solve
-from stretto.planner.search import Bounds
 from stretto.planner.candidates import (
     BASELINE,
     Candidate,
-    Space,
+    Kind,
+    PlanSpec,
+    bubble,
     candidates,
     fits,
     memory_by_phase,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Models
-from stretto.planner.layouts import Setting
-from stretto.planner.outcome import ROUNDS, WARM, outcome_of
-from stretto.planner.pipelining import bubble
-from stretto.planner.rounds import Round, rounds
-from stretto.planner.search import WITHIN, search
+from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.planner.search import (
+    ROUNDS,
+    WARM,
+    WITHIN,
+    Bounds,
+    StepWork,
+    result_of,
+    search,
+    work_of,
+)
 from stretto.runtime.sim.cluster import Workload
-from stretto.runtime.sim.lengths import Lognormal, Uniform
+from stretto.runtime.sim.lengths import Lognormal, Replayed, Uniform
 
 SMALL = Shape(24, 2048, 8192, 16, 4, 32_000, 32_000)
 """About 1.5 billion parameters."""
@@ -41,7 +48,7 @@ WORK = Workload(
     prompt_tokens=Uniform(low=20, high=60),
     response_tokens=Lognormal(median=40, p95=200),
 )
-SETTING = Setting(Models.of_one_size(SMALL), WORK, Hardware.of("h100"))
+SPEC = PlanSpec(ModelShapes.of_one_size(SMALL), WORK, Hardware.of("h100"))
 VARIANTS: dict[str, ScheduleConfig] = {
     **{name: ScheduleConfig(preset=name) for name in PRESETS},
     "inter": ScheduleConfig(preset="oppo", score_on="batch"),
@@ -50,55 +57,70 @@ VARIANTS: dict[str, ScheduleConfig] = {
 }
 
 
-def variants(*names: str) -> dict[str, ScheduleConfig]:
-    return {name: VARIANTS[name] for name in names}
+def spec(gpus: int, *names: str, on_paper: bool = False) -> PlanSpec:
+    found = {name: VARIANTS[name] for name in names or VARIANTS}
+    return replace(SPEC, gpus=gpus, variants=found, on_paper=on_paper)
 
 
-def space(gpus: int, *names: str, on_paper: bool = False) -> Space:
-    return Space(gpus, variants(*(names or VARIANTS)), on_paper)
+# -- the work of a step ----------------------------------------------------------------------------
 
 
-# -- rounds ----------------------------------------------------------------------------------------
-
-
-def made(lengths: list[int], batch: int, extra: int, count: int, **more: Any) -> list[Round]:
-    return rounds(batch, extra, count, length=lengths.__getitem__, prompt=lambda i: 10, **more)
+def made(lengths: tuple[int, ...], batch: int, extra: int = 0, **more: Any) -> list[StepWork]:
+    """The work of two rounds after the first one, with prompts of 10 tokens."""
+    workload = Workload(
+        batch=batch,
+        prompt_tokens=Uniform(low=10, high=10),
+        response_tokens=Replayed(tokens=lengths),
+        **more,
+    )
+    schedule = ScheduleConfig(score_on="rollout", overcommit=extra)
+    return [work_of(workload, schedule, first, first + 1) for first in (1, 2)]
 
 
 def test_a_round_ends_with_its_longest_response() -> None:
-    first, second = made([3, 5, 2, 2], 2, 0, 2)
+    first, second = made((1, 1, 3, 5, 2, 2), 2)
     # Context: two prompts for 3 and 5 steps, and 0 + 1 + 2, 0 + .. + 4 tokens of the responses.
-    assert first == Round(5, 8, 80 + 3 + 10, 20, 28, 0)
-    assert second == Round(2, 4, 40 + 2, 20, 24, 0)
-    assert Round.mean([first, second]) == Round(3.5, 6, (93 + 42) / 2, 20, 26, 0)
-    assert Round.mean([first], 2).steps == 2.5
+    assert first == StepWork(5, 8, 80 + 3 + 10, 20, 28)
+    assert second == StepWork(2, 4, 40 + 2, 20, 24)
+
+
+def test_a_step_has_its_share_of_a_round_of_several() -> None:
+    lengths = {
+        "prompt_tokens": Uniform(low=10, high=10),
+        "response_tokens": Replayed(tokens=(3, 5)),
+    }
+    workload = Workload(batch=1, **lengths)
+    schedule = ScheduleConfig(score_on="rollout", weight_sync_interval=2)
+    assert work_of(workload, schedule, 1, 2) == StepWork(2.5, 4, (80 + 3 + 10) / 2, 10, 14)
 
 
 def test_what_is_over_committed_is_carried() -> None:
-    first, second = made([3, 9, 2, 4, 8], 2, 1, 2)
-    # 3 and 2 end; of the 9 there are 3, and its prompt.
-    assert first == Round(3, 8, 30 + 30 + 20 + 3 + 3 + 1, 30, 25, 13)
-    # The 4 comes in, and the 8: after 4 steps 4 and, after 6, 9 are there.
-    assert (second.steps, second.tokens, second.trained) == (6, 6 + 4 + 6, 33)
-    assert second.carried == 10 + 6
+    first, second = made((1, 1, 4, 2, 5, 3), 2, extra=1)
+    # The 4 has one token already, read again with its prompt; it ends after three steps, and the 2
+    # after two. Of the 5 there are three tokens then.
+    assert (first.steps, first.decoded, first.trained) == (3, 3 + 2 + 3, 10 + 4 + 10 + 2)
+    assert first.read == 3 * 10 + (1 + 2 + 3) + 2 * 10 + (0 + 1) + 3 * 10 + (0 + 1 + 2)
+    assert first.prefilled == 11 + 20
+    assert second.prefilled == 13 + 20
 
 
 def test_responses_to_one_prompt_end_together() -> None:
-    first, second = made([1, 9, 2, 3, 5, 5, 4, 4], 2, 2, 2, samples=2)
-    assert (first.steps, first.trained, first.prompts) == (3, 10 + 2 + 10 + 3, 20)
-    assert second.steps == 5  # the third group's, as the first has six more to go
+    lengths = (1, 1, 1, 9, 2, 3, 5, 5, 4, 4)
+    first, _ = made(lengths, 2, extra=2, samples_per_prompt=2)
+    # The third group's, as the second has eight more to go.
+    assert (first.steps, first.trained) == (3, 10 + 2 + 10 + 3)
 
 
 # -- candidates ------------------------------------------------------------------------------------
 
 
 def test_candidates_use_all_gpus_and_leave_no_knob_idle() -> None:
-    found = list(candidates(SETTING, space(8)))
+    found = list(candidates(spec(8)))
     assert {c.layout.gpus for c in found} == {8}
     assert {c.layout.sharing for c in found} == {"all", "none", "generators", "learner"}
     assert len({(c.layout, c.variant) for c in found}) == len(found)
     for c in found:
-        assert not c.on_paper or c.kind == BASELINE
+        assert not c.on_paper or c.kind[:2] == BASELINE
         knobs, sharing = c.schedule.knobs, c.layout.sharing
         assert not (knobs.lag and sharing == "all")
         assert not (knobs.streams and sharing in ("all", "generators"))
@@ -108,20 +130,23 @@ def test_candidates_use_all_gpus_and_leave_no_knob_idle() -> None:
 
 
 def test_models_are_cut_by_divisors_of_their_heads() -> None:
-    odd = replace(SETTING, models=Models.of_one_size(shape_of("smollm2-135m")))
-    found = list(candidates(odd, space(6, "sync")))
+    found = list(
+        candidates(
+            replace(spec(6, "sync"), models=ModelShapes.of_one_size(shape_of("smollm2-135m")))
+        )
+    )
     assert {c.layout.learner.tensor for c in found} == {1, 3}
     assert {c.layout.generator.tensor for c in found} == {1, 3}
 
 
 def test_on_paper_there_are_pipelines_and_more_copies() -> None:
-    found = list(candidates(SETTING, space(8, "sync", "async", on_paper=True)))
+    found = list(candidates(spec(8, "sync", "async", on_paper=True)))
     why = {c.on_paper for c in found}
     assert "a learner's processes have no pipeline stages" in why
     assert "a learner's processes hold one copy of a scorer" in why
     assert max(c.layout.learner.stages for c in found) == 8
     assert sum(not c.on_paper for c in found) == sum(
-        not c.on_paper for c in candidates(SETTING, space(8, "sync", "async"))
+        not c.on_paper for c in candidates(spec(8, "sync", "async"))
     )
 
 
@@ -150,24 +175,24 @@ def test_fused_pipelines_hold_both_models_micro_batches() -> None:
     place = Layout(Mesh(1, 1, 4), Mesh(2), Mesh(1), "none", checkpointing=True)
     plain = Candidate(place, "sync", VARIANTS["sync"])
     fused = replace(plain, pipelining="fused")
-    more = [sum(memory_by_phase(SETTING, c)["training"].values()) for c in (plain, fused)]
-    assert more[1] - more[0] == memory_by_phase(SETTING, plain)["training"]["activations"]
-    assert outcome_of(SETTING, fused).step_s < outcome_of(SETTING, plain).step_s
+    more = [sum(memory_by_phase(SPEC, c)["training"].values()) for c in (plain, fused)]
+    assert more[1] - more[0] == memory_by_phase(SPEC, plain)["training"]["activations"]
+    assert result_of(SPEC, fused).step_s < result_of(SPEC, plain).step_s
 
 
 def test_one_gpu_holds_all_roles() -> None:
-    (only,) = {c.layout for c in candidates(SETTING, space(1, "sync")) if not c.layout.offload}
+    (only,) = {c.layout for c in candidates(spec(1, "sync")) if not c.layout.offload}
     assert only.sharing == "all"
     assert not Candidate(only, "sync", ScheduleConfig()).on_paper
 
 
 def test_without_scorers_there_is_nothing_to_place() -> None:
-    alone = replace(SETTING, models=Models(SMALL))
-    assert {c.layout.sharing for c in candidates(alone, space(4, "sync"))} == {"all", "generators"}
+    alone = replace(spec(4, "sync"), models=ModelShapes(SMALL))
+    assert {c.layout.sharing for c in candidates(alone)} == {"all", "generators"}
 
 
 def test_many_gpus_are_dealt_out_by_nodes() -> None:
-    found = list(candidates(SETTING, space(1000, "async")))
+    found = list(candidates(spec(1000, "async")))
     assert all(c.layout.learner.devices % 16 == 8 for c in found)
     assert len(found) < 30_000
 
@@ -180,25 +205,25 @@ def test_rounds_of_several_batches_share_decode_steps() -> None:
     tail = WORK.model_copy(
         update={"batch": 4, "response_tokens": Lognormal(median=20, p95=240), "seed": 7}
     )
-    setting = replace(SETTING, workload=tail)
     schedule = ScheduleConfig(preset="async", weight_sync_interval=3)
-    bounds = Bounds(setting, WARM, ROUNDS)
-    found = list(candidates(setting, Space(4, {"dial": schedule})))
-    assert all(bounds.of(c) <= outcome_of(setting, c).step_s for c in found[::4])
+    tailed = replace(spec(4, "dial"), workload=tail, variants={"dial": schedule})
+    bounds = Bounds(tailed, WARM, ROUNDS)
+    found = list(candidates(tailed))
+    assert all(bounds.of(c) <= result_of(tailed, c).step_s for c in found[::4])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_candidate_is_quicker_than_its_bound(name: str) -> None:
-    bounds = Bounds(SETTING, WARM, ROUNDS)
-    for c in list(candidates(SETTING, space(6, name, on_paper=True)))[::9]:
-        assert bounds.of(c) <= outcome_of(SETTING, c).step_s
+    bounds = Bounds(SPEC, WARM, ROUNDS)
+    for c in list(candidates(spec(6, name, on_paper=True)))[::9]:
+        assert bounds.of(c) <= result_of(SPEC, c).step_s
 
 
 def test_the_baseline_is_known_beforehand() -> None:
     """Without overlap, a bound is what is simulated but for messages."""
-    bounds = Bounds(SETTING, WARM, ROUNDS)
-    (first, *_) = (c for c in candidates(SETTING, space(4, "sync")) if c.kind == BASELINE)
-    assert bounds.of(first) == pytest.approx(outcome_of(SETTING, first).step_s, rel=0.1)
+    bounds = Bounds(SPEC, WARM, ROUNDS)
+    (first, *_) = (c for c in candidates(spec(4, "sync")) if c.kind[:2] == BASELINE)
+    assert bounds.of(first) == pytest.approx(result_of(SPEC, first).step_s, rel=0.1)
 
 
 # -- outcomes --------------------------------------------------------------------------------------
@@ -208,7 +233,7 @@ def test_the_baseline_is_known_beforehand() -> None:
 def test_the_time_of_all_gpus_is_accounted_for(sharing: Any) -> None:
     two = Mesh(2)
     schedule = VARIANTS["sync"]
-    found = outcome_of(SETTING, Candidate(Layout(two, two, two, sharing), "sync", schedule))
+    found = result_of(SPEC, Candidate(Layout(two, two, two, sharing), "sync", schedule))
     assert found.busy + sum(found.idle.values()) == pytest.approx(1)
     assert found.idle["stragglers"] > 0.05  # two copies of a generator
     assert found.samples_per_s == pytest.approx(16 / found.step_s)
@@ -217,7 +242,7 @@ def test_the_time_of_all_gpus_is_accounted_for(sharing: Any) -> None:
 
 def test_staleness_follows_the_knobs() -> None:
     place = Layout(Mesh(2), Mesh(2), Mesh(1), "none")
-    behind = outcome_of(SETTING, Candidate(place, "async", VARIANTS["async"]))
+    behind = result_of(SPEC, Candidate(place, "async", VARIANTS["async"]))
     assert (behind.staleness_mean, behind.staleness_max) == (1, 1)
 
 
@@ -226,59 +251,57 @@ def test_staleness_follows_the_knobs() -> None:
 
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_the_search_finds_what_full_enumeration_finds(gpus: int) -> None:
-    asked = space(gpus, "sync", "inter", "async", "rlhfuse", "stretto")
-    everything: dict[tuple[tuple[str, str], bool], float] = {}
+    asked = spec(gpus, "sync", "inter", "async", "rlhfuse", "stretto")
+    everything: dict[Kind, float] = {}
     count = 0
-    for c in candidates(SETTING, asked):
-        if fits(SETTING, c):
+    for c in candidates(asked):
+        if fits(SPEC, c):
             count += 1
-            step_s = outcome_of(SETTING, c).step_s
-            kind = c.kind, bool(c.on_paper)
+            step_s = result_of(SPEC, c).step_s
+            kind = c.kind
             everything[kind] = min(everything.get(kind, step_s), step_s)
-    found = search(SETTING, asked, keep=3, workers=1)
+    found = search(asked, keep=3, workers=1)
     assert found.simulated < count
     expected = sorted(everything.values())[:3]
     for outcome, step_s in zip(found.best, expected, strict=True):
         assert step_s <= outcome.step_s <= step_s * (1 + WITHIN)
     assert found.baseline is not None
-    known = min(step_s for (kind, _), step_s in everything.items() if kind == BASELINE)
+    known = min(step_s for kind, step_s in everything.items() if kind[:2] == BASELINE)
     assert found.baseline.step_s <= known * (1 + WITHIN)
 
 
 def test_in_several_processes_it_finds_the_same() -> None:
-    asked = space(2, "sync", "async")
-    here, there = search(SETTING, asked, workers=1), search(SETTING, asked, workers=2)
+    asked = spec(2, "sync", "async")
+    here, there = search(asked, workers=1), search(asked, workers=2)
     assert [o.step_s for o in here.best] == [o.step_s for o in there.best]
 
 
 def test_a_search_that_is_cut_short_says_what_it_may_have_missed() -> None:
-    found = search(SETTING, space(6), limit_s=0, workers=1)
+    found = search(spec(6), limit_s=0, workers=1)
     assert found.best
     assert 0 < found.bound_s <= found.best[0].step_s * 1.5
-    assert search(SETTING, space(2, "sync"), workers=1).bound_s == float("inf")
+    assert search(spec(2, "sync"), workers=1).bound_s == float("inf")
     assert found.runnable is not None  # whatever the time
 
 
 def test_a_plan_on_paper_hides_none_that_can_be_run() -> None:
-    asked = space(2, "sync", "async", on_paper=True)
-    found = search(SETTING, asked, workers=1)
+    asked = spec(2, "sync", "async", on_paper=True)
+    found = search(asked, workers=1)
     assert found.runnable is not None
     steps = [
-        outcome_of(SETTING, c).step_s
-        for c in candidates(SETTING, asked)
-        if not c.on_paper and fits(SETTING, c)
+        result_of(SPEC, c).step_s for c in candidates(asked) if not c.on_paper and fits(SPEC, c)
     ]
     assert found.runnable.step_s <= min(steps) * (1 + WITHIN)
 
 
 def test_more_is_offloaded_on_paper_than_in_runs() -> None:
     for gpus in (1, 4):
-        found = [c for c in candidates(SETTING, space(gpus, "sync")) if c.layout.offload]
+        found = [c for c in candidates(spec(gpus, "sync")) if c.layout.offload]
         assert found
         assert {"are not offloaded" in c.on_paper for c in found} == {True}
 
 
 def test_nothing_fits() -> None:
-    big = replace(SETTING, models=Models.of_one_size(shape_of("llama-65b")))
-    with pytest.raises(ConfigError, match="nothing fits"):
-        search(big, space(2), workers=1)
+    big = replace(spec(2), models=ModelShapes.of_one_size(shape_of("llama-65b")))
+    with raises(ConfigError, "nothing-fits", "2 GPUs"):
+        search(big, workers=1)

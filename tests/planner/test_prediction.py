@@ -11,15 +11,22 @@ from typing import Any
 import pytest
 
 from helpers import ended_records
-from stretto.api.predicted import Predicted, predicted
+from raising import raises
 from stretto.config import Config, RolloutConfig, ScheduleConfig
 from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine
 from stretto.observe import RunDirectory, Window, records
 from stretto.observe.spans import HANDOVER, Span
-from stretto.planner import replay as prediction
-from stretto.planner.replay import HANDING_OVER, Phase, Prediction, phases_of, predict
-from stretto.planner.replay import CPU_TOKEN_BUDGET
+from stretto.planner import replay
+from stretto.planner.memory import SYNC
+from stretto.planner.replay import (
+    CPU_TOKEN_BUDGET,
+    PhaseTime,
+    Prediction,
+    phases_of,
+    predict,
+    predicted,
+)
 from stretto.runtime.sim.cluster import Cluster, GeneratorRole, LearnerRole, ScorerRole, Workload
 from stretto.runtime.sim.costs import (
     DecodeCost,
@@ -29,8 +36,7 @@ from stretto.runtime.sim.costs import (
     SampleCost,
     TrainCost,
 )
-from stretto.runtime.sim.lengths import Bimodal, Uniform
-from stretto.runtime.sim.roles import LearningCurve
+from stretto.runtime.sim.lengths import Bimodal, LearningCurve, Uniform
 from stretto.runtime.sim.simulate import simulate
 from stretto.scoring.responses import worthwhile_tokens
 
@@ -58,18 +64,18 @@ def test_phases_by_hand() -> None:
         "generation": 5.0,
         "scoring: critic": 2.0,
         "training": 3.0,
-        HANDING_OVER: 1.5,
+        SYNC: 1.5,
         "the driver itself": 0.25,
         "generators waiting": (16.0 + 14.0) / 2,
         "learner waiting": 7.0,
-        "nobody at work": 2.5 / 2,  # from 25.5 to 28
+        "no role at work": 2.5 / 2,  # from 25.5 to 28
         "whole step": 10.0,
     }
 
 
 def test_a_table_has_a_line_a_phase() -> None:
-    phases = [Phase("training", 0.5, 0.45), Phase("moving responses", 0.0, 0.1)]
-    found = Prediction([*phases, Phase("whole step", 2.0, 2.1)], 4, 203, 1500)
+    phases = [PhaseTime("training", 0.5, 0.45), PhaseTime("moving responses", 0.0, 0.1)]
+    found = Prediction([*phases, PhaseTime("whole step", 2.0, 2.1)], 4, 203, 1500)
     assert found.title == "seconds a step, means of steps 4 to 203 of 1,500"
     assert found.table().splitlines() == [
         "                    measured  predicted  ratio",
@@ -78,7 +84,7 @@ def test_a_table_has_a_line_a_phase() -> None:
         "  whole step          2.0000     2.1000   1.05",
     ]
     assert found.data()["phases"][0] == ["training", 0.5, 0.45]
-    assert Predicted(found).text("a").startswith("a, measured and as the simulator predicts it")
+    assert found.text("a").startswith("a, measured and as the simulator predicts it")
 
 
 # -- runs -------------------------------------------------------------------------------------
@@ -153,9 +159,9 @@ def recorded(folder: Path, preset: Any, steps: int = STEPS) -> RunDirectory:
 def test_a_run_predicts_each_of_its_phases(tmp_path: Path, preset: Any) -> None:
     found = predict(recorded(tmp_path, preset).path)
     assert (found.first, found.last, found.taken) == (4, STEPS, STEPS)
-    assert found.step.ratio == pytest.approx(1.0, abs=0.02)
+    assert found.phases[-1].ratio == pytest.approx(1.0, abs=0.02)
     by_name = {phase.name: phase.ratio for phase in found.phases}
-    for name in ("generation", "scoring: reference", "training", HANDING_OVER, "the driver itself"):
+    for name in ("generation", "scoring: reference", "training", SYNC, "the driver itself"):
         assert by_name[name] == pytest.approx(1.0, abs=0.04), name
 
 
@@ -170,25 +176,25 @@ def test_the_driver_is_part_of_a_step(tmp_path: Path) -> None:
 def test_of_a_long_run_the_first_steps_are_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prediction, "MOST_STEPS", 12)
+    monkeypatch.setattr(replay, "MOST_STEPS", 12)
     found = predict(recorded(tmp_path, "oppo").path)
     assert found.title == "seconds a step, means of steps 4 to 12 of 20"
-    assert found.step.ratio == pytest.approx(1.0, abs=0.02)
+    assert found.phases[-1].ratio == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_run_with_too_little_says_why(tmp_path: Path) -> None:
     short = recorded(tmp_path / "short", "sync", steps=7)
-    with pytest.raises(StateError, match=r"takes 8 steps, .* first 3 warm up; there are 7"):
+    with raises(StateError, "too-few-steps", 8, 3, 7):
         predict(short.path)
     empty = recorded(tmp_path / "empty", "sync")
     empty.rollouts_file.unlink()
-    with pytest.raises(StateError, match="replayed from its rollouts, and it has recorded none"):
+    with raises(StateError, "no-rollouts"):
         predict(empty.path)
     bare = RunDirectory.create(tmp_path / "bare", "run", Config())
-    with pytest.raises(StateError, match=r"made from a run's trace\.json, and there is none"):
+    with raises(StateError, "no-trace", "trace.json"):
         predict(bare.path)
     with pytest.raises(ConfigError):
         predict(tmp_path)
     told = predicted([bare.path, tmp_path])
     assert told[0].text("bare") == f"bare: no prediction: {told[0].data()['why']}"
-    assert all(each.prediction is None and re.fullmatch(".+", each.why) for each in told)
+    assert all(not each.phases and re.fullmatch(".+", each.why) for each in told)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers import ended_records
+from raising import raises
 from stretto.config import AlgorithmConfig, ClusterConfig, Config, RolloutConfig, ScheduleConfig
 from stretto.errors import ConfigError, StateError
 from stretto.machine import Machine, usable_cores
@@ -177,7 +178,7 @@ def settings(**changes: Any) -> Config:
 
 def crowded(config: Config) -> Cluster:
     """The run's processes, which share two cores."""
-    seats = Recording(config, [], READ, TWO_CORES).seats(config)
+    seats = Recording(config, [], READ, TWO_CORES).role_devices(config)
 
     def at(role: str) -> dict[str, Any]:
         return {"devices": seats[role][0].devices, "threads": seats[role][0].threads}
@@ -245,7 +246,7 @@ def test_roles_sit_where_the_placement_says() -> None:
     asynchronous = ScheduleConfig(preset="async")
     config = settings(schedule=asynchronous, cluster=by_hand, rollout={"engines": 2})
     machine = Machine("a CPU", 8, 8, ("a GPU", "a GPU"), "2.0")
-    seats = Recording(config, [], READ, machine).seats(config)
+    seats = Recording(config, [], READ, machine).role_devices(config)
     # GPU 1 has the learner by hand; the processes after it are dealt to 1, 0 and 1.
     assert {role: [s.devices for s in found] for role, found in seats.items()} == {
         "learner": [(0,)],
@@ -260,12 +261,12 @@ def test_roles_sit_where_the_placement_says() -> None:
 
 def test_functions_work_beside_all_others_and_a_run_without_overlap_has_one_worker() -> None:
     inline = settings().model_copy(update={"runtime": "inline"})
-    (one,) = Recording(inline, [], READ, TWO_CORES).seats(inline)["generator"]
+    (one,) = Recording(inline, [], READ, TWO_CORES).role_devices(inline)["generator"]
     assert (one.devices, one.threads) == ((0,), 2)
-    seats = Recording(inline, [], READ, TWO_CORES).seats(inline)
+    seats = Recording(inline, [], READ, TWO_CORES).role_devices(inline)
     assert all(found == [one] for found in seats.values())
     local = settings(schedule=ScheduleConfig(preset="oppo"))
-    (function,) = Recording(local, [], READ, TWO_CORES).seats(local)[FUNCTION]
+    (function,) = Recording(local, [], READ, TWO_CORES).role_devices(local)[FUNCTION]
     assert (function.devices, function.threads) == ((), 1)
 
 
@@ -273,14 +274,14 @@ def test_records_of_one_number_of_ranks_say_nothing_of_another() -> None:
     config = settings(schedule=ScheduleConfig())
     sharded = ClusterConfig.model_validate({"processes": [{"roles": ["learner"], "fsdp": 2}]})
     run = recording(config, crowded(config))
-    with pytest.raises(ConfigError, match=r"records do not say what \{'learner': \(2, 1\)\} would"):
+    with raises(ConfigError, "cuts-not-recorded", "{'learner': (2, 1)}"):
         run.cluster(settings(schedule=ScheduleConfig(), cluster=sharded))
 
 
 def test_a_run_that_ended_nothing_cannot_be_replayed() -> None:
     config = settings()
     record = RolloutRecord.of(1, Rollout(0, Prompt(0, (1, 2), ""), 0, tokens=[3]), None)
-    with pytest.raises(StateError, match="it has recorded none; let it take a few steps"):
+    with raises(StateError, "no-rollouts"):
         Recording(config, [record], [], TWO_CORES).cluster()
 
 

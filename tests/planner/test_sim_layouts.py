@@ -6,22 +6,23 @@ from dataclasses import replace
 
 import pytest
 
+from raising import raises
 from stretto.config import ScheduleConfig
 from stretto.errors import ConfigError
 from stretto.models.shapes import shape_of
 from stretto.planner import memory
-from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Models, Sharing
-from stretto.planner.layouts import (
-    Setting,
+from stretto.planner.candidates import (
+    Candidate,
+    PlanSpec,
     cluster_of,
     cost_of_generator,
     cost_of_learner,
-    devices_of,
-    memory_of,
+    memory_by_phase,
     slots_of,
     swap_s,
 )
+from stretto.planner.hardware import Hardware
+from stretto.planner.layout import Layout, Mesh, ModelShapes, Sharing
 from stretto.runtime.sim.cluster import Workload
 from stretto.runtime.sim.costs import Efficiency, SampleCost
 from stretto.runtime.sim.lengths import Uniform
@@ -38,11 +39,15 @@ WORK = Workload(
     prompt_tokens=Uniform(low=100, high=100),
     response_tokens=Uniform(low=1, high=256),
 )
-SETTING = Setting(Models.of_one_size(QWEN), WORK, Hardware.of("h200", PERFECT))
+SPEC = PlanSpec(ModelShapes.of_one_size(QWEN), WORK, Hardware.of("h200", PERFECT))
 
 
 FOUR = Mesh(4)
 SYNC = ScheduleConfig()
+
+
+def plan(layout: Layout, schedule: ScheduleConfig = SYNC, engines: int = 1) -> Candidate:
+    return Candidate(layout, "a variant", schedule, engines)
 
 
 def layout(sharing: Sharing, scorer: Mesh = FOUR) -> Layout:
@@ -62,9 +67,10 @@ def test_roles_share_devices_as_the_layout_says(
     sharing: Sharing, generators: tuple[int, ...], scorers: tuple[int, ...], gpus: int
 ) -> None:
     place = layout(sharing)
-    assert devices_of(place) == ((0, 1, 2, 3), generators, scorers)
+    expected = {"learner": (0, 1, 2, 3), "generators": generators, "scorers": scorers}
+    assert place.devices == expected
     assert place.gpus == gpus
-    cluster = cluster_of(SETTING, place, ScheduleConfig())
+    cluster = cluster_of(SPEC, plan(place))
     assert cluster.device_count == gpus
     assert cluster.generators[0].replicas == 2
     hosts = {scorer.host for scorer in cluster.scorers}
@@ -73,7 +79,7 @@ def test_roles_share_devices_as_the_layout_says(
 
 def test_each_generator_has_its_share_of_the_copies_and_of_the_scorers() -> None:
     place = replace(layout("generators"), generator=Mesh(4), scorer=Mesh(4))
-    cluster = cluster_of(SETTING, place, ScheduleConfig(preset="rlhfuse"), engines=2)
+    cluster = cluster_of(SPEC, plan(place, ScheduleConfig(preset="rlhfuse"), 2))
     assert [g.devices for g in cluster.generators] == [(4, 5), (6, 7)]
     rewards = [(s.devices, s.host) for s in cluster.scorers if s.name == "reward"]
     assert rewards == [((4, 5), 0), ((6, 7), 1)]
@@ -81,8 +87,8 @@ def test_each_generator_has_its_share_of_the_copies_and_of_the_scorers() -> None
 
 
 def test_weights_travel_by_reshard_or_broadcast() -> None:
-    def loads(place: Layout, setting: Setting = SETTING) -> tuple[float, float]:
-        cluster = cluster_of(setting, place, ScheduleConfig())
+    def loads(place: Layout) -> tuple[float, float]:
+        cluster = cluster_of(SPEC, plan(place))
         cost = cluster.generators[0].cost
         assert cost is not None
         (critic,) = (s.load_s for s in cluster.scorers if s.follows)
@@ -96,8 +102,6 @@ def test_weights_travel_by_reshard_or_broadcast() -> None:
     assert loads(layout("none")) == (pytest.approx(size / 450e9), pytest.approx(critic / 450e9))
     nodes = Layout(Mesh(8), Mesh(2, 4), Mesh(8), "none")
     assert loads(nodes) == (pytest.approx(size / 50e9), pytest.approx(critic / 50e9))
-    at_once = replace(SETTING, at_once=True)
-    assert loads(nodes, at_once)[0] == pytest.approx(size / 400e9)
     # A critic that scores where it is trained is gathered there.
     lent = loads(layout("learner"))
     assert lent[1] == pytest.approx((critic - critic / 4) / 450e9)
@@ -107,17 +111,17 @@ def test_offloaded_states_travel_there_and_back_and_frozen_models_once() -> None
     place = replace(layout("all"), offload=True)
     trained = QWEN.parameters + QWEN.valued().parameters
     moved = 2 * 12 * trained / 4 + 2 * trained
-    assert swap_s(SETTING, place) == pytest.approx(moved / 64e9)
-    assert swap_s(SETTING, layout("all")) == 0
-    apart = cost_of_learner(SETTING, layout("all")).step_s
-    assert cost_of_learner(SETTING, place).step_s == pytest.approx(apart + moved / 64e9)
+    assert swap_s(SPEC, place) == pytest.approx(moved / 64e9)
+    assert swap_s(SPEC, layout("all")) == 0
+    apart = cost_of_learner(SPEC, layout("all")).step_s
+    assert cost_of_learner(SPEC, place).step_s == pytest.approx(apart + moved / 64e9)
 
 
 def test_memory_of_scorers_that_stream() -> None:
     place = layout("none", Mesh(2, 2))
-    plain = memory_of(SETTING, place, SYNC)
-    streams = memory_of(SETTING, place, ScheduleConfig(score_on="chunk"))
-    assert streams.keys() == {"generation", "scoring", "training", "hand-over"}
+    plain = memory_by_phase(SPEC, plan(place))
+    streams = memory_by_phase(SPEC, plan(place, ScheduleConfig(score_on="chunk")))
+    assert streams.keys() == {"generation", "scoring", "training", "weight sync"}
     # 16 responses of 100 + 128.5 tokens a copy; keys and values of three models in two slices
     expected = 16 * WORK.mean_tokens * 3 * 57344 / 2
     assert WORK.mean_tokens == pytest.approx(228.5, abs=1)
@@ -133,46 +137,43 @@ def test_where_not_all_fit_a_copy_has_slots() -> None:
     place = Layout(Mesh(2), Mesh(2), Mesh(2), "none")
     long = WORK.model_copy(update={"batch": 256, "max_new_tokens": 16_284})
     on = Hardware.of("h100", PERFECT)
-    setting = replace(SETTING, workload=long, hardware=on)
-    cost = cost_of_generator(setting, place)
-    assert setting.sizes().length == 16_384
-    slots = slots_of(setting, place, SYNC)
-    assert (
-        slots == cost.cache_tokens // 16_384 == cluster_of(setting, place, SYNC).generators[0].slots
-    )
+    spec = replace(SPEC, workload=long, hardware=on)
+    cost = cost_of_generator(spec, place)
+    assert spec.longest == 16_384
+    slots = slots_of(spec, plan(place))
+    assert slots == cost.cache_tokens // 16_384
+    assert slots == cluster_of(spec, plan(place)).generators[0].slots
     assert 0 < slots < 128
-    assert slots_of(SETTING, place, SYNC) == 0  # all of a short batch
-    assert slots_of(replace(setting, paged=True), place, SYNC) == 0
-    inter = ScheduleConfig(overcommit=32)
-    assert setting.sizes(inter).responses == 256 + 32
+    assert slots_of(SPEC, plan(place)) == 0  # all of a short batch
+    assert spec.in_flight(ScheduleConfig(overcommit=32)) == 256 + 32
 
 
 def test_scorers_beside_generators_find_their_caches_there() -> None:
     place = layout("generators", Mesh(4))
-    found = memory_of(SETTING, place, SYNC)
+    found = memory_by_phase(SPEC, plan(place))
     generator, scorer = found["generation"], found["scoring"]
-    assert generator["frozen"] == scorer["frozen"] == memory.frozen_bytes(SETTING.models, place)
+    assert generator["frozen"] == scorer["frozen"] == memory.frozen_bytes(SPEC.models, place)
     assert scorer["keys and values"] == generator["keys and values"]
-    assert "frozen" not in memory_of(SETTING, layout("none"), SYNC)["generation"]
-    beside = memory_of(SETTING, layout("learner"), SYNC)
+    assert "frozen" not in memory_by_phase(SPEC, plan(layout("none")))["generation"]
+    beside = memory_by_phase(SPEC, plan(layout("learner")))
     assert beside["training"]["frozen"] == beside["scoring"]["frozen"]
 
 
 def test_runs_without_critic_or_reward_model() -> None:
-    models = Models(QWEN, reference=QWEN)
-    setting = replace(SETTING, models=models, functions={"right": SampleCost(call_s=0.01)})
-    cluster = cluster_of(setting, layout("none"), ScheduleConfig())
+    models = ModelShapes(QWEN, reference=QWEN)
+    spec = replace(SPEC, models=models, functions={"right": SampleCost(call_s=0.01)})
+    cluster = cluster_of(spec, plan(layout("none")))
     assert [s.name for s in cluster.scorers] == ["reference", "right"]
     assert cluster.learner.trains == ("actor",)
-    both = cost_of_learner(SETTING, layout("none")).token_s
-    alone = cost_of_learner(setting, layout("none")).token_s
+    both = cost_of_learner(SPEC, layout("none")).token_s
+    alone = cost_of_learner(spec, layout("none")).token_s
     assert both / 2 < alone < both * 0.55  # the critic has no output layer to speak of
     assert len(simulate(cluster).steps) == 4
 
 
 def test_no_room_for_keys_and_values() -> None:
     big = replace(
-        SETTING, models=Models(shape_of("llama-65b")), hardware=Hardware.of("h100", PERFECT)
+        SPEC, models=ModelShapes(shape_of("llama-65b")), hardware=Hardware.of("h100", PERFECT)
     )
-    with pytest.raises(ConfigError, match="beside 131 GB of weights and of what others keep"):
-        cluster_of(big, replace(layout("none"), generator=FOUR), ScheduleConfig())
+    with raises(ConfigError, "no-cache-room", "131 GB of weights and of what others keep"):
+        cluster_of(big, plan(replace(layout("none"), generator=FOUR)))

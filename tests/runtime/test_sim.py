@@ -13,24 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from _estimate import estimate
+from _estimate import StepSizes, estimate
+from _rlhfuse import kept_cost
 from helpers import ticket, told
+from raising import raises
 from stretto.clock import ManualClock
 from stretto.config import Section
 from stretto.errors import ConfigError, EngineError, StateError
 from stretto.models.shapes import shape_of
 from stretto.observe.spans import Span, Spans
-from stretto.planner import layout as planning
-from stretto.planner import wire
 from stretto.planner.calibration import calibrate, fit_costs
 from stretto.planner.formulas import (
-    Passes,
+    TrainingPasses,
+    fsdp_training_bytes,
     generator_cost,
     prefill_cost,
     train_cost,
 )
 from stretto.planner.hardware import Hardware
-from stretto.planner.layout import Layout, Mesh, Models
+from stretto.planner.layout import Layout, Mesh, ModelShapes
+from stretto.runtime.sim.cluster import GeneratorRole, LearnerRole, ScorerRole
 from stretto.runtime.sim.costs import (
     DecodeCost,
     Efficiency,
@@ -40,23 +42,23 @@ from stretto.runtime.sim.costs import (
     TrainCost,
     TransferCost,
 )
-from stretto.runtime.sim.decoding import Replica, SimRow, decode
 from stretto.runtime.sim.devices import Device, SimWorker
 from stretto.runtime.sim.faults import Faults, InjectedError, faulty
-from stretto.runtime.sim.generator import SimGenerator
+from stretto.runtime.sim.generator import Replica, SimGenerator, SimRow, decode
 from stretto.runtime.sim.lengths import (
     Bimodal,
     Distribution,
     Drifting,
     Geometric,
     HeavyTail,
+    LearningCurve,
     Lengths,
     Lognormal,
     Replayed,
     Uniform,
 )
 from stretto.runtime.sim.loop import VirtualClock, run
-from stretto.runtime.sim.roles import LearningCurve, SimLearner, SimScorer
+from stretto.runtime.sim.roles import SimLearner, SimScorer
 from stretto.schedules.rollout import Rollout, train_batch
 from stretto.testing import make_chunk
 from stretto.types import Chunk, FinishReason, Prompt, Score
@@ -78,10 +80,26 @@ def make(
     lengths: Callable[[int], int] = lambda i: i,
     limit: int = 1000,
     device: Device | None = None,
-    **options: Any,
+    carry: Any = "recompute",
+    replicas: int = 1,
+    slots: int = 0,
 ) -> SimGenerator:
     worker = SimWorker("generator", [device or Device(0)], spans)
-    return SimGenerator(worker, cost, lengths, max_new_tokens=limit, **options)
+    role = GeneratorRole(cost=cost, slots=slots, devices=tuple(range(replicas)))
+    return SimGenerator(worker, role, lengths, max_new_tokens=limit, carry=carry)
+
+
+def make_scorer(
+    spans: Spans, cost: PrefillCost | SampleCost, name: str = "reward", **options: Any
+) -> SimScorer:
+    reward = options.pop("reward", lambda i, v: 0.0)
+    devices = [] if isinstance(cost, SampleCost) else [Device(0)]
+    role = ScorerRole(name=name, cost=cost, **options)
+    return SimScorer(SimWorker(name, devices, spans), role, reward)
+
+
+def make_learner(spans: Spans, cost: TrainCost, **options: Any) -> SimLearner:
+    return SimLearner(SimWorker("learner", [Device(0)], spans), LearnerRole(cost=cost, **options))
 
 
 def virtually(body: Callable[[Spans], Coroutine[Any, Any, Any]]) -> Any:
@@ -146,13 +164,13 @@ def test_steps_and_seconds_are_inverse(
 def test_padded_rows_read_as_much_as_the_longest() -> None:
     """Rows of 2 + 3 and 10 + 1 tokens; the second ends after two steps, the first after four."""
     for padded, expected in ((False, (16 + 18) + (7 + 8)), (True, (22 + 24) + (7 + 8))):
-        replica = Replica(GeneratorCost(decode=DecodeCost(context_s=1.0), padded=padded), None)
+        replica = Replica(GeneratorCost(decode=DecodeCost(context_s=1.0), padded=padded), 0)
         for id_, prompt, tokens, length in ((0, 2, 3, 7), (1, 10, 1, 3)):
             row = SimRow(id_, id_, prompt, tokens, length, FinishReason.STOP, cached=99)
             replica.waiting.append(row)
-        ended, work = decode([replica], 9, 0)
+        ended, seconds, work = decode([replica], 9, 0)
         assert [row.id for row in ended] == [1, 0]
-        assert (work.steps, work.context, work.seconds) == (4, expected, expected)
+        assert (work["steps"], work["context"], seconds) == (4, expected, expected)
         assert replica.load == 0
 
 
@@ -187,7 +205,7 @@ def test_roofline_costs_are_what_the_data_sheets_say() -> None:
     # A token attends to half of the others: 4 operations a layer and unit of width.
     longer = generator_cost(QWEN, 1, on, length=1000).prefill.token_s - cost.prefill.token_s
     assert longer == pytest.approx(2 * 28 * 3584 * 1000 / 989e12)
-    with pytest.raises(ConfigError, match=r"1 x 80 GB have no room .*131 GB of weights; raise"):
+    with raises(ConfigError, "no-cache-room", "1 x 80 GB", "131 GB of weights; raise"):
         generator_cost(shape_of("llama-65b"), 1, Hardware.of("h100", PERFECT))
 
 
@@ -236,8 +254,8 @@ def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: i
     """The simulator's generator, and the estimate of a step that the planner prints."""
     shape, on, one = shape_of(name), Hardware.of("h200"), Mesh(1, tensor)
     layout = Layout(one, one, one, "none")
-    load = planning.Workload(rows, prompt_tokens=256, response_tokens=512)
-    _, decoding = estimate(Models.of_one_size(shape), layout, load, on).generation.work
+    load = StepSizes(rows, prompt_tokens=256, response_tokens=512)
+    _, decoding = estimate(ModelShapes.of_one_size(shape), layout, load, on).generation.work
     cost = generator_cost(shape, tensor, on, free_bytes=1e12).decode
     once = cost.seconds(rows, rows * (256 + 512 / 2), 1)
     assert sum(decoding.by_limit.values()) == pytest.approx(512 * once)
@@ -246,33 +264,33 @@ def test_a_decode_step_costs_as_much_as_on_paper(name: str, tensor: int, rows: i
 def test_training_takes_its_operations_or_its_links() -> None:
     on, tokens = Hardware.of("h200", PERFECT), 7 * 8192
     used = QWEN.multiplied(1)
-    cost = train_cost([QWEN], Mesh(7), on, Passes(tokens, epochs=4, updates=4))
+    cost = train_cost([QWEN], Mesh(7), on, TrainingPasses(tokens, epochs=4, updates=4))
     assert cost.token_s == pytest.approx(4 * 6 * used / 989e12 / 7)
     assert cost.step_s == pytest.approx(4 * QWEN.parameters * 32 / 4.8e12 / 7)
-    checkpointed = train_cost([QWEN], Mesh(7), on, Passes(tokens, checkpointing=True))
+    checkpointed = train_cost([QWEN], Mesh(7), on, TrainingPasses(tokens, checkpointing=True))
     assert checkpointed.token_s == pytest.approx(8 * used / 989e12 / 7)
     # With little to compute, FSDP's traffic counts: 700 tokens are 100 of each shard, in one pass.
-    little = train_cost([QWEN], Mesh(7), on, Passes(700))
-    traffic = wire.fsdp_training_bytes(QWEN, Mesh(7), 1) / 450e9
+    little = train_cost([QWEN], Mesh(7), on, TrainingPasses(700))
+    traffic = fsdp_training_bytes(QWEN, Mesh(7), 1) / 450e9
     assert little.token_s * 700 == pytest.approx(traffic)
 
 
 def test_shards_that_keep_their_weights_exchange_once_an_update() -> None:
     on, mesh = Hardware.of("h200", PERFECT), Mesh(4, 2, 2)
-    passes = Passes(1000, updates=3, micro_tokens=10, zero=1)
-    kept = train_cost([QWEN], mesh, on, passes)
-    alone = train_cost([QWEN], Mesh(1, 2, 2), on, replace(passes, zero=3))  # nobody to gather from
+    passes = TrainingPasses(1000, updates=3, micro_tokens=10)
+    kept = kept_cost([QWEN], mesh, on, passes)
+    alone = train_cost([QWEN], Mesh(1, 2, 2), on, passes)  # gathers nothing
     assert kept.token_s == pytest.approx(alone.token_s / 4)
     held = QWEN.stage(2).held(2)
     exchanged = 6 * held * 3 / 4 / 450e9  # the four are neighbours
     updated = 32 * held / 4 / 4.8e12
     waited = 10 * alone.token_s
     assert kept.step_s == pytest.approx(3 * (updated + exchanged + waited))
-    assert train_cost([QWEN], mesh, on, replace(passes, zero=3)).token_s > 10 * kept.token_s
+    assert train_cost([QWEN], mesh, on, passes).token_s > 10 * kept.token_s
 
 
 def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
-    on, passes = Hardware.of("h200", PERFECT), Passes(64 * 1000, micro_tokens=1000)
+    on, passes = Hardware.of("h200", PERFECT), TrainingPasses(64 * 1000, micro_tokens=1000)
     alone = train_cost([QWEN], Mesh(1), on, passes)
     stages = train_cost([QWEN], Mesh(1, 1, 4), on, passes)
     stage = QWEN.stage(4)
@@ -289,7 +307,7 @@ def test_pipeline_stages_share_layers_and_wait_for_each_other() -> None:
 def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown model 'qwen2\.5-7'.*'qwen2\.5-7b'"):
         shape_of("qwen2.5-7")
-    with pytest.raises(ConfigError, match="unknown GPU 'h20'"):
+    with raises(ConfigError, "unknown-gpu", "'h20'", "h200"):
         Hardware.of("h20")
 
 
@@ -566,9 +584,8 @@ def chunk(
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_streaming_scorer_has_only_the_rest_left(streams: bool) -> None:
     async def body(spans: Spans) -> Any:
-        worker = SimWorker("reward", [Device(0)], spans)
         cost = PrefillCost(call_s=1.0, token_s=0.1)
-        s = SimScorer(worker, cost, "reward", reward=lambda i, v: i + v / 10, streams=streams)
+        s = make_scorer(spans, cost, reward=lambda i, v: i + v / 10, streams=streams)
         await s.admit(told([rollout(1), rollout(2, tokens=4)]))
         await s.extend([chunk(1, 0, 20), chunk(2, 4, 6, STOP)])
         await s.extend([chunk(1, 20, 5, STOP, v=3)])
@@ -587,12 +604,8 @@ def test_a_streaming_scorer_has_only_the_rest_left(streams: bool) -> None:
 
 def test_new_weights_void_what_a_critic_has_prefilled() -> None:
     async def body(spans: Spans) -> Any:
-        s = SimScorer(
-            SimWorker("critic", [Device(0)], spans),
-            PrefillCost(token_s=1.0),
-            "values",
-            follows="critic",
-        )
+        cost = PrefillCost(token_s=1.0)
+        s = make_scorer(spans, cost, "critic", kind="values", follows="critic")
         await s.admit(told([rollout(1)]))
         await s.extend([chunk(1, 0, 5)])
         await s.load(ticket(1, "x"))
@@ -616,8 +629,8 @@ def test_padded_scoring_takes_the_longest_of_each_few(
     padded: int, streams: bool, expected: Sequence[tuple[str, float, int]]
 ) -> None:
     async def body(spans: Spans) -> Any:
-        worker, cost = SimWorker("model", [Device(0)], spans), PrefillCost(call_s=1.0, token_s=0.1)
-        s = SimScorer(worker, cost, "reward", streams=streams, padded=padded)
+        cost = PrefillCost(call_s=1.0, token_s=0.1)
+        s = make_scorer(spans, cost, "model", streams=streams, padded=padded)
         await s.admit(told([rollout(1), rollout(2), rollout(3)]))
         await s.extend([chunk(1, 0, 10, STOP), chunk(2, 0, 20, STOP), chunk(3, 0, 30, STOP)])
         await s.finish([1, 2, 3])
@@ -629,7 +642,7 @@ def test_padded_scoring_takes_the_longest_of_each_few(
 
 def test_a_function_costs_by_responses() -> None:
     async def body(spans: Spans) -> Any:
-        s = SimScorer(SimWorker("task", [], spans), SampleCost(call_s=2.0, sample_s=0.5), "reward")
+        s = make_scorer(spans, SampleCost(call_s=2.0, sample_s=0.5), "task")
         await s.admit(told([rollout(1), rollout(2)]))
         await s.extend([chunk(1, 0, 100, STOP), chunk(2, 0, 3, STOP)])
         await s.finish([1, 2])
@@ -640,15 +653,13 @@ def test_a_function_costs_by_responses() -> None:
 
 def test_a_scorer_refuses_what_is_out_of_order() -> None:
     async def body(spans: Spans) -> None:
-        s = SimScorer(SimWorker("reward", [Device(0)], spans), PrefillCost(), "reward")
+        s = make_scorer(spans, PrefillCost())
         await s.admit(told([rollout(1)]))
         for bad in (chunk(2, 0, 1), chunk(1, 1, 1)):
-            with pytest.raises(
-                EngineError, match=f"cannot take a chunk of rollout {bad.rollout_id}"
-            ):
+            with raises(EngineError, "chunk-out-of-place", bad.rollout_id, bad.start):
                 await s.extend([bad])
         await s.extend([chunk(1, 0, 1)])
-        with pytest.raises(EngineError, match="give it the last chunk first"):
+        with raises(EngineError, "rollout-unfinished", 1):
             await s.finish([1])
         await s.release([1])
         await s.admit(told([rollout(1)]))
@@ -659,7 +670,7 @@ def test_a_scorer_refuses_what_is_out_of_order() -> None:
 def test_the_learner_costs_by_tokens_and_reports_rewards() -> None:
     async def body(spans: Spans) -> Any:
         cost = TrainCost(step_s=3.0, token_s=0.1, publish_s=0.5)
-        learner = SimLearner(SimWorker("learner", [Device(0)], spans), cost, ("actor", "critic"))
+        learner = make_learner(spans, cost, trains=("actor", "critic"))
         batch = [rollout(1, tokens=10), rollout(2, tokens=30)]
         for r, rewards in zip(batch, ((1.0, 0.5), (2.0, 0.0)), strict=True):
             for name, x in zip(("model", "task"), rewards, strict=True):
@@ -679,10 +690,10 @@ def test_the_learner_costs_by_tokens_and_reports_rewards() -> None:
 
 def test_a_learner_that_pads_trains_on_the_longest_everywhere() -> None:
     async def body(spans: Spans) -> Any:
-        worker, cost = SimWorker("learner", [Device(0)], spans), TrainCost(token_s=0.1)
+        cost = TrainCost(token_s=0.1)
         batch = train_batch([rollout(1, tokens=10), rollout(2, tokens=30, prompt=5)])
         for padded in (False, True):
-            await SimLearner(worker, cost, padded=padded).train(batch)
+            await make_learner(spans, cost, padded=padded).train(batch)
         return [(x.attributes["tokens"], x.end_s - x.start_s) for x in spans.records]
 
     tokens, seconds = zip(*virtually(body), strict=True)
@@ -707,7 +718,7 @@ def test_faults_come_as_often_as_asked_and_the_same_again() -> None:
         loop, seen = asyncio.get_running_loop(), []
         faults = Faults(seed=1, raises=0.2, hangs=0.1, dawdles=0.3, slow_factor=4.0)
         for i in range(600):
-            learner = SimLearner(SimWorker("learner", [], spans), TrainCost(publish_s=1.0))
+            learner = make_learner(spans, TrainCost(publish_s=1.0))
             start_s = loop.time()
             try:
                 async with asyncio.timeout(100.0):
@@ -731,9 +742,8 @@ def test_faults_come_as_often_as_asked_and_the_same_again() -> None:
 
 def test_a_call_waits_for_the_faulty_one_before_it() -> None:
     async def body(spans: Spans) -> Any:
-        worker = SimWorker("reward", [Device(0)], spans)
         scorer = faulty(
-            SimScorer(worker, PrefillCost(call_s=1.0), "reward"),
+            make_scorer(spans, PrefillCost(call_s=1.0)),
             Faults(dawdles=1.0, slow_factor=3.0, unscored=1.0),
             "reward",
         )
@@ -762,9 +772,8 @@ def test_costs_are_found_again_in_the_spans_they_made() -> None:
 
     async def body(spans: Spans) -> Any:
         g = make(spans, cost, Lengths(Lognormal(median=40, p95=160), 0))
-        model = SimScorer(SimWorker("reward", [Device(1)], spans), reward, "reward")
-        judge = SimScorer(SimWorker("task", [], spans), judged, "reward")
-        learner = SimLearner(SimWorker("learner", [Device(2)], spans), training)
+        model, judge = make_scorer(spans, reward), make_scorer(spans, judged, "task")
+        learner = make_learner(spans, training)
         for step in range(12):
             batch = [rollout(100 * step + i, prompt=20 + i) for i in range(4 + step)]
             await g.admit(told(batch))
@@ -839,7 +848,7 @@ def test_the_driver_s_work_is_fitted_and_not_on_the_way() -> None:
     assert books.seconds(3) == pytest.approx(0.3)
 
 
-def test_replicas_of_a_scorer_have_one_cost_and_a_hand_over_has_none() -> None:
+def test_replicas_of_a_scorer_have_one_cost_and_a_weight_sync_has_none() -> None:
     spans = Spans(ManualClock())
     spans.add("generator", "gen", 0.0, 1.0, steps=10, tokens=10)
     spans.add("learner", "update", 0.0, 1.0, tokens=10)
@@ -854,5 +863,5 @@ def test_replicas_of_a_scorer_have_one_cost_and_a_hand_over_has_none() -> None:
 
 
 def test_calibration_needs_a_run() -> None:
-    with pytest.raises(StateError, match="there is no 'gen' of the generator"):
+    with raises(StateError, "no-spans", "'gen'", "generator"):
         calibrate([])

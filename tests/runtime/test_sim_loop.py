@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from raising import raises
 from stretto.errors import StalledError
 from stretto.runtime.sim.loop import VirtualClock, VirtualLoop, run, spend
 
@@ -93,7 +94,7 @@ def test_a_deadlock_raises_and_names_who_waits() -> None:
         await asyncio.sleep(1.5)
         await task
 
-    with pytest.raises(StalledError, match=r"at 1.5 s.*scorer \(.*waits_for_ever at .*loop"):
+    with raises(StalledError, "nothing-to-wait-for", "at 1.5 s", "scorer (", "waits_for_ever at "):
         run(main())
 
 
@@ -104,7 +105,7 @@ def test_polling_without_end_is_found_out(monkeypatch: pytest.MonkeyPatch) -> No
         while True:
             await asyncio.sleep(0)
 
-    with pytest.raises(StalledError, match="let no time pass"):
+    with raises(StalledError, "no-time-passes"):
         run(main())
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from helpers import ended_records
-from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfig
+from raising import raises
+from stretto.config import AlgorithmConfig, Config, RolloutConfig, ScheduleConfig, recipes
 from stretto.errors import ConfigError, RewardError, RoleLostError, StalledError
 from stretto.machine import Machine
 from stretto.observe.spans import Span, Spans
@@ -266,11 +267,11 @@ def test_a_description_is_read_from_toml(tmp_path: Path) -> None:
     assert cluster.generators[0].replicas == 2
     assert cluster.device_count == 5
     assert cluster.workload.response_tokens == Lognormal(median=100, p99=900)
-    with pytest.raises(ConfigError, match="costs follow from a model"):
+    with raises(ConfigError, "cost-unpriced"):
         simulate(cluster)
     assert simulate(priced(cluster)).ledger["trained"] == 32
     file.write_text(file.read_text().replace("tensor_parallel = 2", "tensor_parallel = 3"))
-    with pytest.raises(ConfigError, match="tensor_parallel must divide"):
+    with raises(ConfigError, "devices-not-divided", 3, 4):
         Cluster.read(file)
 
 
@@ -290,20 +291,20 @@ def test_a_description_can_have_processes_that_die() -> None:
     assert result.makespan_s == pytest.approx(undisturbed.makespan_s + 14.25 + wasted_s)
     assert result.ledger == undisturbed.ledger
     assert "cluster/deaths" not in undisturbed.steps[-1]
-    with pytest.raises(RoleLostError, match="its process was made to die in call"):
+    with raises(RoleLostError, "made-to-die"):
         simulate(mortal.model_copy(update={"restarts": 0}))
 
 
 def test_wrong_descriptions_are_refused() -> None:
     def described(**changes: Any) -> Cluster:
         cluster = small_cluster(ScheduleConfig(), (1,), 0)
-        return Cluster.model_validate({**cluster.model_dump(), **changes})
+        return recipes.build({**cluster.model_dump(), **changes}, "a test", Cluster)
 
-    with pytest.raises(ValueError, match="follows 'critic', but only"):
+    with raises(ConfigError, "follows-untrained", "'critic'", "('actor',)"):
         described(scorers=[{"name": "critic", "cost": {}, "follows": "critic"}])
-    with pytest.raises(ValueError, match="generator 1, but there are 1"):
+    with raises(ConfigError, "unknown-host", "'reward'", 1):
         described(scorers=[{"name": "reward", "cost": {}, "host": 1}])
-    with pytest.raises(ValueError, match="either from a model or from numbers"):
+    with raises(ConfigError, "model-or-cost", "llama-13b"):
         described(generators=[{"model": "llama-13b", "cost": {}}])
 
 

@@ -22,7 +22,7 @@ from stretto.runtime.sim.costs import Efficiency
 
 T = TypeVar("T")
 TABLES = ("gpu", "links", "assumed", "measured")
-"""Of a file; nothing reads what was measured back."""
+"""Tables of a file; nothing reads back what was measured."""
 _CHECKED = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
 
@@ -117,7 +117,7 @@ def read_hardware(file: str | Path) -> Hardware:
         tables = changes.read(file)
     except ConfigError as error:
         remedy = f"'stretto plan --calibrate {file}' makes one"
-        raise ConfigError(f"{error}; {remedy}", error.code) from error
+        raise ConfigError(f"{error}; {remedy}", "no-hardware-file") from error
     for name in tables:
         if name not in TABLES:
             problem = f"unknown table [{name}] in '{file}'. {nearest(name, TABLES)}"

@@ -88,6 +88,7 @@ class Layout:
     Attributes:
         offload: roles that are not at work keep their states in the host's memory.
         micro_tokens: tokens of a micro-batch of one shard of the learner.
+        prefill_tokens: tokens of a pass without gradients of one generator or scorer.
     """
 
     learner: Mesh
@@ -97,6 +98,7 @@ class Layout:
     offload: bool = False
     checkpointing: bool = True
     micro_tokens: int = 8192
+    prefill_tokens: int = 8192
 
     def __post_init__(self) -> None:
         counts = [self.meshes[role].devices for role in self.shared]
@@ -112,9 +114,9 @@ class Layout:
                 "for themselves: leave it out, or colocate them",
                 "offload-without-turns",
             )
-        if self.micro_tokens < 1:
-            problem = f"micro-batches of {self.micro_tokens} tokens: give 1 or more"
-            raise ConfigError(problem, "empty-micro-batches")
+        if min(self.micro_tokens, self.prefill_tokens) < 1:
+            tokens = f"{self.micro_tokens} and {self.prefill_tokens} tokens"
+            raise ConfigError(f"passes of {tokens}: give 1 or more", "empty-passes")
 
     @property
     def meshes(self) -> dict[str, Mesh]:

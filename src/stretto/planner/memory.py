@@ -31,9 +31,8 @@ STATE, KEPT = 16, 12
 but the gradient, which is zeroed, not freed (``training/trained.py``)."""
 BUCKET = 64 * 2**20
 """Bytes of a bucket in which weights travel (``cluster.bucket_mb``)."""
-PREFILL_TOKENS, VERSIONS = 8192, 3
-"""In layouts: tokens of a pass without gradients, and versions of the weights that a learner keeps
-for roles on other devices (the lag of the schedule, and 2)."""
+VERSIONS = 3
+"""Versions of the weights that a layout's learner keeps for other devices: the lag, and 2."""
 SLICE, SLICE_ENTRIES = 256 * 2**20, 1024
 """Bytes of a slice of logits, and its vocabulary entries at least (``models/logits.py``)."""
 
@@ -352,10 +351,12 @@ def _devices(
         values=colocated and models.critic is not None,
         offload=layout.offload,
     )
-    generator, scorer = (layout.generator.tensor, PREFILL_TOKENS, learner), layout.scorer.tensor
+    tokens = layout.prefill_tokens
     generate = partial(on["generators"].put_inference, "weights", rests=colocated)
-    generate(models.actor, *generator, rows=rows, positions=length)
-    score = partial(on["scorers"].put_inference, "frozen", tensor=scorer, tokens=PREFILL_TOKENS)
+    generate(models.actor, layout.generator.tensor, tokens, learner, rows=rows, positions=length)
+    score = partial(
+        on["scorers"].put_inference, "frozen", tensor=layout.scorer.tensor, tokens=tokens
+    )
     if models.reward:
         score(shape=models.reward, rests=layout.offload)
     if models.reference:

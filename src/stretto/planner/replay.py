@@ -390,7 +390,7 @@ def phases_of(spans: Iterable[Span], start_s: float, end_s: float, steps: int) -
     idle = {role: whole_s - seconds(union(parts)) for role, parts in busy.items()}
     found["generators waiting"] = sum(s for role, s in idle.items() if is_generator(role))
     found["learner waiting"] = idle.get("learner", whole_s)
-    found["nobody at work"] = whole_s - seconds(union(p for parts in work.values() for p in parts))
+    found["no role at work"] = whole_s - seconds(union(p for parts in work.values() for p in parts))
     found[STEP] = whole_s
     return {phase: s / steps for phase, s in found.items()}
 

@@ -101,7 +101,8 @@ class _Faulty:
             async with asyncio.timeout(uniform(self._faults.seed, self._name, "death", number)):
                 await work
         self._dead = True
-        raise RoleLostError(self._name, f"its process was made to die in call {number}")
+        cause = f"its process was made to die in call {number}"
+        raise RoleLostError(self._name, cause, "made-to-die")
 
     async def restart(self) -> None:
         """Start a new process, which holds nothing; RoleLostError if it dies at once."""

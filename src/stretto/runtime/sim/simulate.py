@@ -49,6 +49,7 @@ class SimResult:
         steps: metrics of each step, the learner's and the schedule's.
         spans: all work and all recorded waiting, in virtual seconds.
         makespan_s: from the start to the last step's end.
+        samples_per_s: responses of all steps over the makespan.
         utilisation: share of the makespan in which a role worked.
         idle_s: seconds in which it did not, by (role, cause).
         device_utilisation: share of the makespan in which a device worked, by number.
