@@ -31,7 +31,7 @@ INSIDE = {
 }
 """Programs that another one runs, with ``--smoke`` too; they are not run twice."""
 
-PRELOADED = ["torch.distributed", "transformers.modeling_utils", "stretto.api", "stretto.runtime.run"]
+PRELOADED = ["torch.distributed", "transformers.modeling_utils", "stretto.runtime.run"]
 """Modules that are imported once for all programs: importing takes longer than most of them."""
 
 
