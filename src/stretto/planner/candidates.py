@@ -82,13 +82,8 @@ def bubble(pipelining: Pipelining, stages: int) -> float:
     chunks of layers a stage halve the bubble. Fused schedules are of two models of one size, at the
     lower bound of latency, which the solver of :mod:`stretto.pipelines` reaches for them.
     """
-    match pipelining:
-        case "1f1b":
-            return stages - 1.0
-        case "interleaved":
-            return (stages - 1) / 2
-        case "fused":
-            return ((stages + 1) // 2 - 1) / 2
+    fused = ((stages + 1) // 2 - 1) / 2
+    return {"1f1b": stages - 1.0, "interleaved": (stages - 1) / 2, "fused": fused}[pipelining]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +259,6 @@ def _quickest_passes(spec: PlanSpec, layout: Layout) -> list[Layout]:
     usable = spec.hardware.usable_bytes
     fitting = (way for way in ways if memory.learner_bytes(spec.models, way) <= usable)
     return list(islice(fitting, 1))
-
-
-# -- what is simulated -----------------------------------------------------------------------------
 
 
 def cluster_of(spec: PlanSpec, candidate: Candidate) -> Cluster:

@@ -28,9 +28,6 @@ FORWARD, TRAINED, CHECKPOINTED = 2, 4, 6
 """All-reduces of a layer's tensor parallelism: forward, with a backward, and computed twice."""
 
 
-# -- operations, and what is read for them ---------------------------------------------------------
-
-
 def forward_flops(shape: Shape, tokens: float, length: float, tensor: int) -> float:
     """Return a device's operations in a forward pass: 2 P a token, and attention's.
 
@@ -62,9 +59,6 @@ def decode_read_bytes(shape: Shape, rows: float, context: float, tensor: int) ->
 def optimizer_bytes(shape: Shape, mesh: Mesh) -> float:
     """Return what a device moves in an update of its shard."""
     return OPTIMIZER * shape.stage(mesh.stages).held(mesh.tensor) / mesh.data
-
-
-# -- bytes over links ------------------------------------------------------------------------------
 
 
 def gather_bytes(total: float, members: int) -> float:
@@ -101,9 +95,6 @@ def reshard_bytes(shape: Shape, learner: Mesh, generator: Mesh) -> float:
     2 P (1/t - 1/n), as a GPU has its shard already: HybridFlow (Sheng et al. 2024).
     """
     return HALF * (shape.held(generator.tensor) - shape.parameters / learner.devices)
-
-
-# -- seconds ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

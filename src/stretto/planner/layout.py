@@ -27,11 +27,8 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if min(self.data, self.tensor, self.stages) < 1:
-            raise ConfigError(
-                f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages: each "
-                "number is 1 or more",
-                "empty-mesh",
-            )
+            given = f"a mesh of {self.data} x {self.tensor} devices in {self.stages} stages"
+            raise ConfigError(f"{given}: each number is 1 or more", "empty-mesh")
 
     @property
     def devices(self) -> int:
@@ -158,11 +155,8 @@ class Layout:
         ]
         for mesh, shape in pairs:
             if mesh.stages > shape.layers:
-                raise ConfigError(
-                    f"{mesh.stages} pipeline stages of a model with {shape.layers} layers: give "
-                    "each stage one or more",
-                    "too-many-stages",
-                )
+                given = f"{mesh.stages} pipeline stages of a model with {shape.layers} layers"
+                raise ConfigError(f"{given}: give each stage one or more", "too-many-stages")
             if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
                 raise ConfigError(
                     f"tensor parallelism {mesh.tensor} of a model with {shape.heads} heads, "
@@ -170,8 +164,5 @@ class Layout:
                     "heads-not-divided",
                 )
             if mesh.tensor > links.gpus_per_node:
-                raise ConfigError(
-                    f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs: "
-                    "it must stay within a node",
-                    "tensor-across-nodes",
-                )
+                given = f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs"
+                raise ConfigError(f"{given}: it must stay within a node", "tensor-across-nodes")

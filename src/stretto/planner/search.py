@@ -156,9 +156,6 @@ ROUNDS, WARM = 6, 2
 """Weight syncs that are simulated, and those that fill the pipeline and do not count."""
 
 
-# -- a candidate -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PlanResult:
     """A candidate and what the simulator says of it, once the pipeline is filled.
@@ -232,9 +229,6 @@ def _group(role: str) -> str:
     if role.startswith("generator"):
         return "generators"
     return role if role == "learner" else "scorers"
-
-
-# -- all candidates --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

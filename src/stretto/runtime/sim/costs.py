@@ -136,7 +136,6 @@ class PrefillCost(Section):
     """Seconds a token."""
 
     def seconds(self, tokens: int) -> float:
-        """Seconds of a call with so many tokens; 0 for none."""
         return self.call_s + self.token_s * tokens if tokens else 0.0
 
 
@@ -149,7 +148,6 @@ class SampleCost(Section):
     """Seconds a response."""
 
     def seconds(self, samples: int) -> float:
-        """Seconds of a call with so many responses; 0 for none."""
         return self.call_s + self.sample_s * samples if samples else 0.0
 
 
@@ -162,7 +160,6 @@ class DriverCost(Section):
     """Seconds an item: a rollout, or a chunk."""
 
     def seconds(self, items: int) -> float:
-        """Seconds of work on so many items."""
         return self.call_s + self.item_s * items
 
 
@@ -177,7 +174,6 @@ class TrainCost(Section):
     """Seconds to get a version of the weights ready for the others."""
 
     def seconds(self, tokens: int) -> float:
-        """Seconds of a step on so many tokens."""
         return self.step_s + self.token_s * tokens
 
 
@@ -190,7 +186,6 @@ class TransferCost(Section):
     """Bandwidth in one direction."""
 
     def seconds(self, size_bytes: float) -> float:
-        """Seconds of moving so many bytes; 0 for none."""
         return self.latency_s + size_bytes / self.bytes_per_s if size_bytes else 0.0
 
 

@@ -63,13 +63,13 @@ class _Faulty:
 
     def __getattr__(self, name: str) -> Any:
         member = getattr(self._role, name)
-        return self._wrapped(member) if asyncio.iscoroutinefunction(member) else member
+        if not asyncio.iscoroutinefunction(member):
+            return member
 
-    def _wrapped(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        @wraps(call)
+        @wraps(member)
         async def faulty(*args: Any, **keywords: Any) -> Any:
             async with self._turn:
-                return await self._call(call, *args, **keywords)
+                return await self._call(member, *args, **keywords)
 
         return faulty
 

@@ -187,10 +187,5 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
 
 
 def _prompts(cluster: Cluster) -> Callable[[], Prompt]:
-    lengths, ids = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1), count()
-
-    def draw() -> Prompt:
-        id_ = next(ids)
-        return Prompt(id_, (0,) * lengths(id_), "")
-
-    return draw
+    lengths = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1)
+    return (Prompt(i, (0,) * lengths(i), "") for i in count()).__next__
