@@ -26,7 +26,7 @@ from stretto.cli.variants import DEFAULT_VARIANTS, plan
 from stretto.config import PRESETS, Config, Knobs, recipes
 from stretto.errors import ConfigError
 from stretto.observe import RunDirectory, Span, Window, report
-from stretto.observe.compare import Comparison, Outcome, smoothed, three_digits
+from stretto.observe.compare import Comparison, VariantResult, smoothed, three_digits
 from stretto.schedules.rollout import Rollout, RolloutState
 from stretto.types import FinishReason, Prompt
 
@@ -38,7 +38,7 @@ def outcome(
     step_s: float = 1.0,
     first_s: float = 5.0,
     **other: Any,
-) -> Outcome:
+) -> VariantResult:
     """A run of 8 samples a step whose first step takes ``first_s``, and each other ``step_s``."""
     n = len(rewards)
     fields = {
@@ -49,7 +49,7 @@ def outcome(
         "staleness_max": [0.0] * n,
         "utilisation": {},
     }
-    return Outcome(variant=variant, seed=seed, **{**fields, **other})
+    return VariantResult(variant=variant, seed=seed, **{**fields, **other})
 
 
 def rows(table: str) -> dict[str, list[str]]:
@@ -150,7 +150,7 @@ def test_the_table_says_what_was_not_reached_and_how_far_seeds_differ() -> None:
     assert data["variants"]["async"]["speedup"] == [4.0, 8.0]
 
 
-def reaching(variant: str, seed: int, steps: int, step_s: float) -> Outcome:
+def reaching(variant: str, seed: int, steps: int, step_s: float) -> VariantResult:
     """A run of 30 steps whose smoothed reward is first above 0.95 after ``steps``."""
     return outcome(variant, seed, [0.0] * (steps - 10) + [1.0] * (40 - steps), step_s, step_s)
 
@@ -240,7 +240,7 @@ def test_all_lines_of_a_table_are_of_one_width() -> None:
         ([outcome("sync", 0, ramp(1, 0, 20))], "of sync does not rise (0.763 to 0.237)"),
     ],
 )
-def test_without_a_sensible_target_none_is_invented(runs: list[Outcome], note: str) -> None:
+def test_without_a_sensible_target_none_is_invented(runs: list[VariantResult], note: str) -> None:
     comparison = Comparison(runs)
     assert comparison.target is None
     assert note in comparison.notes()[0]
@@ -296,7 +296,7 @@ def write_run(folder: str, name: str, config: Config, *, step_s: float, reward: 
 
 def test_an_outcome_is_read_from_a_runs_records(tmp_path: Path) -> None:
     path = write_run(str(tmp_path), "oppo", Config(), step_s=2.0, reward=0.25)
-    found = Outcome.of("oppo", 7, report.load([path])[0])
+    found = VariantResult.of("oppo", 7, report.load([path])[0])
     assert (found.variant, found.seed) == ("oppo", 7)
     assert found.times_s == [3, 5, 7, 9]
     assert found.samples == [3, 3, 2, 3]

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from stretto.observe.intervals import mean_interval, ratio_interval, t_quantile
+from stretto.observe.significance import mean_interval, ratio_interval, t_quantile
 
 
 @pytest.mark.parametrize(

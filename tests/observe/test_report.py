@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raising import raises
 from stretto.cli.main import main
 from stretto.clock import ManualClock
 from stretto.config import Config
 from stretto.errors import ConfigError, StateError, StorageError
 from stretto.observe import Recorder, RunDirectory, Spans, report
 from stretto.observe.progress import NoProgress
-from stretto.observe.report import evaluations, outcomes
-from stretto.observe.report.page import html_page, length_edges, payload, quantile
-from stretto.observe.report.picture import seconds_text, tick_step
-from stretto.observe.report.runs import Run, StepSpans, differing_settings, load, shares
-from stretto.observe.report.steps import Bar, Wait, bars, waits
+from stretto.observe.report import outcomes
+from stretto.observe.report.page import html_page, length_edges, payload
+from stretto.observe.report.runs import LoadedRun, differing_settings, load, shares
+from stretto.observe.report.timeline import Bar, bars, seconds_text, tick_step, waits
 from stretto.observe.spans import Span
 from stretto.observe.trace import TracedStep
 from stretto.schedules.rollout import Rollout, RolloutState
@@ -149,8 +149,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [fake_run(folder, name, name == "oppo").path for name in ("sync", "oppo")]
 
 
-def made(name: str = "run", **given: Any) -> Run:
-    return Run(**{"name": name, "settings": {}, "metrics": [], "rollouts": [], **given})
+def made(name: str = "run", **given: Any) -> LoadedRun:
+    return LoadedRun(**{"name": name, "settings": {}, "metrics": [], "rollouts": [], **given})
 
 
 def span(role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> Span:
@@ -219,7 +219,7 @@ def test_spans_belong_to_every_step_that_they_touch(pair: list[Path]) -> None:
     everything = RunDirectory(pair[1]).trace.read().spans
     assert list(run.steps) == list(range(1, 13))
     for step in run.steps.values():
-        start_s, end_s = step.step.start_s, step.step.end_s
+        start_s, end_s = step.start_s, step.end_s
         naive = [s for s in everything if s.start_s < end_s and s.end_s > start_s]
         assert list(step.spans) == naive
     assert run.roles == ["generator", "critic", "reference", "learner"]
@@ -248,7 +248,7 @@ def test_shares_agree_with_the_table_of_the_run(pair: list[Path]) -> None:
 
 
 def test_roles_of_several_runs_are_in_one_order() -> None:
-    def run(*roles: str) -> Run:
+    def run(*roles: str) -> LoadedRun:
         return made(metrics=[{"step": 1, "time_s": 1.0} | {f"utilisation/{r}": 1.0 for r in roles}])
 
     runs = [run("all devices", "learner", "critic"), run("critic 0", "generator 1", "generator 0")]
@@ -284,14 +284,11 @@ def test_lengths_are_counted_in_bins_three_to_a_doubling(pair: list[Path]) -> No
         assert run["lengths"]["max"] == max(lengths)
 
 
-def test_quantiles_interpolate() -> None:
-    assert quantile([1, 2, 4, 8], 0.5) == 3.0
-    assert quantile([7], 0.95) == 7
-
-
 def test_bars_are_cut_to_the_step_and_waits_fill_the_rest() -> None:
-    step = StepSpans(
-        TracedStep(3, 10.0, 20.0),
+    step = TracedStep(
+        3,
+        10.0,
+        20.0,
         (
             span("learner", "update", 16.0, 20.0, rollouts=[1, 2], rollouts_count=9, tokens=70),
             span("generator", "gen", 8.0, 16.0, version=2),
@@ -305,17 +302,17 @@ def test_bars_are_cut_to_the_step_and_waits_fill_the_rest() -> None:
         Bar("learner", "update", 16.0, 20.0, 70, None, [1, 2], 9),
     ]
     assert waits(step, ["generator", "task", "learner"]) == [
-        Wait("generator", "weights", 16.0, 20.0),
-        Wait("task", "stragglers", 10.0, 15.0),
-        Wait("task", "weights", 16.0, 20.0),
-        Wait("learner", "stragglers", 10.0, 16.0),
+        Bar("generator", "weights", 16.0, 20.0),
+        Bar("task", "stragglers", 10.0, 15.0),
+        Bar("task", "weights", 16.0, 20.0),
+        Bar("learner", "stragglers", 10.0, 16.0),
     ]
 
 
 def test_too_many_bars_are_joined_with_their_neighbours() -> None:
     calls = [span("critic", "prefill", i / 100, (i + 1) / 100, tokens=2) for i in range(400)]
     pause = [span("critic", "prefill", 6 + i / 100, 6 + (i + 1) / 100, tokens=1) for i in range(50)]
-    step = StepSpans(TracedStep(1, 0.0, 10.0), (*calls, *pause, span("learner", "update", 8, 9)))
+    step = TracedStep(1, 0.0, 10.0, (*calls, *pause, span("learner", "update", 8, 9)))
     first, second, update = bars(step)
     assert (first.start_s, first.end_s, first.tokens, first.spans) == (0.0, 4.0, 800, 400)
     assert (second.start_s, second.end_s, second.tokens, second.spans) == (6.0, 6.5, 50, 50)
@@ -359,8 +356,8 @@ def test_a_timeline_row_says_where_a_bar_stands(pair: list[Path]) -> None:
     data = payload([run])
     start_s, length_s, drawn, idle = data["runs"][0]["timeline"]["5"]
     step = run.steps[5]
-    assert start_s == pytest.approx(step.step.start_s, rel=1e-5)
-    assert length_s == pytest.approx(step.step.end_s - step.step.start_s, rel=1e-5)
+    assert start_s == pytest.approx(step.start_s, rel=1e-5)
+    assert length_s == pytest.approx(step.end_s - step.start_s, rel=1e-5)
     for row, bar in zip(drawn, bars(step), strict=True):
         assert run.roles[row[0]] == bar.role
         assert data["kinds"][row[1]][0] == f"var(--kind-{bar.kind})"
@@ -383,7 +380,7 @@ def evaluated(
 
 def dialled(
     algorithm: str, n: int, rewards: list[float], *evaluations: dict[str, Any], name: str = "run"
-) -> Run:
+) -> LoadedRun:
     """A run with an algorithm and an off-policyness."""
     return made(
         name,
@@ -395,20 +392,20 @@ def dialled(
 
 def test_evaluations_are_kept_with_their_run(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "tiny", Config())
-    assert evaluations.read(run.path) == []
+    assert run.read_evaluations() == []
     for rate in (0.25, 0.5):
-        evaluations.append(run.path, evaluated(rate, 3.0))
+        run.append_evaluation(evaluated(rate, 3.0))
     assert load([run.path])[0].evaluations == [evaluated(0.25, 3.0), evaluated(0.5, 3.0)]
     with pytest.raises(StorageError, match=r"cannot write '.*evaluations.jsonl'"):
-        evaluations.append(tmp_path / "nowhere", evaluated(0.5))
-    with (run.path / evaluations.FILE).open("a") as file:
+        RunDirectory(tmp_path / "nowhere").append_evaluation(evaluated(0.5))
+    with run.evaluations_file.open("a") as file:
         file.write('{"model": "m", "fig')  # a crash
-    assert len(evaluations.read(run.path)) == 2
-    assert evaluations.append(run.path, evaluated(0.75, 3.0))
-    assert len(evaluations.read(run.path)) == 3
-    with (run.path / evaluations.FILE).open("a") as file:
+    assert len(run.read_evaluations()) == 2
+    assert run.append_evaluation(evaluated(0.75, 3.0))
+    assert len(run.read_evaluations()) == 3
+    with run.evaluations_file.open("a") as file:
         file.write('{"model": "m"}\n')
-    with pytest.raises(StateError, match=r"evaluations\.jsonl', line 4 is no record"):
+    with raises(StateError, "damaged-record", run.evaluations_file, "line 4", "figures"):
         load([run.path])
 
 
@@ -531,17 +528,17 @@ def test_the_picture_is_to_scale(pair: list[Path]) -> None:
     rects = [r.attrib for r in root.findall(f"{ns}rect") if "x" in r.attrib]
     trains = [r for r in rects if r["fill"] == "var(--kind-update)" and r["height"] == "18"]
     updates = [next(b for b in bars(run.steps[5]) if b.kind == "update") for run in runs]
-    longest_s = max(run.steps[5].step.end_s - run.steps[5].step.start_s for run in runs)
+    longest_s = max(run.steps[5].end_s - run.steps[5].start_s for run in runs)
     scale = (960 - 112 - 20) / longest_s
     for rect, run, bar in zip(trains, runs, updates, strict=True):
-        start_s = run.steps[5].step.start_s
+        start_s = run.steps[5].start_s
         assert float(rect["x"]) == pytest.approx(112 + (bar.start_s - start_s) * scale, abs=0.01)
         assert float(rect["width"]) + 0.6 == pytest.approx(
             (bar.end_s - bar.start_s) * scale, abs=0.01
         )
     texts = ["".join(t.itertext()) for t in root.iter(f"{ns}text")]
     assert [t for t in texts if t.startswith(("sync", "oppo"))] == [
-        f"{run.name}step 5, {seconds_text(run.steps[5].step.end_s - run.steps[5].step.start_s)}"
+        f"{run.name}step 5, {seconds_text(run.steps[5].end_s - run.steps[5].start_s)}"
         for run in runs
     ]
     assert {"generate", "prefill", "train", "waits for stragglers"} <= set(texts)

@@ -14,8 +14,8 @@ import pytest
 from stretto.clock import ManualClock
 from stretto.config import Config, SftConfig
 from stretto.observe import make_progress, progress
+from stretto.observe.display import WorkProgress
 from stretto.observe.progress import headline
-from stretto.observe.working import Work
 from stretto.saying import Saying, working
 
 
@@ -34,7 +34,10 @@ class Watched(io.StringIO):
 
 def test_a_line_says_how_far_work_is() -> None:
     clock = ManualClock()
-    counted, open_ended = Work("warming up", 4500, clock), Work("loading m", clock=clock)
+    counted, open_ended = (
+        WorkProgress("warming up", 4500, clock),
+        WorkProgress("loading m", clock=clock),
+    )
     assert counted.line() == "warming up: 0 of 4,500"
     clock.advance(4)
     counted.advance(1000)
@@ -47,7 +50,7 @@ def test_a_line_says_how_far_work_is() -> None:
 
 def test_lines_get_sparser() -> None:
     clock = ManualClock()
-    work, at = Work("x", clock=clock), []
+    work, at = WorkProgress("x", clock=clock), []
     while clock.now() < 3600:
         clock.advance(work.pause_s)
         at.append(clock.now())
@@ -82,7 +85,7 @@ def test_of_many_short_pieces_of_work_one_gets_a_line(monkeypatch: pytest.Monkey
         yield
 
     monkeypatch.setattr(progress, "repeated", recorded)
-    monkeypatch.setattr(progress, "Work", partial(Work, clock=clock))
+    monkeypatch.setattr(progress, "WorkProgress", partial(WorkProgress, clock=clock))
     stream = io.StringIO()
     for _ in range(4):
         with make_progress("plain", stream).working("short"):  # a display each, as commands have

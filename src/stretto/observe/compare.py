@@ -10,16 +10,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean
 from typing import Any, Self
 
+from stretto.observe.display import REWARD
 from stretto.observe.idle import ALL_DEVICES, is_generator, role_order
-from stretto.observe.intervals import LEVEL, Interval, mean_interval, ratio_interval
-from stretto.observe.progress import REWARD
-from stretto.observe.report.runs import Run, shares
-from stretto.observe.significance import verdict
+from stretto.observe.report.runs import LoadedRun, shares
+from stretto.observe.significance import (
+    LEVEL,
+    Interval,
+    mean_interval,
+    ratio_interval,
+    verdict,
+)
+from stretto.saying import padded
 
 BASELINE = "sync"
 """The variant that speed-ups are relative to, and that the target reward is taken from."""
@@ -30,12 +36,12 @@ SMOOTHED_STEPS = 10
 TARGET_SHARE = 0.95
 """Share of the baseline's own rise in reward that is the target, if none is given."""
 
-Figures = Mapping[str, float | None]
-"""A run's figures by key; ``None`` for one that it does not have, or a target not reached."""
+Values = Sequence[float | None]
+"""A figure of a variant's runs; ``None`` for a run that lacks it, or did not reach the target."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VariantResult:
     """Figures to compare of one run that took all its steps.
 
     Attributes:
@@ -56,8 +62,13 @@ class Outcome:
     utilisation: Mapping[str, float]
 
     @classmethod
-    def of(cls, variant: str, seed: int, run: Run) -> Self:
-        """Make the outcome from a run's records."""
+    def of(cls, variant: str, seed: int, run: LoadedRun) -> Self:
+        """Make the result from a run's records."""
+
+        def column(metric: str) -> list[float]:
+            values = (m.get(metric) for m in run.metrics)
+            return [math.nan if value is None else float(value) for value in values]
+
         trained = Counter(r.step for r in run.rollouts if r.state == "trained")
         times_s = run.times_s()
         total_s = max(times_s.values(), default=0.0)
@@ -66,15 +77,15 @@ class Outcome:
             seed=seed,
             times_s=list(times_s.values()),
             samples=[trained[step] for step in times_s],
-            rewards=_column(run, REWARD),
-            staleness_mean=_column(run, "staleness/mean"),
-            staleness_max=_column(run, "staleness/max"),
+            rewards=column(REWARD),
+            staleness_mean=column("staleness/mean"),
+            staleness_max=column("staleness/max"),
             utilisation={s.role: s.busy_s / total_s for s in shares(run) if total_s},
         )
 
 
 def smoothed(rewards: Sequence[float], window: int) -> list[float]:
-    """Means of ``window`` steps in a row; the first is of the first ``window`` steps."""
+    """Return means of ``window`` steps in a row; the first is of the first ``window`` steps."""
     return [fmean(rewards[end - window : end]) for end in range(window, len(rewards) + 1)]
 
 
@@ -84,39 +95,64 @@ def three_digits(value: float) -> str:
     return f"{value:.{max(decimals, 0)}f}"
 
 
-def counted(value: float) -> str:
+def _counted(value: float) -> str:
     """Write a mean of whole numbers: '12', '12.5'."""
     return f"{value:.1f}".removesuffix(".0")
 
 
-def percent(share: float) -> str:
-    """Write a share as '12.3 %'."""
-    return f"{100 * share:.1f} %"
-
-
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _Figure:
+    """A figure of runs, a row of the table: how it is written and averaged over seeds."""
+
     key: str
     label: str
     write: Callable[[float], str] = three_digits
     missing: str = "-"
-    mean: Callable[[Sequence[float]], float] = fmean
-    interval: Callable[[Sequence[float]], Interval | None] | None = None
+    average: Callable[[Sequence[float]], float] = fmean
+    interval: Callable[[Sequence[float]], Interval | None] = lambda _: None
+
+    def mean(self, values: Values) -> str:
+        known = _known(values)
+        if not known:
+            return self.missing
+        some = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+        return f"{self.write(self.average(known))}{some}"
+
+    def range(self, values: Values) -> str:
+        low, high = (self.write(f(known)) if (known := _known(values)) else "" for f in (min, max))
+        return f"{low}..{high}" if low != high else ""
+
+    def interval_of_mean(self, values: Values) -> str:
+        """Write the confidence interval, where there is one and it has a width."""
+        found = self.interval(_known(values))
+        if not (found and found.low < found.high):
+            return ""
+        return f"[{self.write(found.low)}, {self.write(found.high)}]"
+
+
+def _known(values: Values) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 _RATIO = "{:.2f}".format
 _MISSED = "not reached"
 _ROWS = (
-    _Row("samples_per_s", "samples/s"),
-    _Row("speedup", f"samples/s, x {BASELINE}", _RATIO),
-    _Row("step_s", "seconds a step"),
-    _Row("time_to_target_s", "seconds to the target", three_digits, _MISSED, fmean, mean_interval),
-    _Row("time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval),
-    _Row("steps_to_target", "steps to the target", counted, _MISSED, fmean, mean_interval),
-    _Row("steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval),
-    _Row("final_reward", "final reward", "{:.3f}".format),
-    _Row("staleness_mean", "staleness, mean", "{:.2f}".format),
-    _Row("staleness_max", "staleness, max", counted),
+    _Figure("samples_per_s", "samples/s"),
+    _Figure("speedup", f"samples/s, x {BASELINE}", _RATIO),
+    _Figure("step_s", "seconds a step"),
+    _Figure(
+        "time_to_target_s", "seconds to the target", three_digits, _MISSED, fmean, mean_interval
+    ),
+    _Figure(
+        "time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval
+    ),
+    _Figure("steps_to_target", "steps to the target", _counted, _MISSED, fmean, mean_interval),
+    _Figure(
+        "steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval
+    ),
+    _Figure("final_reward", "final reward", "{:.3f}".format),
+    _Figure("staleness_mean", "staleness, mean", "{:.2f}".format),
+    _Figure("staleness_max", "staleness, max", _counted),
 )
 _BUSY = "busy/"
 _OF_TARGET = ("time_to_target_s", "steps_to_target", "time_ratio", "steps_ratio")
@@ -132,29 +168,31 @@ top, as where less is better."""
 class Comparison:
     """The figures of runs, by variant and seed.
 
+    Args:
+        results: at least one; all of the same number of steps.
+        target: the reward to reach; without it, :data:`TARGET_SHARE` of the way from the
+            baseline's first smoothed reward to its last, each the mean over its seeds.
+
     Attributes:
         steps: of each run.
         window: steps that a smoothed reward is the mean of.
         target: the smoothed reward to reach; ``None`` where there is no sensible one.
-        figures: by variant, in the order in which they came, and by seed.
+        figures: by variant, in the order in which they came, by seed and by key; ``None`` for what
+            a run does not have, and for a target not reached.
     """
 
-    def __init__(self, outcomes: Sequence[Outcome], target: float | None = None) -> None:
-        """Work out the figures.
-
-        Args:
-            outcomes: at least one; all of the same number of steps.
-            target: the reward to reach; without it, :data:`TARGET_SHARE` of the way from the
-                baseline's first smoothed reward to its last, each the mean over its seeds.
-        """
-        self.steps = len(outcomes[0].rewards)
+    def __init__(self, results: Sequence[VariantResult], target: float | None = None) -> None:
+        self.steps = len(results[0].rewards)
         self.window = max(1, min(SMOOTHED_STEPS, self.steps // 2))
-        self.target, self._target_note = self._choose(outcomes, target)
-        self.figures: dict[str, dict[int, Figures]] = {}
-        for outcome in outcomes:
-            of_variant = self.figures.setdefault(outcome.variant, {})
-            of_variant[outcome.seed] = self._figures(outcome)
-        self._add_ratios()
+        self.target, self._target_note = self._choose(results, target)
+        self.figures: dict[str, dict[int, dict[str, float | None]]] = {}
+        for result in results:
+            self.figures.setdefault(result.variant, {})[result.seed] = self._figures(result)
+        baseline = self.figures.get(BASELINE, {})
+        for by_seed in self.figures.values():
+            for seed, own in by_seed.items():
+                for key, (source, inverse) in _OVER_BASELINE.items():
+                    own[key] = _ratio(own[source], baseline.get(seed, {}).get(source), inverse)
 
     @property
     def seeds(self) -> list[int]:
@@ -162,25 +200,28 @@ class Comparison:
         return sorted({seed for by_seed in self.figures.values() for seed in by_seed})
 
     def table(self) -> str:
-        """The figures in Markdown that is aligned, so that it can be read as it is.
+        """Return the figures in Markdown that is aligned, so that it can be read as it is.
 
         A figure is the mean over a variant's seeds; below it stands its range, and for the target
         the mean's confidence interval.
         """
         lines = [["", *self.figures]]
         for row in self._rows():
-            cells = [self._values(variant, row.key) for variant in self.figures]
-            lines.append([row.label, *(_mean(values, row) for values in cells)])
-            ranges = [_range(values, row) for values in cells]
-            if any(ranges):
-                lines.append(["  min..max", *ranges])
-            intervals = [_interval(values, row) for values in cells]
-            if any(intervals):
-                lines.append([f"  {100 * LEVEL:.0f} %", *intervals])
-        return "\n".join(_aligned(lines))
+            columns = [self._values(variant, row.key) for variant in self.figures]
+            lines.append([row.label, *map(row.mean, columns)])
+            for label, write in (
+                ("  min..max", row.range),
+                (f"  {100 * LEVEL:.0f} %", row.interval_of_mean),
+            ):
+                if any(cells := [write(values) for values in columns]):
+                    lines.append([label, *cells])
+        head, *body = (f"| {' | '.join(cells)} |" for cells in padded(lines))
+        first, *others = (len(cell) + 1 for cell in padded(lines)[0])
+        rule = [":" + "-" * first, *("-" * width + ":" for width in others)]
+        return "\n".join([head, f"|{'|'.join(rule)}|", *body])
 
     def notes(self) -> list[str]:
-        """Notes without which the table cannot be read, a sentence or two each."""
+        """Return notes without which the table cannot be read, a sentence or two each."""
         means = f"mean of {self.window} steps" if self.window > 1 else "reward of one step"
         notes = [
             self._target_note,
@@ -199,9 +240,8 @@ class Comparison:
         return notes if self.target is None else notes + self._target_notes()
 
     def data(self) -> dict[str, Any]:
-        """All figures as plain data: for each variant its seeds, and a list of values a figure."""
+        """Return all figures as plain data: by variant its seeds, and a list of values a figure."""
         keys = [row.key for row in self._rows()]
-        judged = [row for row in self._rows() if row.interval]
         return {
             "steps": self.steps,
             "smoothed_steps": self.window,
@@ -211,13 +251,18 @@ class Comparison:
                 for variant, by_seed in self.figures.items()
             },
             f"intervals_{100 * LEVEL:.0f}": {
-                variant: {row.key: _bounds(self._values(variant, row.key), row) for row in judged}
+                variant: {
+                    row.key: found and [found.low, found.high]
+                    for row in self._rows()
+                    if row.key in _OF_TARGET
+                    for found in [row.interval(_known(self._values(variant, row.key)))]
+                }
                 for variant in self.figures
             },
         }
 
     def _target_notes(self) -> list[str]:
-        """Runs that did not reach the target, and differences that the seeds show."""
+        """Name runs that did not reach the target, and differences that the seeds show."""
         missed = [
             f"{variant} with seed {seed}"
             for variant, by_seed in self.figures.items()
@@ -231,26 +276,23 @@ class Comparison:
                 f"intervals, which flatter a schedule that lacks runs: {', '.join(missed)}."
             )
         if len(self.seeds) > 1 and len(self.figures) > 1 and BASELINE in self.figures:
+            base = self.figures[BASELINE]
             for key, what in (("time_ratio", "Seconds"), ("steps_ratio", "Steps")):
-                pairs = {variant: self._paired(variant, key) for variant in self.figures}
-                pairs.pop(BASELINE)
+                pairs = {
+                    variant: [own[key] for seed, own in by_seed.items() if seed in base]
+                    for variant, by_seed in self.figures.items()
+                    if variant != BASELINE
+                }
                 notes.append(verdict(f"{what} to the target", BASELINE, pairs))
         return notes
 
-    def _paired(self, variant: str, key: str) -> list[float | None]:
-        return [
-            figures[key]
-            for seed, figures in self.figures[variant].items()
-            if seed in self.figures[BASELINE]
-        ]
-
     def _choose(
-        self, outcomes: Sequence[Outcome], target: float | None
+        self, results: Sequence[VariantResult], target: float | None
     ) -> tuple[float | None, str]:
-        """The target, and a sentence about it."""
+        """Return the target, and a sentence about it."""
         if target is not None:
             return target, f"Target reward: {target:g}, as asked."
-        curves = [smoothed(o.rewards, self.window) for o in outcomes if o.variant == BASELINE]
+        curves = [smoothed(r.rewards, self.window) for r in results if r.variant == BASELINE]
         if not curves:
             return None, f"No target reward: no run of {BASELINE} to take it from; use --target."
         first, last = (fmean(curve[end] for curve in curves) for end in (0, -1))
@@ -266,111 +308,46 @@ class Comparison:
             "over its seeds."
         )
 
-    def _figures(self, outcome: Outcome) -> dict[str, float | None]:
-        warm_s = outcome.times_s[-1] - outcome.times_s[0]
-        rewards = smoothed(outcome.rewards, self.window)
+    def _figures(self, result: VariantResult) -> dict[str, float | None]:
+        warm_s = result.times_s[-1] - result.times_s[0]
+        rewards = smoothed(result.rewards, self.window)
         reached = None
-        if self.target is not None:
-            at = (i for i, reward in enumerate(rewards, self.window) if reward >= self.target)
+        if (target := self.target) is not None:
+            at = (i for i, reward in enumerate(rewards, self.window) if reward >= target)
             reached = next(at, None)
+        busy = result.utilisation
+        generators = [share for role, share in busy.items() if is_generator(role)]
+        by_kind = {"generator": fmean(generators)} if generators else {}
+        by_kind |= {role: share for role, share in busy.items() if not is_generator(role)}
         return {
-            "samples_per_s": sum(outcome.samples[1:]) / warm_s if warm_s else None,
+            "samples_per_s": sum(result.samples[1:]) / warm_s if warm_s else None,
             "step_s": warm_s / (self.steps - 1) if warm_s else None,
-            "time_to_target_s": None if reached is None else outcome.times_s[reached - 1],
+            "time_to_target_s": None if reached is None else result.times_s[reached - 1],
             "steps_to_target": None if reached is None else float(reached),
             "final_reward": rewards[-1],
-            "staleness_mean": fmean(outcome.staleness_mean),
-            "staleness_max": max(outcome.staleness_max),
-            **{f"{_BUSY}{role}": share for role, share in _by_kind(outcome.utilisation).items()},
+            "staleness_mean": fmean(result.staleness_mean),
+            "staleness_max": max(result.staleness_max),
+            **{f"{_BUSY}{role}": share for role, share in by_kind.items()},
         }
 
-    def _add_ratios(self) -> None:
-        """Add each run's ratios to the baseline's run with the same seed."""
-        baseline = self.figures.get(BASELINE, {})
-        for by_seed in self.figures.values():
-            for seed, figures in by_seed.items():
-                of_base = baseline.get(seed, {})
-                by_seed[seed] = {
-                    **figures,
-                    **{
-                        key: _ratio(figures.get(source), of_base.get(source), inverse)
-                        for key, (source, inverse) in _OVER_BASELINE.items()
-                    },
-                }
-
-    def _rows(self) -> list[_Row]:
-        roles = {
-            key.removeprefix(_BUSY)
-            for by_seed in self.figures.values()
-            for figures in by_seed.values()
-            for key in figures
-            if key.startswith(_BUSY)
-        }
+    def _rows(self) -> list[_Figure]:
         left_out = set(_OF_TARGET) if self.target is None else set()
         if BASELINE not in self.figures:
             left_out.update(_OVER_BASELINE)
+        keys = {k for by_seed in self.figures.values() for own in by_seed.values() for k in own}
+        roles = {key.removeprefix(_BUSY) for key in keys if key.startswith(_BUSY)}
         ordered = sorted(roles, key=lambda role: (role == ALL_DEVICES, role_order(role)))
-        busy = [_Row(f"{_BUSY}{role}", f"busy: {role}", percent) for role in ordered]
+        busy = [
+            _Figure(f"{_BUSY}{role}", f"busy: {role}", lambda share: f"{100 * share:.1f} %")
+            for role in ordered
+        ]
         return [row for row in _ROWS if row.key not in left_out] + busy
 
     def _values(self, variant: str, key: str) -> list[float | None]:
         return [figures.get(key) for figures in self.figures[variant].values()]
 
 
-def _by_kind(utilisation: Mapping[str, float]) -> dict[str, float]:
-    several = [share for role, share in utilisation.items() if is_generator(role)]
-    rest = {role: share for role, share in utilisation.items() if not is_generator(role)}
-    return {"generator": fmean(several), **rest} if several else rest
-
-
-def _column(run: Run, metric: str) -> list[float]:
-    return [math.nan if m.get(metric) is None else float(m[metric]) for m in run.metrics]
-
-
-def _mean(values: Iterable[float | None], row: _Row) -> str:
-    every = list(values)
-    known = [value for value in every if value is not None]
-    if not known:
-        return row.missing
-    some = f" ({len(known)} of {len(every)})" if len(known) < len(every) else ""
-    return f"{row.write(row.mean(known))}{some}"
-
-
-def _range(values: Iterable[float | None], row: _Row) -> str:
-    known = [value for value in values if value is not None]
-    low, high = (row.write(f(known)) if known else "" for f in (min, max))
-    return f"{low}..{high}" if low != high else ""
-
-
-def _interval(values: Iterable[float | None], row: _Row) -> str:
-    """The confidence interval of the mean, where there is one and it has a width."""
-    bounds = _bounds(values, row)
-    return (
-        f"[{row.write(bounds[0])}, {row.write(bounds[1])}]"
-        if bounds and bounds[0] < bounds[1]
-        else ""
-    )
-
-
-def _bounds(values: Iterable[float | None], row: _Row) -> list[float] | None:
-    known = [value for value in values if value is not None]
-    found = row.interval(known) if row.interval else None
-    return [found.low, found.high] if found else None
-
-
 def _ratio(own: float | None, base: float | None, inverse: bool) -> float | None:
     if not own or not base:
         return None
     return base / own if inverse else own / base
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    made = []
-    for first, *rest in lines:
-        cells = [first.ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
-        made.append(f"| {' | '.join(cells)} |")
-    rule = [":" + "-" * (widths[0] + 1), *("-" * (width + 1) + ":" for width in widths[1:])]
-    return [made[0], f"|{'|'.join(rule)}|", *made[1:]]

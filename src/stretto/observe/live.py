@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.observe.progress import (
+from stretto.observe.display import (
     KL,
     LENGTH,
     LOSS,
@@ -24,10 +24,12 @@ from stretto.observe.progress import (
     SUPERVISED,
     THROUGHPUT,
     History,
+    Progress,
+    duration,
     news,
+    repeated,
 )
 from stretto.observe.run_directory import Sample
-from stretto.observe.working import duration, repeated
 from stretto.saying import Advance
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -36,7 +38,7 @@ _REFRESH_S = 0.2
 """Seconds between two pictures of work that goes on."""
 
 
-class RichProgress:
+class RichProgress(Progress):
     """A panel at the bottom of the terminal; notes and other output scroll above it.
 
     Below it is a bar for each piece of work, for as long as that goes on.

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from statistics import fmean
-from typing import IO, Literal, Protocol, TextIO
+from contextlib import AbstractContextManager, contextmanager
+from typing import IO, Literal, TextIO
 from weakref import WeakKeyDictionary
 
 from stretto.config import Config, RewardModelConfig, SupervisedConfig
-from stretto.observe.run_directory import Sample
-from stretto.observe.working import FIRST_S, SOON_S, Work, duration, repeated
-from stretto.saying import Advance, Saying, Shows, unseen
-from stretto.types import short_name
-
-REWARD = "objective/scores"
-KL = "objective/kl"
-LENGTH = "response/length_mean"
-THROUGHPUT = "perf/throughput"
-STEP_TIME = "timing_s/step"
-LOSS = "train/loss"
-
-SUPERVISED = (
-    ("loss", LOSS, ".4f"),
-    ("accuracy", "train/accuracy", ".3f"),
-    ("held-out loss", "held_out/loss", ".4f"),
-    ("held-out accuracy", "held_out/accuracy", ".3f"),
+from stretto.observe.display import (
+    KL,
+    LENGTH,
+    REWARD,
+    STEP_TIME,
+    SUPERVISED,
+    THROUGHPUT,
+    History,
+    Progress,
+    WorkProgress,
+    duration,
+    news,
+    repeated,
 )
-"""Label, metric and format of the metrics that supervised training shows, as far as they exist."""
+from stretto.observe.run_directory import Sample
+from stretto.saying import Advance, Saying
+from stretto.types import short_name
 
 FIGURES = (
     ("reward", REWARD, ".3f"),
@@ -41,54 +37,25 @@ FIGURES = (
 )
 """Label, metric and format of the metrics in a plain line."""
 
-WINDOW = 10
-"""Steps over which the trend and the time left are taken."""
+FIRST_S = 2.0
+"""Seconds without a line until the first one about work that goes on."""
+
+SOON_S = 0.5
+"""The same after other work that had no line either."""
+
+_silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
+"""Seconds of work since the last line, by the stream of the lines: much work that takes a second
+each has a line, too."""
 
 
-class Progress(Shows, Protocol):
-    """Receiver of a run's reports."""
-
-    def start(self, headline: str) -> None:
-        """Show what will run; ``headline`` says it in a few lines, see :func:`headline`."""
-        ...
-
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        """Show the metrics of a step that is done; ``step`` counts from 1 to ``total``."""
-        ...
-
-    def close(self) -> None:
-        """Leave the terminal as it was. May be called more than once."""
-        ...
-
-
-class NoProgress:
+class NoProgress(Progress):
     """A display that shows nothing."""
 
-    def start(self, headline: str) -> None:
-        """Do nothing."""
 
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        """Do nothing."""
-
-    def note(self, text: str) -> None:
-        """Do nothing."""
-
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """Do nothing."""
-        return nullcontext(unseen)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class PlainProgress:
+class PlainProgress(Progress):
     """One line a step, each flushed; for files, pipes and continuous integration.
 
-    Work gets lines, too, once nothing was said for :data:`~stretto.observe.working.FIRST_S`.
+    Work gets lines, too, once there was no line for :data:`FIRST_S`.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -96,7 +63,7 @@ class PlainProgress:
         self._history = History()
 
     def start(self, headline: str) -> None:
-        """Print what will run, but for what the run before it has said."""
+        """Print what will run, but for lines that the run before it has printed."""
         self.note(news(self._stream, headline))
 
     def step(
@@ -118,7 +85,7 @@ class PlainProgress:
     @contextmanager
     def working(self, what: str, total: int = 0) -> Iterator[Advance]:
         """Print a line about work now and then."""
-        work, told = Work(what, total), False
+        work, told = WorkProgress(what, total), False
         before_s = _silent_s.get(self._stream, 0.0)
 
         def tell() -> float:
@@ -134,46 +101,14 @@ class PlainProgress:
             if not told:
                 _silent_s[self._stream] = _silent_s.get(self._stream, 0.0) + work.took_s
 
-    def close(self) -> None:
-        """Do nothing: there is nothing to undo."""
-
-
-class History:
-    """The last metrics, as far as trends and the time left need them."""
-
-    def __init__(self) -> None:
-        self.curve: deque[float] = deque(maxlen=40)  # of the reward, or else of the loss
-        self._step_times_s: deque[float] = deque(maxlen=WINDOW)
-
-    def add(self, stats: Mapping[str, float]) -> None:
-        """Take in a step."""
-        for name in (REWARD, LOSS):
-            if name in stats:
-                self.curve.append(stats[name])
-        if STEP_TIME in stats:
-            self._step_times_s.append(stats[STEP_TIME])
-
-    def trend(self) -> float | None:
-        """The curve's mean over the last :data:`WINDOW` steps minus that of as many before them."""
-        curve = list(self.curve)
-        if len(curve) < 2 * WINDOW:
-            return None
-        return fmean(curve[-WINDOW:]) - fmean(curve[-2 * WINDOW : -WINDOW])
-
-    def eta_s(self, step: int, total: int) -> float | None:
-        """Seconds left after ``step``, if the coming steps take as long as the last ones."""
-        if not self._step_times_s:
-            return None
-        return (total - step) * fmean(self._step_times_s)
-
 
 def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
     """Describe what will run, in three lines, and remark on settings that work otherwise than one
     might expect.
 
     Args:
-        model: what is known of the model besides its name.
-        where: what is said of where the results go.
+        model: facts about the model besides its name.
+        where: the place of the results, in words.
     """
     lines = _reinforced(config) if isinstance(config, Config) else _supervised(config)
     ends = (model and f": {model}", "", where and f"; {where}")
@@ -212,22 +147,6 @@ def _supervised(config: SupervisedConfig) -> list[str]:
     ]
 
 
-_silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
-"""Seconds of work since the last line, by the stream of the lines: of much that takes a second each
-there is a line, too."""
-
-_said: WeakKeyDictionary[IO[str], Sequence[str]] = WeakKeyDictionary()
-"""The lines of the last headline, by the stream that it went to."""
-
-
-def news(stream: IO[str], headline: str) -> str:
-    """Leave out lines of a headline that the one before it has: a notebook has runs in a row."""
-    lines = headline.splitlines()
-    before = _said.get(stream, ())
-    _said[stream] = lines
-    return "\n".join(line for line in lines if line not in before)
-
-
 class _Stderr:
     """A display on standard error, whatever that is when something is shown."""
 
@@ -239,13 +158,13 @@ class _Stderr:
 
 
 on_stderr = Saying(_Stderr())
-"""What commands tell of work whose results go to standard output."""
+"""Shows the work of commands whose results go to standard output."""
 
 
 def make_progress(
     mode: Literal["auto", "rich", "plain", "off"], stream: TextIO | None = None
 ) -> Progress:
-    """The display that ``observe.progress`` asks for, on ``stream`` (standard output)."""
+    """Return the display that ``observe.progress`` asks for, on ``stream`` (standard output)."""
     stream = stream or sys.stdout
     if mode == "off":
         return NoProgress()

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Self
 
 from stretto.config import Config, SupervisedConfig
+from stretto.observe.display import THROUGHPUT, Progress
 from stretto.observe.idle import TimeSheet
-from stretto.observe.progress import THROUGHPUT, Progress
 from stretto.observe.remarks import Remarks
 from stretto.observe.run_directory import RunDirectory, Sample
 from stretto.observe.spans import Window

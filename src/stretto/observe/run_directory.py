@@ -8,11 +8,12 @@
     ├── metrics.jsonl    one JSON object a step
     ├── samples.jsonl    some responses of each step, with their scores and rewards
     ├── rollouts.jsonl   one JSON object a rollout, once trained on or rejected, or at the end
-    ├── trace.json       who did what, and when; open it in Perfetto
+    ├── evaluations.jsonl   one JSON object for each ``stretto eval`` of the run
+    ├── trace.json       which role did what, and when; open it in Perfetto
     ├── checkpoints/     what a run is resumed from
     ├── warmup.safetensors   the model after its warm-up, where it has one; written once
     ├── model/           the trained model in Hugging Face format
-    └── run.lock         who is writing here, while somebody is
+    └── run.lock         the process that writes here, while one does
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class RolloutRecord:
 
     @property
     def in_flight(self) -> bool:
-        """Return whether nothing had come of it when the run ended."""
+        """Return whether it was neither trained on nor rejected when the run ended."""
         return self.state not in (RolloutState.TRAINED, RolloutState.REJECTED)
 
     @classmethod
@@ -141,7 +142,11 @@ class TrainResult:
 
 
 class RunDirectory:
-    """The files of one run; a record is on disk, whole, when the call that writes it returns."""
+    """The files of one run; a record is on disk, whole, when the call that writes it returns.
+
+    Methods that write raise StorageError if they cannot, and those that read a record StateError
+    if it is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -150,6 +155,7 @@ class RunDirectory:
         self.metrics_file = path / METRICS
         self.samples_file = path / "samples.jsonl"
         self.rollouts_file = path / "rollouts.jsonl"
+        self.evaluations_file = path / "evaluations.jsonl"
         self.trace = TraceFile(path / "trace.json")
         self.checkpoints = path / CHECKPOINTS
         self.warmup = path / "warmup.safetensors"
@@ -162,18 +168,16 @@ class RunDirectory:
 
     @classmethod
     def create(cls, out: str | Path, name: str, config: Section) -> Self:
-        """Make ``<out>/<name>-<NNN>`` with the number after the highest there is.
-
-        Raises:
-            ConfigError: the folder cannot be made.
-        """
+        """Make ``<out>/<name>-<NNN>`` with the number after the highest there is. Raises
+        ConfigError if it cannot be made."""
         root = Path(out)
         try:
             root.mkdir(parents=True, exist_ok=True)
             path = _claim(root, name)
         except OSError as error:
             raise ConfigError(
-                f"cannot make a run directory in '{root}': {error}; choose another with --out"
+                f"cannot make a run directory in '{root}': {error}; choose another with --out",
+                "cannot-make-folder",
             ) from error
         run = cls(path)
         try:
@@ -187,15 +191,12 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """The directory of an earlier run.
-
-        Raises:
-            ConfigError: it is not a run directory.
-            StorageError: it cannot be written to.
-        """
+        """Return the directory of an earlier run. Raises ConfigError if it is none."""
         run = cls(Path(path))
         if not run.config_file.is_file():
-            raise ConfigError(f"'{path}' is not a run directory: it has no config.toml")
+            raise ConfigError(
+                f"'{path}' is not a run directory: it has no config.toml", "not-a-run"
+            )
         with files.explained(run.path):
             run.checkpoints.mkdir(exist_ok=True)
         return run
@@ -213,16 +214,14 @@ class RunDirectory:
         files.write_whole(self.machine_file, json.dumps(asdict(machine), indent=2).encode())
 
     def read_machine(self) -> Machine:
-        """The machine that the run worked on.
-
-        Raises:
-            StateError: there is no such file, or it is damaged.
-        """
+        """Return the machine that the run worked on."""
         try:
             found = json.loads(self.machine_file.read_bytes())
             return Machine(**{**found, "gpus": tuple(found["gpus"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StateError(f"'{self.machine_file}' cannot be read: {error}") from error
+            raise StateError(
+                f"'{self.machine_file}' cannot be read: {error}", "damaged-record"
+            ) from error
 
     def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
         """Add a step's metrics. JSON has no NaN or infinity; those are written as ``null``."""
@@ -242,27 +241,44 @@ class RunDirectory:
 
         Args:
             step: its number; after the last one, what is in flight has the next.
-            rollouts: trained and rejected ones, or those in flight.
             rewards: by rollout id, as trained on; a rejected rollout has none.
         """
         ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
         records.append(self.rollouts_file, [asdict(record) for record in ended])
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The metrics of each step, under ``step`` its number; ``None`` for what was not finite.
+    def append_evaluation(self, record: Mapping[str, Any]) -> bool:
+        """Add a result of ``stretto eval``: the ``model``, ``what`` was measured, the ``figures``
+        and the ``settings``.
 
-        Raises:
-            StateError: the file is damaged.
+        Returns:
+            Whether a last line that was never finished was dropped first.
         """
+        return records.append(self.evaluations_file, [record])
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of each step, under ``step`` its number; ``None`` for what was not
+        finite."""
         return records.read(self.metrics_file)
+
+    def read_evaluations(self) -> list[dict[str, Any]]:
+        """Return the results of ``stretto eval``, the oldest first."""
+        return records.read(self.evaluations_file, "figures", dict)
+
+    def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
+        """Return the rollouts that were trained on or rejected, in the order in which that
+        happened; with ``in_flight``, those last that were neither when the run ended."""
+        try:
+            found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
+        except TypeError as error:
+            raise StateError(
+                f"'{self.rollouts_file}' has other fields than this version writes: {error}",
+                "damaged-record",
+            ) from error
+        return [record for record in found if in_flight or not record.in_flight]
 
     def ended(self, steps: int) -> TrainResult | None:
         """Return the outcome of a run that has taken so many steps and saved its model after them;
-        ``None`` for one that has not.
-
-        Raises:
-            StateError: the metrics are damaged.
-        """
+        ``None`` for one that has not."""
         last = records.last(self.metrics_file)
         if last is None or last["step"] < steps or not (self.model / "config.json").is_file():
             return None
@@ -272,32 +288,11 @@ class RunDirectory:
         stats = {name: math.nan if value is None else value for name, value in last.items()}
         return TrainResult(taken, stats, self.model)
 
-    def read_rollouts(self, *, in_flight: bool = False) -> list[RolloutRecord]:
-        """The rollouts that were trained on or rejected, in the order in which that happened.
-
-        Args:
-            in_flight: then come those of which nothing had come when the run ended.
-
-        Raises:
-            StateError: the file is damaged, or was written by another version.
-        """
-        try:
-            found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
-        except TypeError as error:
-            raise StateError(
-                f"'{self.rollouts_file}' has other fields than this version writes: {error}"
-            ) from error
-        return [record for record in found if in_flight or not record.in_flight]
-
     def rewind(self, step: int) -> list[str]:
         """Drop the records of steps after ``step``, and a last line that a crash left unfinished.
 
         Returns:
             The names of the files of records that had such a line.
-
-        Raises:
-            StateError: a line before the last is not JSON.
-            StorageError: a file cannot be written.
         """
         kept = (self.metrics_file, self.samples_file, self.rollouts_file)
         torn = [file.name for file in kept if records.rewind(file, step)]

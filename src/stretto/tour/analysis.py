@@ -26,7 +26,7 @@ from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.heads import critic_from_actor
 from stretto.models.load import load_causal_lm
 from stretto.observe import RunDirectory
-from stretto.observe.progress import STEP_TIME
+from stretto.observe.display import STEP_TIME
 from stretto.observe.run_directory import RolloutRecord
 from stretto.runtime.sim.simulate import simulate
 from stretto.saying import format_size

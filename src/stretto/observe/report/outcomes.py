@@ -1,47 +1,44 @@
-"""Outcomes of runs: win-rate against KL, and both against how off-policy they were."""
+"""What runs achieved: win-rate against KL, and both against how off-policy the runs were."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from statistics import fmean
 from typing import Any
 
-from stretto.observe.progress import REWARD
-from stretto.observe.report.runs import Run
+from stretto.observe.display import REWARD
+from stretto.observe.report.runs import LoadedRun
 
 OFF_POLICY = "schedule.weight_sync_interval"
 """The setting N: batches generated, and then trained on, with one version of the weights."""
 
-UNKNOWN = "unknown"
-"""Name for the algorithm of a run whose settings do not say."""
-
 LAST_SHARE = 10
 """The reward of a run is the mean over the last tenth of its steps."""
 
-Point = Mapping[str, Any]
-Value = Callable[[Run], float | None]
+Value = Callable[[LoadedRun], float | None]
 
 
-def algorithms(runs: Sequence[Run]) -> list[str]:
-    """Algorithms of the runs, without repeats, in the order in which they come."""
-    return list(dict.fromkeys(algorithm(run) for run in runs))
+def algorithm(run: LoadedRun) -> str:
+    """Return a run's algorithm; 'unknown' where its settings do not say."""
+    return str(run.settings.get("algorithm.name", "unknown"))
 
 
-def algorithm(run: Run) -> str:
-    """Algorithm of a run."""
-    return str(run.settings.get("algorithm.name", UNKNOWN))
+def algorithms(runs: Sequence[LoadedRun]) -> list[str]:
+    """Return algorithms of the runs, without repeats, in the order in which they come."""
+    return list(dict.fromkeys(map(algorithm, runs)))
 
 
-def groups(runs: Sequence[Run]) -> list[int]:
-    """Place of each run's algorithm among :func:`algorithms`."""
-    names = algorithms(runs)
-    return [names.index(algorithm(run)) for run in runs]
+def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield the win-rates that an evaluation has: judge, rate and its standard error."""
+    for key, name, form in (("win_rate", "by", "{}"), ("judge", "judge", "LLM judge {}")):
+        if found := figures.get(key):
+            yield form.format(found[name]), found["rate"], found["standard_error"]
 
 
-def pareto(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Win-rates with the KL of the same samples: one group a judge and SFT model.
+def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+    """Return win-rates with the KL of the same samples: one group a judge and SFT model.
 
     Figures of different judges, and distances to different models, do not go into one picture.
 
@@ -50,14 +47,11 @@ def pareto(runs: Sequence[Run]) -> list[dict[str, Any]]:
         under ``run``, the rate with its standard error under ``rate`` and ``rate_error``, ``kl``
         (nats a response) with ``kl_error``, and ``perplexity``.
     """
-    groups: dict[tuple[str, str], list[Point]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for index, run in enumerate(runs):
-        for record in run.evaluations:
-            figures = record["figures"]
-            if "kl" not in figures:
-                continue
-            kl = figures["kl"]
-            for by, rate, error in win_rates(figures):
+        for figures in (record["figures"] for record in run.evaluations):
+            kl = figures.get("kl")
+            for by, rate, error in win_rates(figures) if kl else ():
                 point = {
                     "run": index,
                     "rate": rate,
@@ -70,36 +64,26 @@ def pareto(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [{"by": by, "sft": _short(sft), "points": group} for (by, sft), group in groups.items()]
 
 
-def win_rates(figures: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Win-rates that an evaluation has: who judged, the rate and its standard error."""
-    found = []
-    for key, name, said in (("win_rate", "by", "{}"), ("judge", "judge", "LLM judge {}")):
-        if key in figures:
-            of = figures[key]
-            found.append((said.format(of[name]), of["rate"], of["standard_error"]))
-    return found
-
-
-def verified(run: Run) -> Point | None:
-    """The latest pass@1 and mean score of a run, ``None`` where neither was measured.
+def verified(run: LoadedRun) -> dict[str, Any] | None:
+    """Return the latest pass@1 and mean score of a run, ``None`` where neither was measured.
 
     Returns:
         ``pass_at_1`` and ``mean_score``, each with its standard error, and ``overlap``: the share
         of the prompts that training asks too, ``None`` where that is not known.
     """
     for record in reversed(run.evaluations):
-        figures = record["figures"]
-        if "pass@1" in figures:
-            values = {
-                name: [figures[key], figures[f"{key}_standard_error"]]
-                for name, key in (("pass_at_1", "pass@1"), ("mean_score", "mean_score"))
+        if "pass@1" in (figures := record["figures"]):
+            return {
+                "pass_at_1": [figures["pass@1"], figures["pass@1_standard_error"]],
+                "mean_score": [figures["mean_score"], figures["mean_score_standard_error"]],
+                "overlap": figures["overlap"],
             }
-            return {**values, "overlap": figures["overlap"]}
     return None
 
 
-def off_policy(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Reward, win-rates, KL and perplexity by off-policyness; nothing for runs of a single N.
+def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+    """Return reward, win-rates, KL and perplexity by off-policyness; nothing for runs of a single
+    N.
 
     Returns:
         For each figure that a run has: ``title``, ``is_share`` and ``lines``, of which each has
@@ -132,36 +116,36 @@ def _line(name: str, runs: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
     return {"algorithm": name, "points": means, "runs": [list(run) for run in runs]}
 
 
-def _figures(runs: Sequence[Run]) -> list[tuple[str, bool, Value]]:
-    """Figures shown by N: a title, whether it is a share, and the function that gives a run's."""
+def _figures(runs: Sequence[LoadedRun]) -> list[tuple[str, bool, Value]]:
+    """List figures by N: a title, whether it is a share, and the function that gives a run's."""
+
+    def reward(run: LoadedRun) -> float | None:
+        _, values = run.curve(REWARD)
+        return fmean(values[-math.ceil(len(values) / LAST_SHARE) :]) if values else None
+
+    def rate_by(judge: str) -> Value:
+        return _latest(lambda figures: (rate for by, rate, _ in win_rates(figures) if by == judge))
+
+    def kl(key: str) -> Value:
+        return _latest(lambda figures: [figures["kl"][key]] if "kl" in figures else [])
+
     judges = dict.fromkeys(
         by for run in runs for record in run.evaluations for by, *_ in win_rates(record["figures"])
     )
     return [
-        ("Reward, last tenth of the steps", False, _reward),
-        *((f"Win-rate by {by}", True, _latest_rate(by)) for by in judges),
-        ("KL to the SFT model [nats a response]", False, _latest_kl("kl")),
-        ("Perplexity of the SFT model on the samples", False, _latest_kl("perplexity")),
+        ("Reward, last tenth of the steps", False, reward),
+        *((f"Win-rate by {judge}", True, rate_by(judge)) for judge in judges),
+        ("KL to the SFT model [nats a response]", False, kl("kl")),
+        ("Perplexity of the SFT model on the samples", False, kl("perplexity")),
     ]
 
 
-def _reward(run: Run) -> float | None:
-    _, values = run.curve(REWARD)
-    return fmean(values[-math.ceil(len(values) / LAST_SHARE) :]) if values else None
+def _latest(values: Callable[[Mapping[str, Any]], Iterable[float]]) -> Value:
+    """Make the function that gives a run's latest value out of the figures of its evaluations."""
 
-
-def _latest_rate(by: str) -> Value:
-    def value(run: Run) -> float | None:
-        every = [r for record in run.evaluations for r in win_rates(record["figures"])]
-        return next((rate for name, rate, _ in reversed(every) if name == by), None)
-
-    return value
-
-
-def _latest_kl(key: str) -> Value:
-    def value(run: Run) -> float | None:
-        every = [record["figures"] for record in reversed(run.evaluations)]
-        return next((figures["kl"][key] for figures in every if "kl" in figures), None)
+    def value(run: LoadedRun) -> float | None:
+        found = (v for record in reversed(run.evaluations) for v in values(record["figures"]))
+        return next(found, None)
 
     return value
 
