@@ -21,7 +21,7 @@ from stretto.errors import RankError
 from stretto.observe import RunDirectory
 from stretto.observe.spans import Spans
 from stretto.runs import checkpoint
-from stretto.runs.checkpointer import Checkpointer
+from stretto.runs.checkpoint import Checkpointer
 from stretto.runtime import state
 from stretto.runtime.run import Run
 from stretto.runtime.state import Staged

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -93,53 +93,35 @@ class RewardModelResult:
 def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftResult:
     """Fine-tune a language model on demonstrations, and save it.
 
-    A run that is stopped after an update saves the model as it is then.
+    A run that is stopped after an update saves the model as it is then. Raises a StrettoError if a
+    setting, the model, the data or the numbers are at fault.
 
     Args:
         run_dir: where records and the model go.
-
-    Raises:
-        StrettoError: a setting, the model, the data or the numbers are at fault.
     """
     found = _prepare(config, progress, read_demonstrations, example_of, lambda e: len(e.tokens))
-    model, held = found.model, found.held
+    model = found.model
     if config.model.lora_rank:
         model = add_lora(model, config.model, "CAUSAL_LM")
     objective = CrossEntropy.of(model, config)
 
     def measure() -> Stats:
-        loss = objective.measure(held)
+        loss = objective.measure(found.held)
         return {"held_out/loss": loss, "held_out/perplexity": math.exp(loss)}
 
-    run = _Run(config, model, found.tokenizer, run_dir, progress, measure if held else None)
-    run.go(found.train, objective)
-    loss, perplexity = (run.last.get(f"held_out/{name}") for name in ("loss", "perplexity"))
-    if held:
+    steps, last = _take_updates(config, model, found, objective, measure, run_dir, progress)
+    loss, perplexity = (last.get(f"held_out/{name}") for name in ("loss", "perplexity"))
+    if found.held:
         progress.note(f"held out: {loss:.4f} nats a token, perplexity {perplexity:.3f}")
-    return SftResult(
-        model=run_dir.model,
-        steps=run.done,
-        loss=run.last["train/loss"],
-        held_out_loss=loss,
-        perplexity=perplexity,
-    )
+    return SftResult(run_dir.model, steps, last["train/loss"], loss, perplexity)
 
 
 def train_reward_model(
     config: RewardModelConfig, *, run_dir: RunDirectory, progress: Progress
 ) -> RewardModelResult:
-    """Train a reward model on preferences, and save it.
-
-    A run that is stopped after an update saves the model as it is then.
-
-    Args:
-        run_dir: where records and the model go.
-
-    Raises:
-        StrettoError: a setting, the model, the data or the numbers are at fault.
-    """
+    """Train a reward model on preferences, and save it; otherwise as :func:`sft`."""
     found = _prepare(config, progress, read_pairs, tokens_of, lambda p: p.longest)
-    tokenizer, ends, held = found.tokenizer, found.ends, found.held
+    tokenizer, ends = found.tokenizer, found.ends
     model = reward_model_from(found.model, config.seed)
     if ends:  # a classifier is saved without a generation config, which may alone have named them
         for part in (unwrapped(model).config, text_config(model)):
@@ -152,95 +134,83 @@ def train_reward_model(
     if config.model.lora_rank:
         model = add_lora(model, config.model, "SEQ_CLS")
     objective = BradleyTerry.of(model, config)
-    measured: list[Preferences] = []
+    held_out: Preferences | None = None
 
     def measure() -> Stats:
-        measured.append(objective.measure(held))
-        return measured[-1].stats("held_out")
+        nonlocal held_out
+        held_out = objective.measure(found.held)
+        return held_out.stats("held_out")
 
-    run = _Run(config, model, tokenizer, run_dir, progress, measure if held else None)
-    run.go(found.train, objective)
-    seen = "held_out" if measured else "train"
-    if measured:
+    steps, last = _take_updates(config, model, found, objective, measure, run_dir, progress)
+    if held_out:
         progress.note(
-            f"held out ({measured[-1].pairs} pairs): accuracy {measured[-1].accuracy:.4f}, margin "
-            f"{measured[-1].margin:.4f}, mean reward {measured[-1].reward_mean:.4f}, "
-            f"standard deviation {measured[-1].reward_std:.4f}"
+            f"held out ({held_out.pairs} pairs): accuracy {held_out.accuracy:.4f}, margin "
+            f"{held_out.margin:.4f}, mean reward {held_out.reward_mean:.4f}, "
+            f"standard deviation {held_out.reward_std:.4f}"
         )
+    seen = "held_out" if held_out else "train"
     return RewardModelResult(
         model=run_dir.model,
-        steps=run.done,
-        loss=run.last["train/loss"],
-        held_out=measured[-1] if measured else None,
-        reward_mean=run.last[f"{seen}/reward_mean"],
-        reward_std=run.last[f"{seen}/reward_std"],
+        steps=steps,
+        loss=last["train/loss"],
+        held_out=held_out,
+        reward_mean=last[f"{seen}/reward_mean"],
+        reward_std=last[f"{seen}/reward_std"],
     )
 
 
-@dataclass
-class _Run:
-    """The updates of a run, recorded.
+def _take_updates(
+    config: SupervisedConfig,
+    model: nn.Module,
+    found: _Prepared[T],
+    objective: Objective[T],
+    measure: Callable[[], Stats],
+    run_dir: RunDirectory,
+    progress: Progress,
+) -> tuple[int, Stats]:
+    """Measure, train, record and save; return the updates taken, and metrics of the last one.
 
-    Attributes:
-        measure: metrics of the held-out part, where there is one.
-        done: updates taken.
-        last: metrics of the last one.
+    Args:
+        measure: returns metrics of the rows held out; called where there are any.
     """
+    total, every = updates(config, len(found.train)), config.measure_every
+    done = 0
+    last: Stats = {}
+    set_checkpointing(model, config.model)
+    with Recorder(config, run_dir, progress, total=total) as recorder:
+        if found.held:
+            with progress.working("measuring the held-out rows"):
+                recorder.step(0, measure())
+        since_s = time.perf_counter()
 
-    config: SupervisedConfig
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    run_dir: RunDirectory
-    progress: Progress
-    measure: Callable[[], Stats] | None
-    done: int = 0
-    last: Stats = field(default_factory=dict)
-
-    def go(self, rows: Sequence[T], objective: Objective[T]) -> None:
-        """Measure, train, and save."""
-        total = updates(self.config, len(rows))
-        set_checkpointing(self.model, self.config.model)
-        with Recorder(self.config, self.run_dir, self.progress, total=total) as recorder:
-            if self.measure:
-                with self.progress.working("measuring the held-out rows"):
-                    recorder.step(0, self.measure())
+        def after(step: int, metrics: Stats) -> None:
+            nonlocal done, last, since_s
+            took_s = time.perf_counter() - since_s
+            due = found.held and (step == total or (every and step % every == 0))
+            done = step
+            last = {
+                **metrics,
+                "timing_s/step": took_s,
+                "perf/throughput": metrics["data/tokens"] / took_s,
+                **(measure() if due else {}),
+            }
+            recorder.step(step, last)
             since_s = time.perf_counter()
 
-            def after(step: int, metrics: Stats) -> None:
-                nonlocal since_s
-                took_s = time.perf_counter() - since_s
-                self.done = step
-                self.last = {
-                    **metrics,
-                    "timing_s/step": took_s,
-                    "perf/throughput": metrics["data/tokens"] / took_s,
-                    **(self.measure() if self.measure and self._due(step, total) else {}),
-                }
-                recorder.step(step, self.last)
-                since_s = time.perf_counter()
-
-            with saved_at_the_end(
-                self.run_dir.model,
-                lambda: save_model(self.model, self.tokenizer, self.run_dir.model),
-                lambda: f"update {self.done}" if self.done else "",
-                lambda: end_updates(self.model),
-                recorder.note,
-            ):
-                train(self.model, rows, objective, self.config, after)
-
-    def _due(self, step: int, total: int) -> bool:
-        every = self.config.measure_every
-        return step == total or bool(every and step % every == 0)
+        with saved_at_the_end(
+            run_dir.model,
+            lambda: save_model(model, found.tokenizer, run_dir.model),
+            lambda: f"update {done}" if done else "",
+            lambda: end_updates(model),
+            recorder.note,
+        ):
+            train(model, found.train, objective, config, after)
+    return done, last
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared(Generic[T]):
-    """A run's model and its data.
-
-    Attributes:
-        ends: tokens that end a response.
-        train, held: tokenised rows to train on, and to measure on.
-    """
+    """A run's model, the tokens that end a response, and tokenised rows to train and measure on."""
 
     model: nn.Module
     tokenizer: PreTrainedTokenizerBase
@@ -258,8 +228,6 @@ def _prepare(
 ) -> _Prepared[T]:
     """Read the rows, load the model, and tokenise, filter and split the rows."""
     with progress.working(f"reading {config.data.name}"):
-        dropped: list[str]
-        reasons: list[str]
         rows, dropped = read(config.data)
     prepare_torch(config.seed, config.threads)
     m = config.model
@@ -271,8 +239,7 @@ def _prepare(
     layout = PromptLayout(tokenizer, ends, config.data)
     with progress.working("tokenising the rows"):
         made, reasons = attempt(rows, lambda row: tokenise(row, layout), config.data)
-    unused: list[str] = dropped + reasons
-    if unused:
+    if unused := dropped + reasons:
         progress.note(
             f"{len(unused)} of {len(rows) + len(dropped)} rows cannot be used and are left out; "
             f"the first: {unused[0]}"
@@ -294,19 +261,14 @@ def _prepare(
 def _fitting(
     rows: Sequence[T], length: Callable[[T], int], data: RowsConfig, progress: Progress
 ) -> list[T]:
-    """Return the rows of at most ``data.max_tokens`` tokens.
-
-    A longer row would lose its end, and so could not show where a response ends, or why it is the
-    better one.
-
-    Raises:
-        TaskError: all rows are longer.
-    """
+    """Return the rows of at most ``data.max_tokens`` tokens: a longer one would lose its end, and
+    could not show where a response ends, or why it is the better one."""
     kept = [row for row in rows if length(row) <= data.max_tokens]
     if not kept:
         raise TaskError(
             f"all {len(rows)} rows are longer than data.max_tokens = {data.max_tokens} (the "
-            f"shortest has {min(map(length, rows))} tokens); raise that limit"
+            f"shortest has {min(map(length, rows))} tokens); raise that limit",
+            "all-rows-too-long",
         )
     if len(kept) < len(rows):
         progress.note(

@@ -24,6 +24,8 @@ Identities = Mapping[str, Mapping[str, str]]
 class Inputs:
     """Rows and models of a run.
 
+    Methods raise StateError if a subject is not what it was; the message says what differs.
+
     Attributes:
         before: as they were when the run began; empty for a new run.
         found: as they are, as far as that is known yet.
@@ -33,26 +35,19 @@ class Inputs:
     found: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
     def take(self, subject: str, own: Mapping[str, str]) -> None:
-        """Take note of what a subject is.
-
-        Raises:
-            StateError: it is not what it was; the message says what of it.
-        """
+        """Take note of what a subject is."""
         had = self.before.get(subject, own)
         if had != own:
             raise StateError(
                 f"{subject} is not what the run was started with; of it, this differs: "
-                f"{_differences(had, own)}. Restore it, or start a new run"
+                f"{_differences(had, own)}. Restore it, or start a new run",
+                "other-inputs",
             )
         self.found[subject] = own
 
     def take_models(self, config: Config, overrides: Overrides, say: Say) -> None:
-        """Take note of the models that are loaded by name; the reference is the actor at the start.
-
-        Raises:
-            ModelError: one cannot be read.
-            StateError: see :meth:`take`.
-        """
+        """Take note of the models that are loaded by name; the reference is the actor at the
+        start."""
         named = [("reward.sources", s.name, s.model) for s in config.reward.models]
         named = [each for each in named if each[1] not in overrides.reward_models]
         critic = config.critic.model if config.algorithm.definition.critic else ""
@@ -65,25 +60,18 @@ class Inputs:
             self.take(f"{setting} = '{name}'", own)
 
     def take_rows(self, name: str, prompts: PromptSource) -> None:
-        """Take note of the rows that are trained on.
-
-        Args:
-            name: of their task.
-
-        Raises:
-            StateError: see :meth:`take`.
-        """
+        """Take note of the rows that are trained on, of the task with this name."""
         self.take(f"task.name = '{name}'", prompts.identity)
 
 
 def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:
     """Name what differs: plain facts with both values, or else what fingerprints are of."""
+    differing = [name for name in {**had, **own} if had.get(name) != own.get(name)]
     facts = [
         f"{name} ({had.get(name, 'none')} then, {own.get(name, 'none')} now)"
-        for name in {**had, **own}
-        if had.get(name) != own.get(name)
-        and not had.get(name, own.get(name, "")).startswith(SHA256)
+        for name in differing
+        if not had.get(name, own.get(name, "")).startswith(SHA256)
     ]
-    named = facts or [name for name in {**had, **own} if had.get(name) != own.get(name)]
+    named = facts or differing
     more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
     return ", ".join(named[:SHOWN]) + more

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,8 +15,7 @@ from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.remarks import scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.protocols import DRIVER, RECORDS
-from stretto.runs import checkpoint
-from stretto.runs.checkpointer import Checkpointer
+from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import saved_at_the_end
 from stretto.runs.inputs import Identities, Inputs
 from stretto.runtime.run import Run, start
@@ -39,26 +37,23 @@ def train(
 ) -> TrainResult:
     """Train a model and save it.
 
-    A run that is stopped after a step saves the model as it is then.
+    A run that is stopped after a step saves the model as it is then. Raises a StrettoError if a
+    setting, a model, a dataset, a reward function, the numbers or the disk are at fault.
 
     Args:
         run_dir: where records, checkpoints and the model go.
         resume: go on from the newest checkpoint in ``run_dir``.
-        overrides: what the caller brings instead of names in the settings.
-
-    Raises:
-        StrettoError: a setting, a model, a dataset, a reward function, the numbers or the disk are
-            at fault.
+        overrides: objects of the caller in place of names in the settings.
     """
     say = Saying(progress)
     with ExitStack() as stack:
         first, state = 0, None
         if resume:
             with working(say, "reading the checkpoint"):
-                first, state = checkpoint.load_latest(run_dir.checkpoints, say)
-            if not state[checkpoint.INPUTS]:
+                first, state = load_latest(run_dir.checkpoints, say)
+            if not state[INPUTS]:
                 say("the checkpoint has no fingerprints of rows and models: they are not compared")
-        inputs = Inputs(state[checkpoint.INPUTS] if state else {})
+        inputs = Inputs(state[INPUTS] if state else {})
         inputs.take_models(config, overrides, say)
         overrides = replace(
             overrides,
@@ -71,32 +66,31 @@ def train(
         gc.freeze()  # models and libraries are here to stay: no collection need look at them
         stack.callback(gc.unfreeze)
         running.spans.reset()
-        run = _Run(config, running, recorder, run_dir, inputs.found, say, state, done=first)
-        del state  # as large as the models; the run lets it go once it has taken it up
+        loop = _TrainingLoop(config, running, recorder, run_dir, inputs.found, say, state, first)
+        del state  # as large as the models; the loop lets it go once it has taken it up
         with saved_at_the_end(
             run_dir.model,
-            run.save,
-            lambda: f"step {run.done}" if run.done > first else "",
-            run.halt,
+            loop.save,
+            lambda: f"step {loop.done}" if loop.done > first else "",
+            loop.halt,
             recorder.note,
         ):
-            drive(run.steps())
+            drive(loop.steps())
         recorder.note(recorder.where_time_went())
         if running.prompts.skipped:
             recorder.note(
                 f"{running.prompts.skipped} prompts were longer than task.max_prompt_tokens = "
                 f"{config.task.max_prompt_tokens} and left out"
             )
-    return TrainResult(config.steps, run.stats, run_dir.model)
+    return TrainResult(config.steps, loop.stats, run_dir.model)
 
 
 @dataclass
-class _Run:
+class _TrainingLoop:
     """The steps of a run, recorded.
 
     Attributes:
         inputs: what it was started with.
-        say: shows lines, and work that takes a while.
         state: to go on from.
         done: steps taken, over all resumptions.
         stats: of the last one.
@@ -114,42 +108,34 @@ class _Run:
 
     async def steps(self) -> None:
         """Take all steps that are left."""
+        config, running = self.config, self.running
         if self.state is not None:
             with working(self.say, "taking up the checkpoint"):
-                await self.running.load_state_dict(self.state)
+                await running.load_state_dict(self.state)
             self.state = None
-        checkpoints = Checkpointer(
-            self.running,
-            self.run_dir.checkpoints,
-            self.inputs,
-            self.config.observe,
-            self.config.steps,
-            self.recorder.note,
-        )
+        folder, note = self.run_dir.checkpoints, self.recorder.note
+        checkpoints = Checkpointer(running, folder, self.inputs, config.observe, config.steps, note)
+        planned = config.pipeline.ranks and config.pipeline.schedule != "serial"
+        also = ", with a search for pipeline schedules" if planned else ""
+        shown: AbstractContextManager[object] = working(self.say, f"step {self.done + 1}{also}")
         try:
-            async with checkpoints, self.running.schedule as schedule:
-                first = self.done
-                while self.done < self.config.steps:
-                    with working(self.say, self._first) if self.done == first else nullcontext():
+            async with checkpoints, running.schedule as schedule:
+                while self.done < config.steps:
+                    with shown:
                         step = await schedule.step()
-                    with self.running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
+                    shown = nullcontext()
+                    with running.spans.span(DRIVER, RECORDS, items=len(step.batch)):
                         self._record(step)
                     await checkpoints.after(self.done)
             self.run_dir.append_rollouts(self.done + 1, schedule.in_flight, {})
         except StalledError as error:
-            error.add_note(self.running.stacks())
+            error.add_note(running.stacks())
             raise
 
     def save(self) -> None:
         """Write the trained model."""
         with working(self.say, "saving the model"):
             self.running.save(self.run_dir.model)
-
-    @property
-    def _first(self) -> str:
-        planned = self.config.pipeline.ranks and self.config.pipeline.schedule != "serial"
-        also = ", with a search for pipeline schedules" if planned else ""
-        return f"step {self.done + 1}{also}"
 
     def halt(self) -> bool:
         """End all work, after an error; return whether the actor's weights are whole."""
@@ -174,7 +160,9 @@ class _Run:
         for line in step.losses:
             recorder.note(f"step {self.done}: {line}")
         for rollout in step.rejected:
-            recorder.note(f"step {self.done}: left out rollout {rollout.id}: {_reason(rollout)}")
+            failures = [s.failure for s in rollout.scores.values() if s.failure]
+            reason = "; ".join(failures) or rollout.rejected_because
+            recorder.note(f"step {self.done}: left out rollout {rollout.id}: {reason}")
 
     def _sample(self, rollout: Rollout, reward: float) -> Sample:
         tokenizer, stop = self.running.tokenizer, self.config.rollout.stop
@@ -186,8 +174,3 @@ class _Run:
             tokens=len(rollout),
             scores=scores_by_source(rollout),
         )
-
-
-def _reason(rollout: Rollout) -> str:
-    failures: Sequence[str] = [s.failure for s in rollout.scores.values() if s.failure]
-    return "; ".join(failures) or rollout.rejected_because
