@@ -61,7 +61,7 @@ class RichProgress(Progress):
         )
 
     def start(self, headline: str) -> None:
-        """Print what will run, but for what the run before it has said; open the panel."""
+        """Print what will run, but for lines that the run before it has printed; open the panel."""
         self.note(news(self._console.file, headline))
         self._started = True
         self._open().refresh()
@@ -127,32 +127,29 @@ class RichProgress(Progress):
     def _panel(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> RenderableType:
+        def shown(name: str, form: str) -> str:
+            return format(stats[name], form) if name in stats else "-"
+
         eta_s = self._history.eta_s(step, total)
         head = Table.grid(padding=(0, 2))
-        head.add_row(
-            f"step {step}/{total}",
-            ProgressBar(total=total, completed=step, width=30),
-            "" if eta_s is None else f"{duration(eta_s)} left",
-        )
+        bar = ProgressBar(total=total, completed=step, width=30)
+        left = "" if eta_s is None else f"{duration(eta_s)} left"
+        head.add_row(f"step {step}/{total}", bar, left)
         metrics = Table.grid(padding=(0, 3))
-        speed = f"{_figure(stats, THROUGHPUT, '.0f')} tokens/s"
         if LOSS in stats:
-            shown = [f"{label} {stats[n]:{form}}" for label, n, form in SUPERVISED if n in stats]
-            metrics.add_row(f"{shown[0]} {self._trend(good=-1)}", *shown[1:], speed)
+            first, *others = (f"{label} {stats[n]:{f}}" for label, n, f in SUPERVISED if n in stats)
+            cells = [f"{first} {self._trend(good=-1)}", *others]
         else:
-            metrics.add_row(
-                f"reward [bold]{_figure(stats, REWARD, '.3f')}[/] {self._trend(good=1)}",
-                f"KL {_figure(stats, KL, '.4f')}",
-                f"length {_figure(stats, LENGTH, '.1f')}",
-                speed,
-            )
+            cells = [
+                f"reward [bold]{shown(REWARD, '.3f')}[/] {self._trend(good=1)}",
+                f"KL {shown(KL, '.4f')}",
+                f"length {shown(LENGTH, '.1f')}",
+            ]
+        metrics.add_row(*cells, f"{shown(THROUGHPUT, '.0f')} tokens/s")
         parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]
-        if samples:
-            first = samples[0]
-            parts.append(
-                f"[dim]{escape(_short(first.prompt))}[/]\n{escape(_short(first.response))} "
-                f"[dim](reward {first.reward:.3g})[/]"
-            )
+        for sample in samples[:1]:
+            prompt, response = (escape(_short(text)) for text in (sample.prompt, sample.response))
+            parts.append(f"[dim]{prompt}[/]\n{response} [dim](reward {sample.reward:.3g})[/]")
         return Panel(Group(*parts), border_style="dim")
 
     def _trend(self, *, good: int) -> str:
@@ -164,21 +161,16 @@ class RichProgress(Progress):
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One bar a value, from the lowest to the highest; values that are not finite are gaps."""
+    """Draw one bar a value, from the lowest to the highest; values that are not finite are gaps."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
     low, span = min(finite), max(finite) - min(finite)
+    top = len(_BARS) - 1
     return "".join(
-        _BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0]
-        if math.isfinite(value)
-        else " "
+        _BARS[round((value - low) / span * top) if span else 0] if math.isfinite(value) else " "
         for value in values
     )
-
-
-def _figure(stats: Mapping[str, float], name: str, form: str) -> str:
-    return format(stats[name], form) if name in stats else "-"
 
 
 def _short(text: str) -> str:

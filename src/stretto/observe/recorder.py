@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
-from typing import Self
 
 from stretto.config import Config, SupervisedConfig
 from stretto.observe.display import THROUGHPUT, Progress
@@ -18,21 +16,19 @@ from stretto.schedules.rollout import Rollout
 from stretto.types import Stats
 
 
-class Recorder:
+class Recorder(ExitStack):
     """Writer of a run's records, which also hands them to the trackers and shows them.
 
-    A context manager; leaving it, by Ctrl-C too, closes trackers and display.
+    A context manager; leaving it, by Ctrl-C too, closes trackers and display, all of them, whatever
+    one of them raises. Raises MissingExtraError if a tracker's library is not installed, StateError
+    if the records of a resumed run are damaged, and StorageError, also later, if a record cannot be
+    written.
 
     Args:
         run: where the records go.
         resumed_step: the last step of the checkpoint that the run goes on from; 0 for a new run.
             Records of later steps are dropped, as those steps will be taken again.
         total: steps of the run, where the settings alone do not say; else ``config.steps``.
-
-    Raises:
-        MissingExtraError: a tracker's library is not installed.
-        StateError: the records of the resumed run are damaged.
-        StorageError: a record cannot be written, now or later.
     """
 
     def __init__(
@@ -44,6 +40,7 @@ class Recorder:
         resumed_step: int = 0,
         total: int = 0,
     ) -> None:
+        super().__init__()
         self._shown, self._total = config.observe.samples, total or config.steps
         self._run = run
         self._progress = progress
@@ -57,6 +54,8 @@ class Recorder:
         if isinstance(config, Config):
             self._remarks = Remarks(config.reward, config.rollout.max_new_tokens)
         self._trackers = open_trackers(config.observe, run, config.model_dump(), resumed_step)
+        for close in (progress.close, *(tracker.close for tracker in self._trackers)):
+            self.callback(close)
 
     def step(
         self,
@@ -71,21 +70,20 @@ class Recorder:
         """Record step number ``step`` (the first is 1), and remark on its rewards where need be.
 
         Args:
-            step: counts from 1 to the run's steps.
-            stats: values by metric name.
             samples: responses of the step; the first ``observe.samples`` of them are kept.
-            window: who did what since the step before. It adds to the metrics: ``time_s``, seconds
+            window: spans since the step before. It adds to the metrics: ``time_s``, seconds
                 since the run's start, the share of work and waiting of each role, and, where
                 devices are known, the throughput of one.
             rollouts: those that ended with the step, trained and rejected ones.
             rewards: of the trained ones, by rollout id.
         """
+        rewards = rewards or {}
         if window is not None:
             stats = {**stats, **self._take_in(step, window)}
             if window.devices and THROUGHPUT in stats:
                 count = len(set(window.devices.values()))
                 stats[f"{THROUGHPUT}_per_device"] = stats[THROUGHPUT] / count
-        self._run.append_rollouts(step, rollouts, rewards or {})
+        self._run.append_rollouts(step, rollouts, rewards)
         kept = samples[: self._shown]
         self._run.append_samples(step, kept)
         # Last of the files: a step with metrics has all its records.
@@ -93,13 +91,18 @@ class Recorder:
         for tracker in self._trackers:
             tracker.log(step, stats)
         self._progress.step(step, self._total, stats, kept)
-        batch = [r for r in rollouts if r.id in (rewards or {})]
-        for text in self._remarks.of(step, batch, rewards or {}) if self._remarks else ():
+        batch = [r for r in rollouts if r.id in rewards]
+        for text in self._remarks.of(step, batch, rewards) if self._remarks else ():
             self.note(text)
 
     def where_time_went(self) -> str:
-        """A small table of work and waiting by role, since the run's start or its resumption."""
+        """Return a small table of work and waiting by role, since the run's start or its
+        resumption."""
         return self._time_sheet.table()
+
+    def note(self, text: str) -> None:
+        """Show a message."""
+        self._progress.note(text)
 
     def _take_in(self, step: int, window: Window) -> dict[str, float]:
         if self._tracing and not self._run.trace.append(step, window, self._time_s):
@@ -107,26 +110,3 @@ class Recorder:
             self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
         self._time_s += window.end_s - window.start_s
         return {"time_s": self._time_s, **self._time_sheet.add(window)}
-
-    def note(self, text: str) -> None:
-        """Show a message."""
-        self._progress.note(text)
-
-    def close(self) -> None:
-        """Close trackers and display, all of them, whatever one of them raises."""
-        with ExitStack() as stack:
-            stack.callback(self._progress.close)
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
-            self._trackers = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

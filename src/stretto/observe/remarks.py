@@ -14,7 +14,7 @@ AGAIN = 10
 
 
 class Remarks:
-    """Remarks on what the mean reward of a step hides. They must be told of every step."""
+    """Remarks on what the mean reward of a step hides. To be called after every step."""
 
     def __init__(self, reward: RewardConfig, max_new_tokens: int) -> None:
         self._reward, self._limit = reward, max_new_tokens
@@ -23,13 +23,10 @@ class Remarks:
         self._pause = dict.fromkeys(self._next, AGAIN)
 
     def of(self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]) -> list[str]:
-        """Remarks to show after a step.
+        """Return remarks to show after a step.
 
         Responses that were cut are counted at the first step, and later when they are at least half
-        of the batch.
-
-        Args:
-            rewards: by rollout id, after the rule for missing ends.
+        of the batch. ``rewards`` are by rollout id, after the rule for missing ends.
         """
         cut = [r for r in batch if r.finish is FinishReason.LENGTH]
         first, self._first = self._first, False
@@ -73,27 +70,18 @@ class Remarks:
         parts = [self._cut(len(cut), len(batch))] if cut else []
         if len(cut) < len(batch):
             ended = [scores_by_source(r) for r in batch if r.finish is not FinishReason.LENGTH]
-            same = {
-                name: score
-                for name, score in ended[0].items()
-                if all(scores[name] == score for scores in ended)
-            }
+            same = {n: x for n, x in ended[0].items() if all(scores[n] == x for scores in ended)}
+            told = (f"{n} does not apply" if x is None else f"{n} {x:g}" for n, x in same.items())
             those = "the others" if cut else "They"
             finds = ", or no answer is found where task.extract looks" if "task" in same else ""
             parts.append(
-                f"{those} have one score ({', '.join(map(_shown, same.items())) or 'in sum'}): the "
-                f"task may be too hard or too easy for this model{finds}. See samples.jsonl"
+                f"{those} have one score ({', '.join(told) or 'in sum'}): the task may be too hard "
+                f"or too easy for this model{finds}. See samples.jsonl"
             )
         return f"{said}. {'; '.join(parts)}"
 
 
 def scores_by_source(rollout: Rollout) -> dict[str, float | None]:
-    """A rollout's score from each reward source, by the name that its metric has; ``None`` where a
-    source does not apply to it.
-    """
+    """Return a rollout's score from each reward source, by the name that its metric has; ``None``
+    where a source does not apply to it."""
     return {short_name(s.source): s.scalar for s in rollout.scores.values() if s.kind == "reward"}
-
-
-def _shown(of: tuple[str, float | None]) -> str:
-    name, score = of
-    return f"{name} does not apply" if score is None else f"{name} {score:g}"

@@ -10,10 +10,10 @@ from typing import Any
 
 from stretto.api import begin, execute, load_recipe
 from stretto.config import recipes
-from stretto.observe import RunDirectory, Sample
-from stretto.observe.progress import NoProgress, on_stderr
+from stretto.observe import Progress, RunDirectory, Sample
+from stretto.observe.progress import on_stderr
 from stretto.saying import Advance, working
-from stretto.tour.page import heading, onward, paragraph
+from stretto.tour import heading, onward, paragraph
 
 RECIPE = "tiny"
 EPOCHS = 4
@@ -31,40 +31,34 @@ COLUMNS = (
 """Label, metric and format of the table's columns; docs/reference/metrics.md explains them."""
 
 JUDGED = ("reward", "KL", "value loss", "entropy")
-"""Columns of which is said whether they rose."""
+"""Columns whose rise or fall is told."""
 
 
-class Lines(NoProgress):
+class Lines(Progress):
     """A display of one line a step."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
 
     def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """Tell of work on standard error."""
+        """Show work on standard error."""
         return working(on_stderr, what, total)
 
     def step(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> None:
         """Write one line; before the first one the names of the columns."""
-        rows = [(f"{step}/{total}", [f"{stats[name]:{form}}" for _, name, form in COLUMNS])]
-        if step == 1:
-            rows.insert(0, ("step", [label for label, _, _ in COLUMNS]))
-        for first, cells in rows:
-            padded = [
-                f"{cell:>{max(len(label), 7)}}"
-                for cell, (label, _, _) in zip(cells, COLUMNS, strict=True)
-            ]
+        labels = [label for label, _, _ in COLUMNS]
+        rows = [[f"{step}/{total}", *(f"{stats[name]:{form}}" for _, name, form in COLUMNS)]]
+        for first, *cells in ([["step", *labels]] if step == 1 else []) + rows:
+            padded = (
+                f"{cell:>{max(len(label), 7)}}" for cell, label in zip(cells, labels, strict=True)
+            )
             self._say(f"  {first:>6}  " + "  ".join(padded))
 
 
-def train(out: Path, steps: int, progress: NoProgress) -> RunDirectory:
-    """Train, and return the run's folder in ``out``.
-
-    Raises:
-        ConfigError: there are no steps, or the folder cannot be made.
-    """
+def train(out: Path, steps: int, progress: Progress) -> RunDirectory:
+    """Train, and return the run's folder in ``out``."""
     config = load_recipe(
         RECIPE,
         steps=steps,
@@ -88,27 +82,25 @@ def page(out: Path, steps: int, say: Callable[[str], None]) -> RunDirectory:
             f"words backward, first from {config.warmup_examples:,} examples, then by PPO on "
             f"{config.rollout.batch} responses a step, each batch {EPOCHS} times. "
             "The reward is the task's own verifier, partial credit counted. KL: nats a response, "
-            "to the model before PPO. Clipped: share of tokens at which the ratio was clipped. "
-            "Entropy: nats a token."
+            "to the model before PPO. Clipped: share of tokens. Entropy: nats a token."
         )
     )
     say("")
     run = train(out, steps, Lines(say))
     say("\n" + paragraph(verdict(run.read_metrics())))
-    say("\n" + onward("ppo", f"stretto train {RECIPE} --training.epochs {EPOCHS}"))
+    say(onward("ppo", f"stretto train {RECIPE} --training.epochs {EPOCHS}"))
     return run
 
 
 def verdict(metrics: Sequence[Mapping[str, Any]]) -> str:
     """Say what rose and what fell from the first third of the steps to the last."""
     third = max(1, len(metrics) // 3)
-    said = []
-    for label, metric, form in COLUMNS:
-        if label in JUDGED:
-            first, last = (
-                fmean(step[metric] for step in part) for part in (metrics[:third], metrics[-third:])
-            )
-            moved = "rose" if last > first else "fell" if last < first else "stayed"
-            said.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
+    told = []
+    for label, metric, form in (column for column in COLUMNS if column[0] in JUDGED):
+        first, last = (
+            fmean(step[metric] for step in part) for part in (metrics[:third], metrics[-third:])
+        )
+        moved = "rose" if last > first else "fell" if last < first else "stayed"
+        told.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
     steps = f"{third} steps" if third > 1 else "step"
-    return f"Means of the first and the last {steps}: {', '.join(said)}."
+    return f"Means of the first and the last {steps}: {', '.join(told)}."
