@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from stretto.api.runs import Job, config_of_job, schedule_of
 from stretto.config import recipes
 from stretto.observe.compare import VariantResult
-from stretto.observe.display import REWARD
 from stretto.observe.idle import ALL_DEVICES
 from stretto.saying import Advance, unseen
 
@@ -67,9 +66,7 @@ class Simulation:
             seed=job.seed,
             times_s=list(accumulate(step["timing_s/step"] for step in result.steps)),
             samples=[cluster.workload.batch] * len(result.steps),
-            rewards=[step[REWARD] for step in result.steps],
-            staleness_mean=[step["staleness/mean"] for step in result.steps],
-            staleness_max=[step["staleness/max"] for step in result.steps],
+            metrics=result.steps,
             utilisation={**result.utilisation, **in_all},
         )
 

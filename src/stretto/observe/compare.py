@@ -3,7 +3,7 @@
 The figures are those that overlapping is about: how fast samples go through, how long and how many
 steps it takes to reach a reward, what reward is reached in the end, how stale the samples were, and
 how busy each role was. The rewards of single steps are noisy, so they are smoothed before they are
-compared with a target.
+compared with a target. What the seeds show is told by confidence intervals.
 """
 
 from __future__ import annotations
@@ -12,19 +12,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, geometric_mean
-from typing import Any, Self
+from statistics import fmean, geometric_mean, stdev
+from typing import Any, NamedTuple, Self
 
 from stretto.observe.display import REWARD
-from stretto.observe.idle import ALL_DEVICES, is_generator, role_order
+from stretto.observe.idle import is_generator, role_order
 from stretto.observe.report.runs import LoadedRun, shares
-from stretto.observe.significance import (
-    LEVEL,
-    Interval,
-    mean_interval,
-    ratio_interval,
-    verdict,
-)
 from stretto.saying import padded
 
 BASELINE = "sync"
@@ -35,6 +28,11 @@ SMOOTHED_STEPS = 10
 
 TARGET_SHARE = 0.95
 """Share of the baseline's own rise in reward that is the target, if none is given."""
+
+LEVEL = 0.95
+"""Share of confidence intervals that hold the true mean."""
+
+_LEVEL_TEXT = f"{100 * LEVEL:.0f} %"
 
 Values = Sequence[float | None]
 """A figure of a variant's runs; ``None`` for a run that lacks it, or did not reach the target."""
@@ -47,8 +45,7 @@ class VariantResult:
     Attributes:
         times_s: seconds since the run's start at the end of each step.
         samples: responses trained on in each step.
-        rewards: mean of each step's responses.
-        staleness_mean, staleness_max: of each step; versions of the weights.
+        metrics: of each step.
         utilisation: share of the run's time in which a role worked, by role.
     """
 
@@ -56,37 +53,116 @@ class VariantResult:
     seed: int
     times_s: Sequence[float]
     samples: Sequence[int]
-    rewards: Sequence[float]
-    staleness_mean: Sequence[float]
-    staleness_max: Sequence[float]
+    metrics: Sequence[Mapping[str, Any]]
     utilisation: Mapping[str, float]
 
     @classmethod
     def of(cls, variant: str, seed: int, run: LoadedRun) -> Self:
         """Make the result from a run's records."""
-
-        def column(metric: str) -> list[float]:
-            values = (m.get(metric) for m in run.metrics)
-            return [math.nan if value is None else float(value) for value in values]
-
         trained = Counter(r.step for r in run.rollouts if r.state == "trained")
         times_s = run.times_s()
         total_s = max(times_s.values(), default=0.0)
-        return cls(
-            variant=variant,
-            seed=seed,
-            times_s=list(times_s.values()),
-            samples=[trained[step] for step in times_s],
-            rewards=column(REWARD),
-            staleness_mean=column("staleness/mean"),
-            staleness_max=column("staleness/max"),
-            utilisation={s.role: s.busy_s / total_s for s in shares(run) if total_s},
-        )
+        busy = {s.role: s.busy_s / total_s for s in shares(run) if total_s}
+        samples = [trained[step] for step in times_s]
+        return cls(variant, seed, list(times_s.values()), samples, run.metrics, busy)
+
+    def column(self, metric: str) -> list[float]:
+        """Return a metric of each step; NaN where it is not known."""
+        values = (m.get(metric) for m in self.metrics)
+        return [math.nan if value is None else float(value) for value in values]
 
 
 def smoothed(rewards: Sequence[float], window: int) -> list[float]:
     """Return means of ``window`` steps in a row; the first is of the first ``window`` steps."""
     return [fmean(rewards[end - window : end]) for end in range(window, len(rewards) + 1)]
+
+
+# -- confidence intervals ------------------------------------------------------------------------
+
+
+class Interval(NamedTuple):
+    """A mean with the interval that the true one lies in, at :data:`LEVEL`."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Return the mean of values that scatter normally; ``None`` for fewer than two of them."""
+    if len(values) < 2:
+        return None
+    mean = fmean(values)
+    half = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
+def ratio_interval(ratios: Sequence[float]) -> Interval | None:
+    """Return the geometric mean of positive ratios, whose logarithms scatter normally.
+
+    Ratios of two paired measurements: what a pair has in common, a seed for one, cancels.
+    """
+    found = mean_interval([math.log(ratio) for ratio in ratios])
+    return found and Interval(*map(math.exp, found))
+
+
+def t_quantile(freedom: int, level: float = LEVEL) -> float:
+    """Return the t that Student's distribution stays within, on both sides, with probability
+    ``level``, for ``freedom`` degrees of freedom."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(100):  # halves the range of the angle down to rounding
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < level else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _within(angle: float, freedom: int) -> float:
+    """Return the probability of \\|t\\| below ``sqrt(freedom) tan(angle)``.
+
+    Finite sums, one for odd and one for even degrees of freedom (Abramowitz and Stegun 26.7.3, 4).
+    """
+    odd = freedom % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (power + 1) / (power + 2)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
+
+
+def verdict(what: str, ratios: Mapping[str, Values]) -> str:
+    """Say in a sentence which variants are better or worse than the baseline, and which may be
+    neither.
+
+    A difference is significant where the interval of the mean ratio leaves out 1. A variant with a
+    pair that lacks a ratio is not judged: the pairs that have one are a selection.
+
+    Args:
+        what: compared quantity, which is the better the smaller it is.
+        ratios: by variant, the baseline's quantity over its own for each seed that both ran.
+    """
+    fewer, more, either, unknown = found = [list[str]() for _ in range(4)]
+    for variant, pairs in ratios.items():
+        known = _known(pairs)
+        interval = ratio_interval(known)
+        if interval is None or len(known) < len(pairs):
+            unknown.append(f"{variant} ({len(known)} of {len(pairs)} pairs reached the target)")
+            continue
+        mean, low, high = interval
+        kind = fewer if low > 1 else more if high < 1 else either
+        kind.append(f"{variant} {mean:.2f}x [{low:.2f}, {high:.2f}]")
+    kinds = "significantly fewer", "significantly more", "no significant difference", "not judged"
+    told = "; ".join(
+        f"{k}: {', '.join(some)}" for k, some in zip(kinds, found, strict=True) if some
+    )
+    return (
+        f"{what}, {BASELINE}'s over the schedule's own, paired by seed: geometric mean and its "
+        f"{_LEVEL_TEXT} interval (Student's t on logarithms), each schedule by itself. {told}."
+    )
+
+
+# -- the table -----------------------------------------------------------------------------------
 
 
 def three_digits(value: float) -> str:
@@ -100,6 +176,10 @@ def _counted(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
+def _known(values: Values) -> list[float]:
+    return [value for value in values if value is not None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Figure:
     """A figure of runs, a row of the table: how it is written and averaged over seeds."""
@@ -111,42 +191,41 @@ class _Figure:
     average: Callable[[Sequence[float]], float] = fmean
     interval: Callable[[Sequence[float]], Interval | None] = lambda _: None
 
-    def mean(self, values: Values) -> str:
-        known = _known(values)
-        if not known:
-            return self.missing
-        some = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
-        return f"{self.write(self.average(known))}{some}"
-
-    def range(self, values: Values) -> str:
-        low, high = (self.write(f(known)) if (known := _known(values)) else "" for f in (min, max))
-        return f"{low}..{high}" if low != high else ""
-
-    def interval_of_mean(self, values: Values) -> str:
-        """Write the confidence interval, where there is one and it has a width."""
-        found = self.interval(_known(values))
-        if not (found and found.low < found.high):
-            return ""
-        return f"[{self.write(found.low)}, {self.write(found.high)}]"
-
-
-def _known(values: Values) -> list[float]:
-    return [value for value in values if value is not None]
+    def lines(self, columns: Sequence[Values]) -> list[list[str]]:
+        """Write a line of means, a cell a variant; below it ranges and intervals, if any."""
+        means, ranges, intervals = list[str](), list[str](), list[str]()
+        for values in columns:
+            known = _known(values)
+            some = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
+            means.append(f"{self.write(self.average(known))}{some}" if known else self.missing)
+            low, high = (self.write(f(known)) if known else "" for f in (min, max))
+            ranges.append(f"{low}..{high}" if low != high else "")
+            found, text = self.interval(known), ""
+            if found and found.low < found.high:
+                text = f"[{self.write(found.low)}, {self.write(found.high)}]"
+            intervals.append(text)
+        below = (("  min..max", ranges), (f"  {_LEVEL_TEXT}", intervals))
+        return [[self.label, *means], *([label, *cells] for label, cells in below if any(cells))]
 
 
 _RATIO = "{:.2f}".format
-_MISSED = "not reached"
-_ROWS = (
+_FIGURES = (
     _Figure("samples_per_s", "samples/s"),
     _Figure("speedup", f"samples/s, x {BASELINE}", _RATIO),
     _Figure("step_s", "seconds a step"),
     _Figure(
-        "time_to_target_s", "seconds to the target", three_digits, _MISSED, fmean, mean_interval
+        "time_to_target_s",
+        "seconds to the target",
+        three_digits,
+        "not reached",
+        interval=mean_interval,
     ),
     _Figure(
         "time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval
     ),
-    _Figure("steps_to_target", "steps to the target", _counted, _MISSED, fmean, mean_interval),
+    _Figure(
+        "steps_to_target", "steps to the target", _counted, "not reached", interval=mean_interval
+    ),
     _Figure(
         "steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval
     ),
@@ -156,13 +235,13 @@ _ROWS = (
 )
 _BUSY = "busy/"
 _OF_TARGET = ("time_to_target_s", "steps_to_target", "time_ratio", "steps_ratio")
-_OVER_BASELINE = {
+_RATIOS = {
     "speedup": ("samples_per_s", False),
     "time_ratio": ("time_to_target_s", True),
     "steps_ratio": ("steps_to_target", True),
 }
-"""Ratios to the baseline's run of the same seed: of which figure, and whether the baseline's is on
-top, as where less is better."""
+"""Ratios to the baseline's run of the same seed: the figure, and whether the baseline's is on top,
+as where less is better."""
 
 
 class Comparison:
@@ -182,7 +261,7 @@ class Comparison:
     """
 
     def __init__(self, results: Sequence[VariantResult], target: float | None = None) -> None:
-        self.steps = len(results[0].rewards)
+        self.steps = len(results[0].times_s)
         self.window = max(1, min(SMOOTHED_STEPS, self.steps // 2))
         self.target, self._target_note = self._choose(results, target)
         self.figures: dict[str, dict[int, dict[str, float | None]]] = {}
@@ -191,8 +270,11 @@ class Comparison:
         baseline = self.figures.get(BASELINE, {})
         for by_seed in self.figures.values():
             for seed, own in by_seed.items():
-                for key, (source, inverse) in _OVER_BASELINE.items():
-                    own[key] = _ratio(own[source], baseline.get(seed, {}).get(source), inverse)
+                for key, (source, inverse) in _RATIOS.items():
+                    value, base = own[source], baseline.get(seed, {}).get(source)
+                    if inverse:
+                        value, base = base, value
+                    own[key] = value / base if value and base else None
 
     @property
     def seeds(self) -> list[int]:
@@ -207,18 +289,12 @@ class Comparison:
         """
         lines = [["", *self.figures]]
         for row in self._rows():
-            columns = [self._values(variant, row.key) for variant in self.figures]
-            lines.append([row.label, *map(row.mean, columns)])
-            for label, write in (
-                ("  min..max", row.range),
-                (f"  {100 * LEVEL:.0f} %", row.interval_of_mean),
-            ):
-                if any(cells := [write(values) for values in columns]):
-                    lines.append([label, *cells])
-        head, *body = (f"| {' | '.join(cells)} |" for cells in padded(lines))
-        first, *others = (len(cell) + 1 for cell in padded(lines)[0])
-        rule = [":" + "-" * first, *("-" * width + ":" for width in others)]
-        return "\n".join([head, f"|{'|'.join(rule)}|", *body])
+            lines += row.lines([self._values(variant, row.key) for variant in self.figures])
+        cells = padded(lines)
+        first, *others = (len(cell) + 1 for cell in cells[0])
+        rule = "|".join([":" + "-" * first, *("-" * width + ":" for width in others)])
+        head, *body = (f"| {' | '.join(line)} |" for line in cells)
+        return "\n".join([head, f"|{rule}|", *body])
 
     def notes(self) -> list[str]:
         """Return notes without which the table cannot be read, a sentence or two each."""
@@ -234,31 +310,27 @@ class Comparison:
             named = ", ".join(map(str, self.seeds))
             notes.append(
                 f"Means over seeds {named}, with the lowest and the highest below where they "
-                f"differ; x {BASELINE} compares runs of the same seed; {100 * LEVEL:.0f} %: "
-                "confidence interval of the mean (Student's t)."
+                f"differ; x {BASELINE} compares runs of the same seed; {_LEVEL_TEXT}: confidence "
+                "interval of the mean (Student's t)."
             )
         return notes if self.target is None else notes + self._target_notes()
 
     def data(self) -> dict[str, Any]:
         """Return all figures as plain data: by variant its seeds, and a list of values a figure."""
-        keys = [row.key for row in self._rows()]
+        rows = self._rows()
+        variants: dict[str, Any] = {}
+        intervals: dict[str, Any] = {}
+        for variant, by_seed in self.figures.items():
+            values = {row.key: self._values(variant, row.key) for row in rows}
+            variants[variant] = {"seeds": list(by_seed), **values}
+            found = {r.key: r.interval(_known(values[r.key])) for r in rows if r.key in _OF_TARGET}
+            intervals[variant] = {key: each and list(each[1:]) for key, each in found.items()}
         return {
             "steps": self.steps,
             "smoothed_steps": self.window,
             "target_reward": self.target,
-            "variants": {
-                variant: {"seeds": list(by_seed), **{k: self._values(variant, k) for k in keys}}
-                for variant, by_seed in self.figures.items()
-            },
-            f"intervals_{100 * LEVEL:.0f}": {
-                variant: {
-                    row.key: found and [found.low, found.high]
-                    for row in self._rows()
-                    if row.key in _OF_TARGET
-                    for found in [row.interval(_known(self._values(variant, row.key)))]
-                }
-                for variant in self.figures
-            },
+            "variants": variants,
+            f"intervals_{100 * LEVEL:.0f}": intervals,
         }
 
     def _target_notes(self) -> list[str]:
@@ -275,15 +347,15 @@ class Comparison:
                 f"Target not reached within {self.steps} steps, and so left out of its means and "
                 f"intervals, which flatter a schedule that lacks runs: {', '.join(missed)}."
             )
-        if len(self.seeds) > 1 and len(self.figures) > 1 and BASELINE in self.figures:
-            base = self.figures[BASELINE]
+        others = {variant: own for variant, own in self.figures.items() if variant != BASELINE}
+        baseline = self.figures.get(BASELINE)
+        if len(self.seeds) > 1 and others and baseline:
             for key, what in (("time_ratio", "Seconds"), ("steps_ratio", "Steps")):
                 pairs = {
-                    variant: [own[key] for seed, own in by_seed.items() if seed in base]
-                    for variant, by_seed in self.figures.items()
-                    if variant != BASELINE
+                    variant: [own[key] for seed, own in by_seed.items() if seed in baseline]
+                    for variant, by_seed in others.items()
                 }
-                notes.append(verdict(f"{what} to the target", BASELINE, pairs))
+                notes.append(verdict(f"{what} to the target", pairs))
         return notes
 
     def _choose(
@@ -292,7 +364,7 @@ class Comparison:
         """Return the target, and a sentence about it."""
         if target is not None:
             return target, f"Target reward: {target:g}, as asked."
-        curves = [smoothed(r.rewards, self.window) for r in results if r.variant == BASELINE]
+        curves = [smoothed(r.column(REWARD), self.window) for r in results if r.variant == BASELINE]
         if not curves:
             return None, f"No target reward: no run of {BASELINE} to take it from; use --target."
         first, last = (fmean(curve[end] for curve in curves) for end in (0, -1))
@@ -310,44 +382,37 @@ class Comparison:
 
     def _figures(self, result: VariantResult) -> dict[str, float | None]:
         warm_s = result.times_s[-1] - result.times_s[0]
-        rewards = smoothed(result.rewards, self.window)
+        rewards = smoothed(result.column(REWARD), self.window)
         reached = None
         if (target := self.target) is not None:
             at = (i for i, reward in enumerate(rewards, self.window) if reward >= target)
             reached = next(at, None)
-        busy = result.utilisation
-        generators = [share for role, share in busy.items() if is_generator(role)]
-        by_kind = {"generator": fmean(generators)} if generators else {}
-        by_kind |= {role: share for role, share in busy.items() if not is_generator(role)}
+        busy = {role: b for role, b in result.utilisation.items() if not is_generator(role)}
+        generators = [b for role, b in result.utilisation.items() if is_generator(role)]
+        if generators:
+            busy["generator"] = fmean(generators)
         return {
             "samples_per_s": sum(result.samples[1:]) / warm_s if warm_s else None,
             "step_s": warm_s / (self.steps - 1) if warm_s else None,
             "time_to_target_s": None if reached is None else result.times_s[reached - 1],
             "steps_to_target": None if reached is None else float(reached),
             "final_reward": rewards[-1],
-            "staleness_mean": fmean(result.staleness_mean),
-            "staleness_max": max(result.staleness_max),
-            **{f"{_BUSY}{role}": share for role, share in by_kind.items()},
+            "staleness_mean": fmean(result.column("staleness/mean")),
+            "staleness_max": max(result.column("staleness/max")),
+            **{f"{_BUSY}{role}": share for role, share in busy.items()},
         }
 
     def _rows(self) -> list[_Figure]:
         left_out = set(_OF_TARGET) if self.target is None else set()
         if BASELINE not in self.figures:
-            left_out.update(_OVER_BASELINE)
+            left_out.update(_RATIOS)
         keys = {k for by_seed in self.figures.values() for own in by_seed.values() for k in own}
-        roles = {key.removeprefix(_BUSY) for key in keys if key.startswith(_BUSY)}
-        ordered = sorted(roles, key=lambda role: (role == ALL_DEVICES, role_order(role)))
+        roles = [key.removeprefix(_BUSY) for key in keys if key.startswith(_BUSY)]
         busy = [
             _Figure(f"{_BUSY}{role}", f"busy: {role}", lambda share: f"{100 * share:.1f} %")
-            for role in ordered
+            for role in sorted(roles, key=role_order)
         ]
-        return [row for row in _ROWS if row.key not in left_out] + busy
+        return [row for row in _FIGURES if row.key not in left_out] + busy
 
     def _values(self, variant: str, key: str) -> list[float | None]:
         return [figures.get(key) for figures in self.figures[variant].values()]
-
-
-def _ratio(own: float | None, base: float | None, inverse: bool) -> float | None:
-    if not own or not base:
-        return None
-    return base / own if inverse else own / base

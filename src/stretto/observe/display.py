@@ -1,4 +1,4 @@
-"""What displays have in common: their methods, metrics and trend, and work under way."""
+"""What displays have in common: their methods, metrics and trends, and a thread to redraw them."""
 
 from __future__ import annotations
 
@@ -10,34 +10,29 @@ from statistics import fmean
 from typing import IO
 from weakref import WeakKeyDictionary
 
-from stretto.clock import Clock, RealClock
 from stretto.observe.run_directory import Sample
 from stretto.saying import Advance, unseen
 
 REWARD = "objective/scores"
-KL = "objective/kl"
-LENGTH = "response/length_mean"
 THROUGHPUT = "perf/throughput"
 STEP_TIME = "timing_s/step"
 LOSS = "train/loss"
 
-SUPERVISED = (
+FIGURES = (
+    ("reward", REWARD, ".3f"),
+    ("kl", "objective/kl", ".4f"),
+    ("length", "response/length_mean", ".1f"),
     ("loss", LOSS, ".4f"),
     ("accuracy", "train/accuracy", ".3f"),
     ("held-out loss", "held_out/loss", ".4f"),
     ("held-out accuracy", "held_out/accuracy", ".3f"),
+    ("tokens/s", THROUGHPUT, ".0f"),
+    ("step_s", STEP_TIME, ".2f"),
 )
-"""Label, metric and format of the metrics that supervised training shows, as far as they exist."""
+"""Label, metric and format of the metrics that displays show, as far as they exist."""
 
 WINDOW = 10
 """Steps over which the trend and the time left are taken."""
-
-EVERY_S = 10.0
-"""Seconds between lines about work that goes on, at the least."""
-
-SPARSER = 0.25
-"""The same as a share of what the work has taken so far: work of hours gets no line every
-:data:`EVERY_S`."""
 
 
 class Progress:
@@ -86,42 +81,6 @@ class History:
     def eta_s(self, step: int, total: int) -> float | None:
         """Return seconds left after ``step``, if the coming steps take as long as the last ones."""
         return (total - step) * fmean(self._step_times_s) if self._step_times_s else None
-
-
-class WorkProgress:
-    """Work under way, and how far it is.
-
-    Args:
-        total: of what is done; 0 where that is not known.
-    """
-
-    def __init__(self, what: str, total: int = 0, clock: Clock | None = None) -> None:
-        self.what, self.total, self.done = what, total, 0
-        self._clock = clock or RealClock()
-        self._since_s = self._clock.now()
-
-    def advance(self, count: int) -> None:
-        """Take note that so much more is done."""
-        self.done += count
-
-    @property
-    def took_s(self) -> float:
-        """Seconds so far."""
-        return self._clock.now() - self._since_s
-
-    @property
-    def pause_s(self) -> float:
-        """Seconds until the next line."""
-        return max(EVERY_S, SPARSER * self.took_s)
-
-    def line(self) -> str:
-        """Write how far it is, and where that is known, the time left at the pace so far."""
-        if not self.total:
-            return f"{self.what} ({duration(self.took_s)} so far)"
-        share = f"{self.what}: {self.done:,} of {self.total:,}"
-        if not self.done:
-            return share
-        return f"{share}, {duration(self.took_s * max(self.total - self.done, 0) / self.done)} left"
 
 
 @contextmanager

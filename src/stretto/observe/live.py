@@ -16,19 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.observe.display import (
-    KL,
-    LENGTH,
-    LOSS,
-    REWARD,
-    SUPERVISED,
-    THROUGHPUT,
-    History,
-    Progress,
-    duration,
-    news,
-    repeated,
-)
+from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import Sample
 from stretto.saying import Advance
 
@@ -127,25 +115,22 @@ class RichProgress(Progress):
     def _panel(
         self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
     ) -> RenderableType:
-        def shown(name: str, form: str) -> str:
-            return format(stats[name], form) if name in stats else "-"
-
         eta_s = self._history.eta_s(step, total)
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=total, completed=step, width=30)
         left = "" if eta_s is None else f"{duration(eta_s)} left"
         head.add_row(f"step {step}/{total}", bar, left)
-        metrics = Table.grid(padding=(0, 3))
-        if LOSS in stats:
-            first, *others = (f"{label} {stats[n]:{f}}" for label, n, f in SUPERVISED if n in stats)
-            cells = [f"{first} {self._trend(good=-1)}", *others]
+        known = {label: f"{stats[name]:{form}}" for label, name, form in FIGURES if name in stats}
+        speed, _ = known.pop("tokens/s", "-"), known.pop("step_s", "")
+        if "loss" in known:
+            cells = [f"{label} {text}" for label, text in known.items()]
+            cells[0] += f" {self._trend(good=-1)}"
         else:
-            cells = [
-                f"reward [bold]{shown(REWARD, '.3f')}[/] {self._trend(good=1)}",
-                f"KL {shown(KL, '.4f')}",
-                f"length {shown(LENGTH, '.1f')}",
-            ]
-        metrics.add_row(*cells, f"{shown(THROUGHPUT, '.0f')} tokens/s")
+            reward, kl, length = (known.get(label, "-") for label in ("reward", "kl", "length"))
+            cells = [f"reward [bold]{reward}[/] {self._trend(good=1)}", f"KL {kl}"]
+            cells.append(f"length {length}")
+        metrics = Table.grid(padding=(0, 3))
+        metrics.add_row(*cells, f"{speed} tokens/s")
         parts: list[RenderableType] = [head, metrics, Text(sparkline(list(self._history.curve)))]
         for sample in samples[:1]:
             prompt, response = (escape(_short(text)) for text in (sample.prompt, sample.response))

@@ -8,34 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import IO, Literal, TextIO
 from weakref import WeakKeyDictionary
 
+from stretto.clock import Clock, RealClock
 from stretto.config import Config, RewardModelConfig, SupervisedConfig
-from stretto.observe.display import (
-    KL,
-    LENGTH,
-    REWARD,
-    STEP_TIME,
-    SUPERVISED,
-    THROUGHPUT,
-    History,
-    Progress,
-    WorkProgress,
-    duration,
-    news,
-    repeated,
-)
+from stretto.observe.display import FIGURES, History, Progress, duration, news, repeated
 from stretto.observe.run_directory import Sample
 from stretto.saying import Advance, Saying
 from stretto.types import short_name
-
-FIGURES = (
-    ("reward", REWARD, ".3f"),
-    ("kl", KL, ".4f"),
-    ("length", LENGTH, ".1f"),
-    *SUPERVISED,
-    ("tokens/s", THROUGHPUT, ".0f"),
-    ("step_s", STEP_TIME, ".2f"),
-)
-"""Label, metric and format of the metrics in a plain line."""
 
 FIRST_S = 2.0
 """Seconds without a line until the first one about work that goes on."""
@@ -43,9 +21,53 @@ FIRST_S = 2.0
 SOON_S = 0.5
 """The same after other work that had no line either."""
 
+EVERY_S = 10.0
+"""Seconds between lines about work that goes on, at the least."""
+
+SPARSER = 0.25
+"""The same as a share of what the work has taken so far: work of hours gets no line every
+:data:`EVERY_S`."""
+
+
 _silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
 """Seconds of work since the last line, by the stream of the lines: much work that takes a second
 each has a line, too."""
+
+
+class WorkProgress:
+    """Work under way, and how far it is.
+
+    Args:
+        total: of what is done; 0 where that is not known.
+    """
+
+    def __init__(self, what: str, total: int = 0, clock: Clock | None = None) -> None:
+        self.what, self.total, self.done = what, total, 0
+        self._clock = clock or RealClock()
+        self._since_s = self._clock.now()
+
+    def advance(self, count: int) -> None:
+        """Take note that so much more is done."""
+        self.done += count
+
+    @property
+    def took_s(self) -> float:
+        """Seconds so far."""
+        return self._clock.now() - self._since_s
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds until the next line."""
+        return max(EVERY_S, SPARSER * self.took_s)
+
+    def line(self) -> str:
+        """Write how far it is, and where that is known, the time left at the pace so far."""
+        if not self.total:
+            return f"{self.what} ({duration(self.took_s)} so far)"
+        share = f"{self.what}: {self.done:,} of {self.total:,}"
+        if not self.done:
+            return share
+        return f"{share}, {duration(self.took_s * max(self.total - self.done, 0) / self.done)} left"
 
 
 class NoProgress(Progress):

@@ -14,10 +14,8 @@ from stretto.errors import StateError
 def append(file: Path, records: Sequence[Mapping[str, Any]]) -> bool:
     """Add records, all or none; on disk, whole, when the call returns.
 
-    Raises StorageError if they cannot be written.
-
-    Returns:
-        Whether a last line that a crash had left unfinished was dropped first.
+    Return whether a last line that a crash had left unfinished was dropped first. Raises
+    StorageError if they cannot be written.
     """
     if not records:
         return False  # what a kind of run does not have gets no file
@@ -27,30 +25,22 @@ def append(file: Path, records: Sequence[Mapping[str, Any]]) -> bool:
 
 def read(file: Path, field: str = "step", kind: Callable[[Any], Any] = int) -> list[dict[str, Any]]:
     """Return all records, but for a last line that a crash left unfinished; none where there is no
-    file. Raises StateError if another line lacks the field, or has it not of this kind.
-    """
+    file. Raises StateError if another line lacks the field, or has it not of this kind."""
     if not file.is_file():
         return []
     return [_record(line, file, field, kind) for line in files.whole_lines(file.read_bytes())]
 
 
 def last(file: Path) -> dict[str, Any] | None:
-    """Return the last record that is whole, without reading the others; ``None`` where there is
-    none. Raises StateError if it is no step's record.
-    """
+    """Return the last record that is whole, without reading the others, if there is any. Raises
+    StateError if it is no step's record."""
     line = files.last_line(file) if file.is_file() else b""
     return _record(line, file) if line else None
 
 
 def rewind(file: Path, step: int) -> bool:
-    """Drop the records of steps after ``step``.
-
-    Raises StateError if a line but for the last is no step's record, StorageError if the file
-    cannot be written.
-
-    Returns:
-        Whether a last line that a crash had left unfinished was dropped too.
-    """
+    """Drop the records of steps after ``step``; return whether a last line that a crash had left
+    unfinished was dropped too. Raises StateError if another line is no step's record."""
     if not file.is_file():
         return False
     content = file.read_bytes()

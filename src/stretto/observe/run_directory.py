@@ -58,8 +58,7 @@ class Sample:
         reward: the weighted sum of its scores, after the missing-EOS rule.
         finish: why it ended, 'stop' or 'length'.
         tokens: the response's length.
-        scores: from each reward source, by name, before its weight and the missing-EOS rule;
-            ``None`` where a source does not apply.
+        scores: by reward source, before weights and that rule; ``None`` where one does not apply.
     """
 
     prompt: str
@@ -82,8 +81,7 @@ class RolloutRecord:
         state: 'trained' or 'rejected'; another for one that was in flight when the run ended.
         because: why it was rejected.
         carries: rounds that went by without it since it was dispatched.
-        oldest_version, newest_version: of the policies that sampled its tokens; ``None`` for a
-            response without tokens.
+        oldest_version, newest_version: of the policies that sampled its tokens, if it has any.
         reward: as trained on; ``None`` for one that got none.
     """
 
@@ -219,15 +217,12 @@ class RunDirectory:
             found = json.loads(self.machine_file.read_bytes())
             return Machine(**{**found, "gpus": tuple(found["gpus"])})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise StateError(
-                f"'{self.machine_file}' cannot be read: {error}", "damaged-record"
-            ) from error
+            text = f"'{self.machine_file}' cannot be read: {error}"
+            raise StateError(text, "damaged-record") from error
 
     def append_metrics(self, step: int, stats: Mapping[str, float]) -> None:
         """Add a step's metrics. JSON has no NaN or infinity; those are written as ``null``."""
-        metrics = {
-            name: float(value) if math.isfinite(value) else None for name, value in stats.items()
-        }
+        metrics = {n: float(value) if math.isfinite(value) else None for n, value in stats.items()}
         records.append(self.metrics_file, [{"step": step, **metrics}])
 
     def append_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -237,27 +232,18 @@ class RunDirectory:
     def append_rollouts(
         self, step: int, rollouts: Sequence[Rollout], rewards: Mapping[int, float]
     ) -> None:
-        """Add the rollouts that ended with a step.
-
-        Args:
-            step: its number; after the last one, what is in flight has the next.
-            rewards: by rollout id, as trained on; a rejected rollout has none.
-        """
+        """Add the rollouts that ended with a step; what is in flight after the last one has the
+        next. ``rewards`` are by rollout id, as trained on."""
         ended = (RolloutRecord.of(step, r, rewards.get(r.id)) for r in rollouts)
         records.append(self.rollouts_file, [asdict(record) for record in ended])
 
     def append_evaluation(self, record: Mapping[str, Any]) -> bool:
-        """Add a result of ``stretto eval``: the ``model``, ``what`` was measured, the ``figures``
-        and the ``settings``.
-
-        Returns:
-            Whether a last line that was never finished was dropped first.
-        """
+        """Add a result of ``stretto eval``: ``model``, ``what`` was measured, ``figures`` and
+        ``settings``. Return whether a last line that was never finished was dropped first."""
         return records.append(self.evaluations_file, [record])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of each step, under ``step`` its number; ``None`` for what was not
-        finite."""
+        """Return the metrics of each step, ``step`` among them; ``None`` for one not finite."""
         return records.read(self.metrics_file)
 
     def read_evaluations(self) -> list[dict[str, Any]]:
@@ -290,10 +276,7 @@ class RunDirectory:
 
     def rewind(self, step: int) -> list[str]:
         """Drop the records of steps after ``step``, and a last line that a crash left unfinished.
-
-        Returns:
-            The names of the files of records that had such a line.
-        """
+        Return the names of the files of records that had such a line."""
         kept = (self.metrics_file, self.samples_file, self.rollouts_file)
         torn = [file.name for file in kept if records.rewind(file, step)]
         self.trace.rewind(step)

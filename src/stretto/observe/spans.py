@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -41,9 +41,8 @@ class Span:
             'learner', or one of :data:`NO_DEVICES`. One track of a timeline each.
         name: gen, prefill/ROLE, score/ROLE, update, publish, load, send, migrate, swap,
             driver/WORK, checkpoint/stage, checkpoint/write; or :data:`WAIT`, or :data:`DOWN`.
-        start_s, end_s: by the clock that the recorder was given.
-        attributes: whatever tells more about it, such as rollouts, tokens, version; for a wait,
-            the ``cause``: data, stragglers, scores, weights, swap; down for :data:`DOWN`.
+        attributes: further facts, such as rollouts, tokens, version; for a wait, the ``cause``:
+            data, stragglers, scores, weights, swap; down for :data:`DOWN`.
     """
 
     role: str
@@ -81,18 +80,13 @@ class Window:
 
 
 class Spans:
-    """A recorder of spans, also from several threads and coroutines at once.
-
-    Args:
-        devices: see :class:`Window`.
-    """
+    """A recorder of spans, also from several threads and coroutines at once."""
 
     def __init__(self, clock: Clock, devices: Mapping[str, str] = MappingProxyType({})) -> None:
         self._clock, self._devices = clock, devices
         self._lock = threading.Lock()
         self._records: list[Span] = []
         self._open: dict[int, Span] = {}
-        self._begun = 0
         self._since_s = clock.now()
 
     def span(
@@ -112,16 +106,16 @@ class Spans:
         self, role: str, name: str, attributes: dict[str, Any], *, kept: bool
     ) -> Iterator[dict[str, Any]]:
         with self._lock:
-            start_s, key = self._clock.now(), self._begun
-            self._begun += 1
-            self._open[key] = Span(role, name, start_s, start_s, attributes)
+            now_s = self._clock.now()
+            span = Span(role, name, now_s, now_s, attributes)
+            self._open[id(span)] = span
         try:
             yield attributes
         finally:
             with self._lock:
-                del self._open[key]
+                del self._open[id(span)]
                 if kept:
-                    self._records.append(Span(role, name, start_s, self._clock.now(), attributes))
+                    self._records.append(replace(span, end_s=self._clock.now()))
 
     def add(self, role: str, name: str, start_s: float, end_s: float, **attributes: Any) -> None:
         """Record a span whose times are known. Raises ValueError if it ends before it starts."""
@@ -153,8 +147,8 @@ class Spans:
             now_s = self._clock.now()
             # A copy of the attributes: the body of an open span may yet add to them.
             cut = tuple(
-                Span(s.role, s.name, s.start_s, now_s, dict(s.attributes))
-                for s in self._open.values()
+                replace(span, end_s=now_s, attributes=dict(span.attributes))
+                for span in self._open.values()
             )
             window = Window(self._since_s, now_s, tuple(self._records), cut, self._devices)
             self._records.clear()
@@ -163,6 +157,4 @@ class Spans:
 
     def reset(self) -> None:
         """Forget the spans recorded so far; time counts from now on."""
-        with self._lock:
-            self._records.clear()
-            self._since_s = self._clock.now()
+        self.take()

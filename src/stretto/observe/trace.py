@@ -68,15 +68,12 @@ class TraceFile:
         self._tracks: dict[str, int] | None = None
 
     def append(self, step: int, window: Window, start_s: float) -> bool:
-        """Add the spans that ended during a step.
-
-        Raises StorageError if they cannot be written; the file is as it was before.
+        """Add the spans that ended during a step; return False once the file has
+        :data:`LIMIT_BYTES`. Raises StorageError if they cannot be written; the file is as it was
+        before.
 
         Args:
             start_s: when the window started, in seconds since the run's start.
-
-        Returns:
-            Whether it was written; not, once the file has :data:`LIMIT_BYTES`.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size > LIMIT_BYTES:
@@ -84,10 +81,8 @@ class TraceFile:
         if self._tracks is None:
             self._tracks = self._known_tracks()
         offset_s = start_s - window.start_s
-        events: list[dict[str, Any]] = []
-        if not size:
-            events = [_named("process_name", _STEP_TRACK, name="stretto")]
-            events += _track("steps", _STEP_TRACK)
+        process = _named("process_name", _STEP_TRACK, name="stretto")
+        events = [] if size else [process, *_track("steps", _STEP_TRACK)]
         for span in window.ended:
             if span.role not in self._tracks:
                 self._tracks[span.role] = _new_track(span.role, self._tracks)
@@ -99,10 +94,8 @@ class TraceFile:
         return True
 
     def rewind(self, step: int) -> None:
-        """Drop what was written after step ``step``, and what a crash left unfinished.
-
-        Raises StateError if a step's event is not JSON, StorageError if the file cannot be written.
-        """
+        """Drop what was written after step ``step``, and what a crash left unfinished. Raises
+        StateError if a step's event is not JSON, StorageError if the file cannot be written."""
         self._tracks = None
         if not self.path.exists():
             return
@@ -119,11 +112,8 @@ class TraceFile:
             self.path.unlink()
 
     def read(self, steps: int = 0) -> Trace:
-        """Read the trace, but for steps whose end was not written, because of a kill; an empty one
-        where there is no file. Raises StateError if an event is not JSON.
-
-        Args:
-            steps: the first ones to read; 0 for all.
+        """Read the trace, or its first ``steps``, but for steps whose end was not written, because
+        of a kill; an empty one where there is no file. Raises StateError if an event is not JSON.
         """
         names: dict[int, str] = {}
         read: list[TracedStep] = []
@@ -236,4 +226,4 @@ def _arguments(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _scalar(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
-    return value if value is None or isinstance(value, bool | int | str) else str(value)
+    return value if isinstance(value, int | str | None) else str(value)

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from stretto.assembly.models import prepare_torch
-from stretto.config import RewardModelConfig, RowsConfig, SftConfig, SupervisedConfig
+from stretto.config import RewardModelConfig, SftConfig, SupervisedConfig
 from stretto.errors import TaskError
+from stretto.models import load
 from stretto.models.backend import pick_device, pick_dtype
 from stretto.models.forward import text_config, unwrapped
 from stretto.models.heads import reward_model_from, set_padding
-from stretto.models.load import (
-    end_token_ids,
-    load_causal_lm,
-    load_tokenizer,
-    save_model,
-    set_checkpointing,
-)
 from stretto.models.lora import add_lora
 from stretto.models.resolve import resolve
 from stretto.observe import Progress, Recorder, RunDirectory
@@ -33,15 +26,8 @@ from stretto.saying import Saying
 from stretto.tasks.conversations import example_of, read_demonstrations
 from stretto.tasks.pairs import PairTokens, read_pairs, tokens_of
 from stretto.tasks.responses import Example, PromptLayout, attempt
-from stretto.training.supervised import (
-    BradleyTerry,
-    CrossEntropy,
-    Objective,
-    Preferences,
-    hold_out,
-    train,
-    updates,
-)
+from stretto.training import supervised
+from stretto.training.supervised import BradleyTerry, CrossEntropy, Objective, Preferences
 from stretto.training.trained import end_updates
 from stretto.types import Stats
 
@@ -99,30 +85,32 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
     Args:
         run_dir: where records and the model go.
     """
-    found = _prepare(config, progress, read_demonstrations, example_of, lambda e: len(e.tokens))
-    model = found.model
+    loop = _SupervisedLoop(
+        config, progress, read_demonstrations, example_of, lambda e: len(e.tokens)
+    )
+    model = loop.model
     if config.model.lora_rank:
         model = add_lora(model, config.model, "CAUSAL_LM")
     objective = CrossEntropy.of(model, config)
 
     def measure() -> Stats:
-        loss = objective.measure(found.held)
+        loss = objective.measure(loop.held)
         return {"held_out/loss": loss, "held_out/perplexity": math.exp(loss)}
 
-    steps, last = _take_updates(config, model, found, objective, measure, run_dir, progress)
+    last = loop.take_updates(model, objective, measure, run_dir)
     loss, perplexity = (last.get(f"held_out/{name}") for name in ("loss", "perplexity"))
-    if found.held:
+    if loop.held:
         progress.note(f"held out: {loss:.4f} nats a token, perplexity {perplexity:.3f}")
-    return SftResult(run_dir.model, steps, last["train/loss"], loss, perplexity)
+    return SftResult(run_dir.model, loop.done, last["train/loss"], loss, perplexity)
 
 
 def train_reward_model(
     config: RewardModelConfig, *, run_dir: RunDirectory, progress: Progress
 ) -> RewardModelResult:
     """Train a reward model on preferences, and save it; otherwise as :func:`sft`."""
-    found = _prepare(config, progress, read_pairs, tokens_of, lambda p: p.longest)
-    tokenizer, ends = found.tokenizer, found.ends
-    model = reward_model_from(found.model, config.seed)
+    loop = _SupervisedLoop(config, progress, read_pairs, tokens_of, lambda p: p.longest)
+    tokenizer, ends = loop.tokenizer, loop.ends
+    model = reward_model_from(loop.model, config.seed)
     if ends:  # a classifier is saved without a generation config, which may alone have named them
         for part in (unwrapped(model).config, text_config(model)):
             part.eos_token_id = sorted(ends)
@@ -138,141 +126,128 @@ def train_reward_model(
 
     def measure() -> Stats:
         nonlocal held_out
-        held_out = objective.measure(found.held)
+        held_out = objective.measure(loop.held)
         return held_out.stats("held_out")
 
-    steps, last = _take_updates(config, model, found, objective, measure, run_dir, progress)
+    last = loop.take_updates(model, objective, measure, run_dir)
     if held_out:
         progress.note(
             f"held out ({held_out.pairs} pairs): accuracy {held_out.accuracy:.4f}, margin "
             f"{held_out.margin:.4f}, mean reward {held_out.reward_mean:.4f}, "
             f"standard deviation {held_out.reward_std:.4f}"
         )
-    seen = "held_out" if held_out else "train"
-    return RewardModelResult(
-        model=run_dir.model,
-        steps=steps,
-        loss=last["train/loss"],
-        held_out=held_out,
-        reward_mean=last[f"{seen}/reward_mean"],
-        reward_std=last[f"{seen}/reward_std"],
+    mean, std = (
+        last[f"{'held_out' if held_out else 'train'}/reward_{name}"] for name in ("mean", "std")
     )
+    return RewardModelResult(run_dir.model, loop.done, last["train/loss"], held_out, mean, std)
 
 
-def _take_updates(
-    config: SupervisedConfig,
-    model: nn.Module,
-    found: _Prepared[T],
-    objective: Objective[T],
-    measure: Callable[[], Stats],
-    run_dir: RunDirectory,
-    progress: Progress,
-) -> tuple[int, Stats]:
-    """Measure, train, record and save; return the updates taken, and metrics of the last one.
+class _SupervisedLoop(Generic[T]):
+    """The loop over a supervised run's updates, with the model to start from and the rows.
 
-    Args:
-        measure: returns metrics of the rows held out; called where there are any.
+    Attributes:
+        ends: tokens that end a response.
+        rows, held: tokenised, to train on and to measure on.
+        done: updates taken.
     """
-    total, every = updates(config, len(found.train)), config.measure_every
-    done = 0
-    last: Stats = {}
-    set_checkpointing(model, config.model)
-    with Recorder(config, run_dir, progress, total=total) as recorder:
-        if found.held:
-            with progress.working("measuring the held-out rows"):
-                recorder.step(0, measure())
-        since_s = time.perf_counter()
 
-        def after(step: int, metrics: Stats) -> None:
-            nonlocal done, last, since_s
-            took_s = time.perf_counter() - since_s
-            due = found.held and (step == total or (every and step % every == 0))
-            done = step
-            last = {
-                **metrics,
-                "timing_s/step": took_s,
-                "perf/throughput": metrics["data/tokens"] / took_s,
-                **(measure() if due else {}),
-            }
-            recorder.step(step, last)
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        progress: Progress,
+        read: Callable[[Any], tuple[list[R], list[str]]],
+        tokenise: Callable[[R, PromptLayout], T],
+        length: Callable[[T], int],
+    ) -> None:
+        self._config, self._progress, self.done = config, progress, 0
+        data, m, note = config.data, config.model, progress.note
+        with progress.working(f"reading {data.name}"):
+            rows, dropped = read(data)
+        prepare_torch(config.seed, config.threads)
+        path, device = resolve(m.name, Saying(progress)), pick_device(m.device)
+        dtype, trust = pick_dtype(m.dtype, device), m.trust_remote_code
+        with progress.working(f"loading {path}"):
+            self.tokenizer = load.load_tokenizer(path, trust)
+            self.model: nn.Module = load.load_causal_lm(path, dtype, device, trust)
+        self.ends = load.end_token_ids(self.model, self.tokenizer)
+        layout = PromptLayout(self.tokenizer, self.ends, data)
+        with progress.working("tokenising the rows"):
+            made, reasons = attempt(rows, lambda row: tokenise(row, layout), data)
+        if unused := dropped + reasons:
+            note(
+                f"{len(unused)} of {len(rows) + len(dropped)} rows cannot be used and are left "
+                f"out; the first: {unused[0]}"
+            )
+        if layout.found:
+            note(
+                f"rows spell control tokens ({', '.join(sorted(layout.found))}), which are read as "
+                "text; conversations are lists of messages, and every response gets its end by "
+                "itself"
+            )
+        # A longer row would lose its end, and could not show where a response ends, or why it is
+        # the better one.
+        kept = [row for row in made if length(row) <= data.max_tokens]
+        if not kept:
+            raise TaskError(
+                f"all {len(made)} rows are longer than data.max_tokens = {data.max_tokens} (the "
+                f"shortest has {min(map(length, made))} tokens); raise that limit",
+                "all-rows-too-long",
+            )
+        if long := len(made) - len(kept):
+            limit = f"data.max_tokens = {data.max_tokens}"
+            note(f"{long} of {len(made)} rows are longer than {limit} and left out")
+        self.rows: list[T]
+        self.held: list[T]
+        self.rows, self.held = supervised.hold_out(
+            kept, lambda row: row.prompt, data.held_out, config.seed
+        )
+        self._total = supervised.updates(config, len(self.rows))
+        note(
+            f"training on {len(self.rows)} rows, {self._total} updates; {len(self.held)} rows are "
+            "held out"
+        )
+
+    def take_updates(
+        self,
+        model: nn.Module,
+        objective: Objective[T],
+        measure: Callable[[], Stats],
+        run_dir: RunDirectory,
+    ) -> Stats:
+        """Measure, train, record and save; return the metrics of the last update.
+
+        Args:
+            measure: returns metrics of the rows held out; called where there are any.
+        """
+        config, progress, total = self._config, self._progress, self._total
+        last: Stats = {}
+        load.set_checkpointing(model, config.model)
+        with Recorder(config, run_dir, progress, total=total) as recorder:
+            if self.held:
+                with progress.working("measuring the held-out rows"):
+                    recorder.step(0, measure())
             since_s = time.perf_counter()
 
-        with saved_at_the_end(
-            run_dir.model,
-            lambda: save_model(model, found.tokenizer, run_dir.model),
-            lambda: f"update {done}" if done else "",
-            lambda: end_updates(model),
-            recorder.note,
-        ):
-            train(model, found.train, objective, config, after)
-    return done, last
+            def after(step: int, metrics: Stats) -> None:
+                nonlocal last, since_s
+                took_s = time.perf_counter() - since_s
+                every, self.done = config.measure_every, step
+                due = self.held and (step == total or (every and step % every == 0))
+                last = {
+                    **metrics,
+                    "timing_s/step": took_s,
+                    "perf/throughput": metrics["data/tokens"] / took_s,
+                    **(measure() if due else {}),
+                }
+                recorder.step(step, last)
+                since_s = time.perf_counter()
 
-
-@dataclass(frozen=True, slots=True)
-class _Prepared(Generic[T]):
-    """A run's model, the tokens that end a response, and tokenised rows to train and measure on."""
-
-    model: nn.Module
-    tokenizer: PreTrainedTokenizerBase
-    ends: frozenset[int]
-    train: list[T]
-    held: list[T]
-
-
-def _prepare(
-    config: SupervisedConfig,
-    progress: Progress,
-    read: Callable[[Any], tuple[list[R], list[str]]],
-    tokenise: Callable[[R, PromptLayout], T],
-    length: Callable[[T], int],
-) -> _Prepared[T]:
-    """Read the rows, load the model, and tokenise, filter and split the rows."""
-    with progress.working(f"reading {config.data.name}"):
-        rows, dropped = read(config.data)
-    prepare_torch(config.seed, config.threads)
-    m = config.model
-    path, device = resolve(m.name, Saying(progress)), pick_device(m.device)
-    with progress.working(f"loading {path}"):
-        tokenizer = load_tokenizer(path, m.trust_remote_code)
-        model = load_causal_lm(path, pick_dtype(m.dtype, device), device, m.trust_remote_code)
-    ends = end_token_ids(model, tokenizer)
-    layout = PromptLayout(tokenizer, ends, config.data)
-    with progress.working("tokenising the rows"):
-        made, reasons = attempt(rows, lambda row: tokenise(row, layout), config.data)
-    if unused := dropped + reasons:
-        progress.note(
-            f"{len(unused)} of {len(rows) + len(dropped)} rows cannot be used and are left out; "
-            f"the first: {unused[0]}"
-        )
-    if layout.found:
-        progress.note(
-            f"rows spell control tokens ({', '.join(sorted(layout.found))}), which are read as "
-            "text; conversations are lists of messages, and every response gets its end by itself"
-        )
-    made = _fitting(made, length, config.data, progress)
-    train, held = hold_out(made, lambda row: row.prompt, config.data.held_out, config.seed)
-    progress.note(
-        f"training on {len(train)} rows, {updates(config, len(train))} updates; "
-        f"{len(held)} rows are held out"
-    )
-    return _Prepared(model, tokenizer, ends, train, held)
-
-
-def _fitting(
-    rows: Sequence[T], length: Callable[[T], int], data: RowsConfig, progress: Progress
-) -> list[T]:
-    """Return the rows of at most ``data.max_tokens`` tokens: a longer one would lose its end, and
-    could not show where a response ends, or why it is the better one."""
-    kept = [row for row in rows if length(row) <= data.max_tokens]
-    if not kept:
-        raise TaskError(
-            f"all {len(rows)} rows are longer than data.max_tokens = {data.max_tokens} (the "
-            f"shortest has {min(map(length, rows))} tokens); raise that limit",
-            "all-rows-too-long",
-        )
-    if len(kept) < len(rows):
-        progress.note(
-            f"{len(rows) - len(kept)} of {len(rows)} rows are longer than data.max_tokens = "
-            f"{data.max_tokens} and left out"
-        )
-    return kept
+            with saved_at_the_end(
+                run_dir.model,
+                lambda: load.save_model(model, self.tokenizer, run_dir.model),
+                lambda: f"update {self.done}" if self.done else "",
+                lambda: end_updates(model),
+                recorder.note,
+            ):
+                supervised.train(model, self.rows, objective, config, after)
+        return last

@@ -12,7 +12,7 @@ from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config
 from stretto.errors import StalledError, StorageError
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
-from stretto.observe.remarks import scores_by_source
+from stretto.observe.recorder import scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest

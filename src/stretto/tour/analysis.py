@@ -37,12 +37,7 @@ FORWARD, TRAINING = 2, 6
 
 
 def page(run: RunDirectory, kept: bool) -> Iterator[str]:
-    """Yield the text of the part.
-
-    Args:
-        run: with at least three steps.
-        kept: whether its folder stays.
-    """
+    """Yield the text of the part on a run of at least three steps; ``kept``: its folder stays."""
     yield heading("4. Data flow, compute and placements")
     config, rollouts, metrics = recipes.load(run.path), run.read_rollouts(), run.read_metrics()
     device = pick_device("cpu")
@@ -56,21 +51,11 @@ def page(run: RunDirectory, kept: bool) -> Iterator[str]:
     yield from _placements(run, median(step[STEP_TIME] for step in metrics[1:]))
     command = "stretto compare --sim RUN, on a run that --out FOLDER keeps"
     if kept:
-        last = run.path / f"{PLACEMENTS[-1].name}.toml"
-        command = f"stretto compare --sim {run.path} --placement {last}"
+        command = f"stretto compare --sim {run.path} --placement {run.path / 'two.toml'}"
     yield onward("simulator", command)
 
 
 # -- data flow -----------------------------------------------------------------------------------
-
-
-class Flow(NamedTuple):
-    """All that one role is sent by another in a step."""
-
-    sender: str
-    receiver: str
-    what: str
-    size_bytes: int
 
 
 def _data_flow(
@@ -82,37 +67,37 @@ def _data_flow(
         f"(a) Data flow of the last step, {len(records)} responses: {prompts:,} tokens of prompts "
         f"and {tokens:,} of responses; by reference within a process."
     )
-    rows = [[*flow[:3], f"{flow.size_bytes:,}"] for flow in found]
+    rows = [[*flow, f"{size:,}"] for flow, size in found.items()]
     yield aligned([["from", "to", "what", "bytes"], *rows], left=3)
-    weights = sum(f.size_bytes for f in found if f.sender == "learner")
-    whole = sum(f.size_bytes for f in found)
+    weights = sum(size for (sender, _, _), size in found.items() if sender == "learner")
+    whole = sum(found.values())
     yield f"{weights / whole:.0%} of {format_size(whole)} are weights.\n"
 
 
 def flows(
     records: Sequence[RolloutRecord], config: Config, models: Mapping[str, nn.Module]
-) -> list[Flow]:
-    """Count the arrays of the messages of a step, and token ids of prompts as arrays of 32 bits;
-    ``models`` are those that are trained, by name."""
+) -> dict[tuple[str, str, str], int]:
+    """Return the bytes of the arrays that roles send in a step, by sender, receiver and content;
+    token ids of prompts are counted as an array. ``models`` are those that are trained, by name."""
     n, prompts = len(records), sum(record.prompt_tokens for record in records) * _WORD
     a_token = sum(record.tokens for record in records) * _WORD  # an id, log-prob, value or version
-    found = [
-        Flow(DRIVER, "generator", "prompts", prompts),
-        Flow("generator", DRIVER, "tokens, log-probs", 2 * a_token),
-    ]
+    found = {
+        (DRIVER, "generator", "prompts"): prompts,
+        ("generator", DRIVER, "tokens, log-probs"): 2 * a_token,
+    }
     # Ids, prompts, prompt ids, lengths, ends; then tokens, log-probs and versions.
     batch = 3 * 8 * n + prompts + n + 3 * a_token
     for source, kind in _scorers(config):
         what = {"reward": "rewards", "logprobs": "log-probs", "values": "values"}[kind]
         answers = n * _WORD if kind == "reward" else a_token
         batch += answers + (n if kind == "reward" else 0)  # and whether a reward applies
-        found.append(Flow(DRIVER, short_name(source), "prompts, responses", prompts + a_token))
-        found.append(Flow(short_name(source), DRIVER, what, answers))
-    found.append(Flow(DRIVER, "learner", "the batch", batch))
+        found[DRIVER, short_name(source), "prompts, responses"] = prompts + a_token
+        found[short_name(source), DRIVER, what] = answers
+    found[DRIVER, "learner", "the batch"] = batch
     for name, model in models.items():
-        weights = sum(p.numel() * p.element_size() for p in model.parameters())
         follower = "generator" if name == "actor" else name
-        found.append(Flow("learner", follower, f"weights: {name}", weights))
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        found["learner", follower, f"weights: {name}"] = weights
     return found
 
 
@@ -129,12 +114,8 @@ def _scorers(config: Config) -> Iterator[tuple[str, ScoreKind]]:
 
 
 class PhaseCost(NamedTuple):
-    """A phase of a step, means over steps.
-
-    Attributes:
-        tokens: sampled, scored, or trained on (once for each epoch).
-        operations: counted; 0 for what is no model's work.
-    """
+    """A phase of a step, means over steps: tokens sampled, scored, or trained on (once for each
+    epoch), and operations counted; 0 for what is no model's work."""
 
     name: str
     seconds: float
@@ -148,13 +129,8 @@ def phase_costs(
     config: Config,
     parameters: int,
 ) -> list[PhaseCost]:
-    """Return the phases of a run's mean step, without the first one, which warms up.
-
-    Args:
-        metrics: of each step, at least two.
-        rollouts: all that were trained on.
-        parameters: of the actor; the critic is counted as large.
-    """
+    """Return the phases of a run's mean step, without the first one, which warms up; the critic is
+    counted as large as the actor."""
     warm = metrics[1:]
     steps = [step["step"] for step in warm]
 
@@ -214,37 +190,24 @@ def _compute(found: Sequence[PhaseCost], config: Config, parameters: int) -> Ite
 # -- placements ----------------------------------------------------------------------------------
 
 
-class Placement(NamedTuple):
-    """A way to place the roles of a run, and the schedule on it.
-
-    Attributes:
-        settings: as a file for ``--placement`` has them; empty for the run's own.
-        variant: of the schedule.
-    """
-
-    name: str
-    text: str
-    settings: dict[str, object]
-    variant: str
-
-
 _APART: dict[str, object] = {"runtime": "local"}
 _TWO = _APART | {"cluster": {"processes": [{"roles": ["generator", "reference", "critic"]}]}}
 
-PLACEMENTS = (
-    Placement("colocated", "all roles take turns on one device", {}, "sync"),
-    Placement("apart", "a device a role; only scorers side by side", _APART, "sync"),
-    Placement("overlapping", "the same, generation a version ahead", _APART, "async"),
-    Placement("two", "learner on one, all others on the other", _TWO, "async"),
-)
-"""From one device to one for each role, and back to two."""
+PLACEMENTS: Mapping[str, tuple[str, dict[str, object], str]] = {
+    "colocated": ("all roles take turns on one device", {}, "sync"),
+    "apart": ("a device a role; only scorers side by side", _APART, "sync"),
+    "overlapping": ("the same, generation a version ahead", _APART, "async"),
+    "two": ("learner on one, all others on the other", _TWO, "async"),
+}
+"""From one device to one for each role, and back to two, by name: a description, settings as a file
+for ``--placement`` has them (none: the run's own), and the variant of the schedule."""
 
 
 class PlacementResult(NamedTuple):
     """A placement in virtual time: its devices, the mean seconds of a step without the first, and
     the mean share of the devices' time in which they had nothing to do."""
 
-    placement: Placement
+    name: str
     devices: int
     step_s: float
     idle: float
@@ -252,18 +215,17 @@ class PlacementResult(NamedTuple):
 
 def placement_results(run: Path, files: Path) -> Iterator[PlacementResult]:
     """Simulate the run on each of :data:`PLACEMENTS`, whose files are written into a folder."""
-    for placement in PLACEMENTS:
-        file = ""
-        if placement.settings:
-            file = str(files / f"{placement.name}.toml")
-            write_whole(Path(file), tomli_w.dumps(placement.settings).encode())
+    for name, (_, settings, variant) in PLACEMENTS.items():
+        file = str(files / f"{name}.toml") if settings else ""
+        if settings:
+            write_whole(Path(file), tomli_w.dumps(settings).encode())
         simulation = simulated.recorded(str(run), file)
         assert simulation.seed is not None
-        cluster = simulation.asked(Job(placement.variant, simulation.seed))
+        cluster = simulation.asked(Job(variant, simulation.seed))
         result = simulate(cluster)
         step_s = fmean(step[STEP_TIME] for step in result.steps[1:])
         idle = 1 - fmean(result.device_utilisation)
-        yield PlacementResult(placement, cluster.device_count, step_s, idle)
+        yield PlacementResult(name, cluster.device_count, step_s, idle)
 
 
 def _placements(run: RunDirectory, measured_s: float) -> Iterator[str]:
@@ -274,9 +236,9 @@ def _placements(run: RunDirectory, measured_s: float) -> Iterator[str]:
     found = list(placement_results(run.path, run.path))
     base_s = found[0].step_s
     rows = [["placement", "", "devices", "step", "speed-up", "idle"]]
-    for (name, text, *_), devices, step_s, idle in found:
+    for name, devices, step_s, idle in found:
         figures = [f"{devices}", f"{step_s:.3f} s", f"{base_s / step_s:.2f}x", f"{idle:.0%}"]
-        rows.append([name, text, *figures])
+        rows.append([name, PLACEMENTS[name][0], *figures])
     yield aligned(rows, left=2)
     yield paragraph(
         f"Check: the run's own step took {measured_s:.3f} s (median), and the simulator says "

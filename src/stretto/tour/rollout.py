@@ -12,19 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from stretto.algorithms.advantages import gae
-from stretto.algorithms.experience import Scored
 from stretto.algorithms.kl import kl_estimate
 from stretto.algorithms.registry import prepare
 from stretto.algorithms.rewards import make_rewards
 from stretto.api import changed
+from stretto.assembly import models
 from stretto.assembly.engines import make_engine
-from stretto.assembly.models import (
-    NO_OVERRIDES,
-    frozen_copy,
-    load_actor,
-    make_critic,
-    prepare_torch,
-)
 from stretto.assembly.scorers import model_scorers, reward_scorer
 from stretto.config import Config
 from stretto.models.heads import reward_model_from, scalar_head
@@ -36,7 +29,7 @@ from stretto.schedules.rollout import Rollout, train_batch
 from stretto.scoring.base import ModelScorer
 from stretto.tour import heading, onward, paragraph
 from stretto.training.collate import collate
-from stretto.types import Prompt
+from stretto.types import Prompt, TrainBatch
 
 PROMPTS = ("Spell backward: tea\n", "Spell backward: stream\n")
 SAMPLES, TOKENS = 2, 12
@@ -44,8 +37,7 @@ SAMPLES, TOKENS = 2, 12
 CHUNK = 4
 """Tokens that a response gets in one call of the engine."""
 SEED = 135
-"""Seed of sampling; with this one the first response ends early, so that masks have something to
-mask."""
+"""Seed of sampling; with this one the first response ends early, so that masks mask something."""
 REWARD = "model:reward"
 MOVED = 0.05
 """How far the actor is moved from the reference, as a share of the spread of each weight matrix."""
@@ -53,17 +45,13 @@ FIRST = 5
 """Values that are written of a tensor; of several rows, those of the first."""
 
 # PPO's defaults, few and short responses, no rule for cuts; scorers read along.
-_CHANGES = {
+_CHANGES: Mapping[str, Any] = {
     "threads": 1,
     "seed": SEED,
     "model": {"dtype": "float32", "device": "cpu"},
     "critic": {"init": "reward"},
     "reward": {"sources": (REWARD,), "missing_eos": "off"},
-    "rollout": {
-        "batch": len(PROMPTS) * SAMPLES,
-        "samples_per_prompt": SAMPLES,
-        "max_new_tokens": TOKENS,
-    },
+    "rollout": {"samples_per_prompt": SAMPLES, "max_new_tokens": TOKENS},
     "schedule": {"preset": "oppo"},
 }
 
@@ -109,19 +97,19 @@ def walk(folder: Path, say: Callable[[str], None] = print) -> Iterator[WalkStep]
     """
     with quiet_transformers():
         make_tiny(folder)
-    config = changed(Config(), _CHANGES, {"model__name": str(folder)})
-    prepare_torch(config.seed, config.threads)
-    tokenizer = load_tokenizer(folder)
-    actor: Any = load_actor(config.model, say)
-    reference = frozen_copy(actor)
+    slots = len(PROMPTS) * SAMPLES
+    config = changed(Config(), _CHANGES, {"model__name": str(folder), "rollout__batch": slots})
+    models.prepare_torch(config.seed, config.threads)
+    tokenizer, m, given = load_tokenizer(folder), config.model, models.NO_OVERRIDES
+    actor: Any = models.load_actor(m, say)
+    reference = models.frozen_copy(actor)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in (w for w in actor.parameters() if w.dim() > 1):
             weight.add_(MOVED * weight.std() * torch.randn(weight.shape, generator=random))
-    judge = reward_model_from(frozen_copy(reference), seed=1), tokenizer
-    slots, init = config.rollout.batch, config.critic.init
+    judge = reward_model_from(models.frozen_copy(reference), seed=1), tokenizer
     reward = reward_scorer(REWARD, config, tokenizer, say, judge, slots=slots)
-    critic = make_critic(config.model, init, actor, tokenizer, [reward], NO_OVERRIDES, say)
+    critic = models.make_critic(m, config.critic.init, actor, tokenizer, [reward], given, say)
     scorers = [reward, *model_scorers(config, reference, critic, None, say)]
     engine = make_engine(config, actor, tokenizer, slots)
     yield WalkStep(
@@ -143,22 +131,7 @@ def walk(folder: Path, say: Callable[[str], None] = print) -> Iterator[WalkStep]
     asked = [prompt for prompt in prompts for _ in range(SAMPLES)]
     rollouts = [Rollout(i, prompt, prompt.id) for i, prompt in enumerate(asked)]
     yield from _generation_and_scoring(engine, scorers, rollouts)
-    batch = train_batch(rollouts)
-    yield WalkStep(
-        f"The learner is sent: B = {len(batch)} responses in columns, one after the other, "
-        f"N = {len(batch.tokens)} tokens; nothing is padded.",
-        {
-            "lengths": batch.lengths,
-            "ended": batch.ended,
-            "tokens": batch.tokens,
-            "log pi": batch.logprobs,
-            "versions": batch.versions,
-            "log pi_ref": batch.per_token["logprobs"],
-            "V": batch.per_token["values"],
-            "r(x, y)": batch.rewards[REWARD],
-        },
-    )
-    yield from _learning(config, collate(batch, config.reward.factors))
+    yield from _learning(config, train_batch(rollouts))
 
 
 def _generation_and_scoring(
@@ -170,52 +143,56 @@ def _generation_and_scoring(
     for scorer in scorers:
         scorer.admit(responses)
     calls = early = 0
-    while chunks := engine.decode(CHUNK).chunks:
+    while chunks := sorted(engine.decode(CHUNK).chunks, key=lambda chunk: chunk.rollout_id):
         calls += 1
         early = sum(scorer.read_tokens for scorer in scorers)
         for chunk in chunks:
             rollouts[chunk.rollout_id].append(chunk)
         for scorer in scorers:
             scorer.extend(chunks)
-        tokens, ended = (
-            sum(len(c.tokens) for c in chunks),
-            sum(c.finish is not None for c in chunks),
-        )
+        tokens, ended = sum(len(c.tokens) for c in chunks), [c for c in chunks if c.finish]
         first = (
             "Generation y_t ~ pi(. | x, y_<t). A call of the engine gives each response up to "
             f"{CHUNK} tokens, which the scorers read at once. {engine.prefilled_tokens} prompt "
             "tokens are read, each prompt once for all its responses. "
         )
-        ordered = sorted(chunks, key=lambda chunk: chunk.rollout_id)
         shown: dict[str, Any] = {}
-        for c in (ordered[0], *ordered[1:][-1:]):
+        for c in (chunks[0], *chunks[1:][-1:]):
             shown[f"response {c.rollout_id}: y_t"] = c.tokens
             shown[f"response {c.rollout_id}: log pi(y_t)"] = c.logprobs
-        yield WalkStep(
-            (first if calls == 1 else "")
-            + f"Call {calls}: {tokens} tokens for {len(chunks)} responses, of which {ended} ended.",
-            shown,
-        )
-    for scorer in scorers:
-        for score in scorer.finish([rollout.id for rollout in rollouts]):
-            rollouts[score.rollout_id].scores[score.source] = score
+        made = f"{tokens} tokens for {len(chunks)} responses, of which {len(ended)} ended."
+        yield WalkStep(f"{first if calls == 1 else ''}Call {calls}: {made}", shown)
+    for score in (s for scorer in scorers for s in scorer.finish(range(len(rollouts)))):
+        rollouts[score.rollout_id].scores[score.source] = score
     names = {"reward": "r(x, y)", "logprobs": "log pi_ref(y_t)", "values": "V(s_t)"}
-    read = sum(scorer.read_tokens for scorer in scorers)
     yield WalkStep(
-        f"Three models score: {early} of the {read} tokens to read were read before the last "
-        "chunks came. One reward a response; a log-probability and a value a token.",
+        f"Three models score: {early} of the {sum(s.read_tokens for s in scorers)} tokens to read "
+        "were read before the last chunks came. One reward a response; a log-probability and a "
+        "value a token.",
         {f"response 0: {names[s.kind]}": s.values for s in rollouts[0].scores.values()},
     )
 
 
-def _learning(config: Config, data: Scored) -> Iterator[WalkStep]:
+def _learning(config: Config, batch: TrainBatch) -> Iterator[WalkStep]:
     """Take scores to advantages, as the learner does, a term at a time."""
-    a = config.algorithm
+    columns: dict[str, Any] = {
+        "lengths": batch.lengths,
+        "ended": batch.ended,
+        "tokens": batch.tokens,
+    }
+    columns |= {"log pi": batch.logprobs, "versions": batch.versions}
+    columns |= {"log pi_ref": batch.per_token["logprobs"], "V": batch.per_token["values"]}
+    yield WalkStep(
+        f"The learner is sent: B = {len(batch)} responses in columns, one after the other, "
+        f"N = {len(batch.tokens)} tokens; nothing is padded.",
+        {**columns, "r(x, y)": batch.rewards[REWARD]},
+    )
+    a, data = config.algorithm, collate(batch, config.reward.factors)
     assert data.ref_logprobs is not None
     assert data.values is not None
-    rows, columns = data.mask.shape
     yield WalkStep(
-        f"The learner pads them to [B, T] = [{rows}, {columns}]; the mask says what is a token.",
+        f"The learner pads them to [B, T] = {list(data.mask.shape)}; the mask says what is a "
+        "token.",
         {"mask": data.mask, "log pi": data.logprobs, "V": data.values},
     )
     kl = torch.where(data.mask, kl_estimate(data.logprobs, data.ref_logprobs, a.estimator), 0.0)
