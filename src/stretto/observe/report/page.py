@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib import resources
 from string import Template
 from typing import Any
 
@@ -15,12 +14,13 @@ import numpy as np
 from stretto.errors import ConfigError
 from stretto.observe.display import REWARD
 from stretto.observe.idle import CAUSES, role_order
-from stretto.observe.report import outcomes, style
-from stretto.observe.report.runs import LoadedRun, differing_settings, shares
+from stretto.observe.report import runs as figures
+from stretto.observe.report import style
+from stretto.observe.report.runs import LoadedRun
 from stretto.observe.report.timeline import Bar, bars, waits
 from stretto.observe.trace import TracedStep
 
-MAX_RUNS = len(style.RUNS)
+MAX_RUNS = style.RUNS
 """Number of colours that can be told apart. Of more runs than that, only outcomes are shown."""
 
 CURVES = {
@@ -79,19 +79,16 @@ def html_page(
     data = data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
     colours = ""
     if len(runs) > MAX_RUNS:
-        names = outcomes.algorithms(runs)
-        colours = style.grouped([names.index(outcomes.algorithm(run)) for run in runs])
+        names = figures.algorithms(runs)
+        colours = style.grouped([names.index(figures.algorithm(run)) for run in runs])
 
-    def asset(name: str) -> str:
-        return (resources.files(__package__) / name).read_text("utf-8")
-
-    return Template(asset("report.html")).substitute(
+    return Template(style.asset("report.html")).substitute(
         title=escape(", ".join(run.name for run in runs)),
         light=style.variables(dark=False) + colours,
         dark=style.variables(dark=True) + colours,
-        style=asset("report.css"),
+        style=style.asset("report.css"),
         hatches=style.hatch_patterns(),
-        script=asset("charts.js") + asset("report.js"),
+        script=style.asset("charts.js") + style.asset("report.js"),
         data=data,
     )
 
@@ -102,22 +99,20 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
     kinds = list(style.KINDS)
     in_brief = len(runs) > MAX_RUNS
     timelines = [{} for _ in runs] if in_brief else _timelines(runs, kinds, step)
-    where_time_went = [shares(run) for run in runs]
-    titles = {"driver": "run the schedule", **{name: k.title for name, k in style.KINDS.items()}}
-    pale = {name for name, kind in style.KINDS.items() if kind.pale}
+    where_time_went = [figures.shares(run) for run in runs]
+    titles = {"driver": "run the schedule", **style.KINDS}
     return {
         "step": step,
         "in_brief": in_brief,
-        "algorithms": outcomes.algorithms(runs),
-        "pareto": outcomes.pareto(runs),
-        "off_policy": outcomes.off_policy(runs),
-        "kinds": [[style.kind_colour(k), titles.get(k, k), k in pale] for k in kinds],
-        "causes": [[name, cause.title] for name, cause in style.CAUSES.items()]
-        + [["other", "idle"]],
+        "algorithms": figures.algorithms(runs),
+        "pareto": figures.pareto(runs),
+        "off_policy": figures.off_policy(runs),
+        "kinds": [[style.kind_colour(k), titles.get(k, k), k in style.PALE_KINDS] for k in kinds],
+        "causes": [[cause, style.CAUSES[cause]] for cause in CAUSES],
         "resolution": _RESOLUTION,
         "edges": edges,
         "roles": sorted({s.role for own in where_time_went for s in own}, key=role_order),
-        "settings": [[key, values] for key, values in differing_settings(runs)],
+        "settings": [[key, values] for key, values in figures.differing_settings(runs)],
         "runs": [
             {
                 "name": run.name,
@@ -128,7 +123,7 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
                 "steps": len(run.metrics),
                 "rate": run.mean_over_time(CURVES["samples_per_s"]),
                 "shares": own,
-                "verified": outcomes.verified(run),
+                "verified": figures.verified(run),
                 "lengths": _lengths(run, edges),
                 "roles": list(run.roles),
                 "timeline": timeline,

@@ -1,4 +1,5 @@
-"""Runs as a report reads them: whatever records a run directory has, and what it lacks."""
+"""Runs as a report reads them: whatever records a run directory has, what it lacks, and what the
+runs achieved: win-rate against KL, and both against how off-policy the runs were."""
 
 from __future__ import annotations
 
@@ -8,15 +9,22 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from stretto.errors import ConfigError
-from stretto.observe.display import STEP_TIME
+from stretto.observe.display import REWARD, STEP_TIME
 from stretto.observe.idle import cause_order, role_order
 from stretto.observe.run_directory import RolloutRecord, RunDirectory
 from stretto.observe.spans import Span
 from stretto.observe.trace import Trace, TracedStep
+
+OFF_POLICY = "schedule.weight_sync_interval"
+"""The setting N: batches generated, and then trained on, with one version of the weights."""
+
+LAST_SHARE = 10
+"""The reward of a run is the mean over the last tenth of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +85,7 @@ class LoadedRun:
         return sum(value * step_s for value, step_s in known) / length_s if length_s else None
 
 
-class Shares(NamedTuple):
-    """Busy and idle time of a role over a run, in seconds; idle time by cause."""
-
-    role: str
-    busy_s: float
-    idle_s: Mapping[str, float]
+# -- reading -------------------------------------------------------------------------------------
 
 
 def load(paths: Sequence[str | Path]) -> list[LoadedRun]:
@@ -91,9 +94,7 @@ def load(paths: Sequence[str | Path]) -> list[LoadedRun]:
     """
     folders = [Path(path) for path in paths]
     if not folders:
-        raise ConfigError(
-            "a report takes at least one run directory; none was given", "no-run-named"
-        )
+        raise ConfigError("a report takes at least one run directory; got none", "no-run-named")
     if len({folder.resolve() for folder in folders}) < len(folders):
         raise ConfigError("the same run directory was given twice; name each once", "run-twice")
     return [_load(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
@@ -107,7 +108,8 @@ def _load(folder: Path, name: str) -> LoadedRun:
             f"'{folder}' is not a run directory: it has neither config.toml nor metrics.jsonl",
             "not-a-run",
         )
-    settings = _flat(tomllib.loads(run.config_file.read_text("utf-8"))) if configured else {}
+    text = run.config_file.read_text("utf-8") if configured else ""
+    settings = dict(_flat(tomllib.loads(text)))
     metrics, rollouts, trace = run.read_metrics(), run.read_rollouts(), run.trace.read()
     lacks = (
         (settings, "config.toml: its settings are not compared"),
@@ -136,10 +138,39 @@ def _by_step(trace: Trace) -> dict[int, TracedStep]:
         while i < len(steps) and steps[i].start_s < span.end_s:
             spans[i].append(span)
             i += 1
-    return {
-        step.step: replace(step, spans=tuple(inside))
-        for step, inside in zip(steps, spans, strict=True)
-    }
+    touched = zip(steps, spans, strict=True)
+    return {step.step: replace(step, spans=tuple(inside)) for step, inside in touched}
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of the paths that tell them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    names = []
+    for own in parts:
+        length = 1
+        while length < len(own) and sum(p[-length:] == own[-length:] for p in parts) > 1:
+            length += 1
+        names.append("/".join(own[-length:]))
+    return names
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+class Shares(NamedTuple):
+    """Busy and idle time of a role over a run, in seconds; idle time by cause."""
+
+    role: str
+    busy_s: float
+    idle_s: Mapping[str, float]
 
 
 def shares(run: LoadedRun) -> list[Shares]:
@@ -154,12 +185,11 @@ def shares(run: LoadedRun) -> list[Shares]:
             elif kind == "idle_s" and _finite(value):
                 role, _, cause = rest.rpartition("/")
                 idle_s[role][cause] += value
-    return [
-        Shares(
-            role, busy_s[role], {c: idle_s[role][c] for c in sorted(idle_s[role], key=cause_order)}
-        )
-        for role in sorted(busy_s, key=role_order)
-    ]
+    found = []
+    for role in sorted(busy_s, key=role_order):
+        ordered = sorted(idle_s[role].items(), key=lambda item: cause_order(item[0]))
+        found.append(Shares(role, busy_s[role], dict(ordered)))
+    return found
 
 
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
@@ -178,26 +208,126 @@ def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]
     ]
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
-    names = []
-    for own in parts:
-        length = 1
-        while length < len(own) and sum(p[-length:] == own[-length:] for p in parts) > 1:
-            length += 1
-        names.append("/".join(own[-length:]))
-    return names
+def algorithm(run: LoadedRun) -> str:
+    """Return a run's algorithm; 'unknown' where its settings do not say."""
+    return str(run.settings.get("algorithm.name", "unknown"))
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value
-    return flat
+def algorithms(runs: Sequence[LoadedRun]) -> list[str]:
+    """Return algorithms of the runs, without repeats, in the order in which they come."""
+    return list(dict.fromkeys(map(algorithm, runs)))
+
+
+def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield the win-rates that an evaluation has: judge, rate and its standard error."""
+    for key, name, form in (("win_rate", "by", "{}"), ("judge", "judge", "LLM judge {}")):
+        if found := figures.get(key):
+            yield form.format(found[name]), found["rate"], found["standard_error"]
+
+
+def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+    """Return win-rates with the KL of the same samples: one group a judge and SFT model.
+
+    Figures of different judges, and distances to different models, do not go into one picture.
+
+    Returns:
+        For each group ``by`` and ``sft``, and ``points``: an evaluation each, the index of its run
+        under ``run``, the rate with its standard error under ``rate`` and ``rate_error``, ``kl``
+        (nats a response) with ``kl_error``, and ``perplexity``.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for index, run in enumerate(runs):
+        for figures in (record["figures"] for record in run.evaluations):
+            kl = figures.get("kl")
+            for by, rate, error in win_rates(figures) if kl else ():
+                point = {
+                    "run": index,
+                    "rate": rate,
+                    "rate_error": error,
+                    "kl": kl["kl"],
+                    "kl_error": kl["standard_error"],
+                    "perplexity": kl["perplexity"],
+                }
+                groups.setdefault((by, str(kl["sft"])), []).append(point)
+    return [{"by": by, "sft": _short(sft), "points": group} for (by, sft), group in groups.items()]
+
+
+def verified(run: LoadedRun) -> dict[str, Any] | None:
+    """Return the latest pass@1 and mean score of a run, ``None`` where neither was measured.
+
+    Returns:
+        ``pass_at_1`` and ``mean_score``, each with its standard error, and ``overlap``: the share
+        of the prompts that training asks too, ``None`` where that is not known.
+    """
+    for record in reversed(run.evaluations):
+        if "pass@1" in (figures := record["figures"]):
+            return {
+                "pass_at_1": [figures["pass@1"], figures["pass@1_standard_error"]],
+                "mean_score": [figures["mean_score"], figures["mean_score_standard_error"]],
+                "overlap": figures["overlap"],
+            }
+    return None
+
+
+def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
+    """Return reward, win-rates, KL and perplexity by off-policyness; nothing for runs of a single
+    N.
+
+    Returns:
+        For each figure that a run has: ``title``, ``is_share`` and ``lines``, of which each has
+        the ``algorithm``, its ``points`` (N and the mean over the runs with this N) and its
+        ``runs`` (N, value and index of each run).
+    """
+    dials = {
+        i: run.settings[OFF_POLICY] for i, run in enumerate(runs) if OFF_POLICY in run.settings
+    }
+    if len(set(dials.values())) < 2:
+        return []
+    achieved = [_achieved(run) for run in runs]
+    titles = dict.fromkeys(title for own in achieved for title in own)
+    charts = []
+    for title in sorted(titles, key=lambda t: [t.startswith(start) for start in _LATER]):
+        lines: dict[str, list[tuple[int, float, int]]] = {}
+        for i, n in dials.items():
+            if title in achieved[i]:
+                lines.setdefault(algorithm(runs[i]), []).append((n, achieved[i][title], i))
+        if lines:
+            drawn = [_line(name, sorted(each)) for name, each in lines.items()]
+            is_share = title.startswith("Win-rate")
+            charts.append({"title": title, "is_share": is_share, "lines": drawn})
+    return charts
+
+
+_LATER = ("Perplexity", "KL", "Win-rate")
+"""Figures that come after the reward, the last one first."""
+
+
+def _achieved(run: LoadedRun) -> dict[str, float]:
+    """Return the latest figures of a run, by title."""
+    found: dict[str, float] = {}
+    _, rewards = run.curve(REWARD)
+    if rewards:
+        last = rewards[-math.ceil(len(rewards) / LAST_SHARE) :]
+        found["Reward, last tenth of the steps"] = fmean(last)
+    for figures in (record["figures"] for record in run.evaluations):
+        found |= {f"Win-rate by {by}": rate for by, rate, _ in win_rates(figures)}
+        if kl := figures.get("kl"):
+            found["KL to the SFT model [nats a response]"] = kl["kl"]
+            found["Perplexity of the SFT model on the samples"] = kl["perplexity"]
+    return found
+
+
+def _line(name: str, runs: Sequence[tuple[int, float, int]]) -> dict[str, Any]:
+    values: dict[int, list[float]] = {}
+    for n, value, _ in runs:
+        values.setdefault(n, []).append(value)
+    means = [[n, fmean(each)] for n, each in values.items()]
+    return {"algorithm": name, "points": means, "runs": [list(run) for run in runs]}
+
+
+def _short(model: str) -> str:
+    path = PurePath(model)
+    return path.parent.name if path.name == "model" and path.parent.name else path.name
 
 
 def _finite(value: Any) -> bool:

@@ -195,7 +195,7 @@ def _tracks(
 
 
 def _hatch(cause: str) -> str:
-    return f"url(#hatch-{cause})" if cause in style.CAUSES else "var(--wait)"
+    return f"url(#hatch-{cause})" if cause in style.HATCHINGS else "var(--wait)"
 
 
 def _axis(longest_s: float, y: float, scale: float) -> str:
@@ -213,10 +213,9 @@ def _axis(longest_s: float, y: float, scale: float) -> str:
 
 def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int]:
     """Draw entries; return them, and the number of rows they take."""
-    known = [(kind, shown.title) for kind, shown in style.KINDS.items() if kind in kinds]
-    other = [(kind, kind) for kind in sorted(kinds - set(style.KINDS))]
-    entries = [(style.kind_colour(kind), title) for kind, title in known + other]
-    entries += [(_hatch(c), shown.title) for c, shown in style.CAUSES.items() if c in causes]
+    order = [*style.KINDS, *sorted(kinds - set(style.KINDS))]
+    entries = [(style.kind_colour(k), style.KINDS.get(k, k)) for k in order if k in kinds]
+    entries += [(_hatch(c), style.CAUSES[c]) for c in style.HATCHINGS if c in causes]
     drawn, x, rows = [], float(_LEFT), 1
     for fill, title in entries:
         width = 34 + 6.7 * len(title)
