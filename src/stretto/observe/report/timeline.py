@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from itertools import count
+from string import Template
 
 from stretto.errors import ConfigError
 from stretto.observe.idle import time_of_roles
@@ -78,18 +79,12 @@ def waits(step: TracedStep, roles: Iterable[str]) -> list[Bar]:
 
 
 def _bar(span: Span, step: TracedStep) -> Bar:
-    given: dict[str, Any] = span.attributes
-    rollouts = given.get("rollouts") or ()
-    return Bar(
-        role=span.role,
-        kind=span.name.partition("/")[0],
-        start_s=max(span.start_s, step.start_s),
-        end_s=min(span.end_s, step.end_s),
-        tokens=given.get("tokens"),
-        version=given.get("version"),
-        rollouts=rollouts,
-        count=given.get("rollouts_count", len(rollouts)),
-    )
+    facts, kind = span.attributes, span.name.partition("/")[0]
+    start_s, end_s = max(span.start_s, step.start_s), min(span.end_s, step.end_s)
+    rollouts = facts.get("rollouts") or ()
+    count = facts.get("rollouts_count", len(rollouts))
+    tokens, version = facts.get("tokens"), facts.get("version")
+    return Bar(span.role, kind, start_s, end_s, tokens, version, rollouts, count)
 
 
 def _join(of_role: Sequence[Bar], gap_s: float) -> list[Bar]:
@@ -124,13 +119,15 @@ def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
     if step is None:
         common = sorted(set.intersection(*(set(run.steps) for run in runs)))
         step = common[len(common) // 2] if common else 1
-    steps = [_step(run, step) for run in runs]
+    for run in runs:
+        if step not in run.steps:
+            has = f"it has {min(run.steps)} to {max(run.steps)}" if run.steps else "it has none"
+            text = f"step {step} is not in the trace of '{run.name}': {has}"
+            raise ConfigError(text, "step-not-traced")
+    steps = [run.steps[step] for run in runs]
     longest_s = max(s.end_s - s.start_s for s in steps) or 1.0
     scale = (_WIDTH - _LEFT - _RIGHT) / longest_s
-    body: list[str] = []
-    y = 8.0
-    kinds: set[str] = set()
-    causes: set[str] = set()
+    body, kinds, causes, y = list[str](), set[str](), set[str](), 8.0
     for run, traced in zip(runs, steps, strict=True):
         body.append(
             f'<text class="title" x="16" y="{y + 20:.1f}">{escape(run.name)}'
@@ -138,77 +135,58 @@ def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
             f"{seconds_text(traced.end_s - traced.start_s)}</tspan></text>"
         )
         y += _HEAD
-        body += _tracks(run, traced, y, scale, kinds, causes)
+        idle, work = waits(traced, run.roles), bars(traced)
+        causes |= {wait.kind for wait in idle}
+        kinds |= {bar.kind for bar in work}
+        filled = [(wait, _hatch(wait.kind)) for wait in idle]
+        filled += [(bar, style.kind_colour(bar.kind)) for bar in work]
+        body += _tracks(run.roles, filled, traced.start_s, y, scale)
         y += _LANE * len(run.roles) + 10
-    body.append(_axis(longest_s, y, scale))
+    body += _axis(longest_s, y, scale)
     y += _AXIS
     legend, rows = _legend(kinds, causes, y)
-    body += legend
-    height = y + _LEGEND * rows + 6
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height:.0f}" '
-        f'width="{_WIDTH}" height="{height:.0f}" role="img" '
-        f'aria-label="Timeline of step {step}: {escape(", ".join(r.name for r in runs))}">'
-        f"<style>svg{{{style.variables(dark=False)}"
-        "font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
-        f"@media(prefers-color-scheme:dark){{svg{{{style.variables(dark=True)}}}}}"
-        "text{fill:var(--ink)}.muted{fill:var(--muted)}.title{font-weight:600;font-size:14px}"
-        ".rule{stroke:var(--rule)}</style>"
-        f"<defs>{style.hatch_patterns()}</defs>"
-        f'<rect width="100%" height="100%" rx="8" fill="var(--paper)"/>{"".join(body)}</svg>\n'
+    return Template(style.asset("report.svg")).substitute(
+        label=f"Timeline of step {step}: {escape(', '.join(run.name for run in runs))}",
+        width=_WIDTH,
+        height=f"{y + _LEGEND * rows + 6:.0f}",
+        light=style.variables(dark=False),
+        dark=style.variables(dark=True),
+        hatches=style.hatch_patterns(),
+        body="".join(body + legend),
     )
 
 
-def _step(run: LoadedRun, step: int) -> TracedStep:
-    if step not in run.steps:
-        has = f"it has {min(run.steps)} to {max(run.steps)}" if run.steps else "it has none"
-        raise ConfigError(
-            f"step {step} is not in the trace of '{run.name}': {has}", "step-not-traced"
-        )
-    return run.steps[step]
-
-
 def _tracks(
-    run: LoadedRun, step: TracedStep, y: float, scale: float, kinds: set[str], causes: set[str]
-) -> list[str]:
-    """Draw the tracks of one run; add what is drawn to ``kinds`` and ``causes``."""
-    tops = {role: y + _LANE * i for i, role in enumerate(run.roles)}
-    drawn = []
+    roles: Sequence[str], filled: Sequence[tuple[Bar, str]], start_s: float, y: float, scale: float
+) -> Iterator[str]:
+    tops = {role: y + _LANE * i for i, role in enumerate(roles)}
     for role, top in tops.items():
         name = role if len(role) <= _NAME_CHARS else f"{role[: _NAME_CHARS - 1]}…"
         place = f'x="{_LEFT - 10}" y="{top + 13.5:.1f}" text-anchor="end"'
-        drawn.append(f"<text {place}>{escape(name)}</text>")
-    idle, work = waits(step, run.roles), bars(step)
-    causes |= {wait.kind for wait in idle}
-    kinds |= {bar.kind for bar in work}
-    filled = [(wait, _hatch(wait.kind)) for wait in idle]
-    filled += [(bar, style.kind_colour(bar.kind)) for bar in work]
+        yield f"<text {place}>{escape(name)}</text>"
     for bar, fill in filled:
-        x = _LEFT + (bar.start_s - step.start_s) * scale
+        x = _LEFT + (bar.start_s - start_s) * scale
         # A hair narrower than it is, so that consecutive calls can be told apart.
         width = max((bar.end_s - bar.start_s) * scale - 0.6, 0.6)
-        drawn.append(
+        yield (
             f'<rect x="{x:.2f}" y="{tops[bar.role]:.1f}" width="{width:.2f}" height="{_BAR}" '
             f'rx="{min(2.0, width / 3):.1f}" fill="{fill}"/>'
         )
-    return drawn
 
 
 def _hatch(cause: str) -> str:
     return f"url(#hatch-{cause})" if cause in style.HATCHINGS else "var(--wait)"
 
 
-def _axis(longest_s: float, y: float, scale: float) -> str:
-    end = _LEFT + longest_s * scale
-    parts = [f'<path class="rule" fill="none" d="M{_LEFT} {y:.1f}H{end:.1f}"/>']
+def _axis(longest_s: float, y: float, scale: float) -> Iterator[str]:
+    yield f'<path class="rule" fill="none" d="M{_LEFT} {y:.1f}H{_LEFT + longest_s * scale:.1f}"/>'
     step = tick_step(longest_s, 8)
     for i in range(int(longest_s / step * (1 + 1e-9)) + 1):
         x = _LEFT + i * step * scale
-        parts.append(
+        yield (
             f'<path class="rule" d="M{x:.1f} {y:.1f}v5"/><text class="muted" x="{x:.1f}" '
             f'y="{y + 19:.1f}" text-anchor="middle">{seconds_text(i * step)}</text>'
         )
-    return "".join(parts)
 
 
 def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int]:
@@ -233,13 +211,8 @@ def _legend(kinds: set[str], causes: set[str], y: float) -> tuple[list[str], int
 def tick_step(length: float, ticks: int) -> float:
     """Return the smallest of 1, 2, 5, 10, ... (and their fractions) that gives at most ``ticks``
     steps."""
-    step = 1e-6
-    while length / step > ticks:
-        for factor in (2, 5, 10):
-            if length / (step * factor) <= ticks:
-                return step * factor
-        step *= 10
-    return step
+    sizes = (factor * 10.0**power for power in count(-6) for factor in (1, 2, 5))
+    return next(size for size in sizes if length / size <= ticks)
 
 
 def seconds_text(seconds: float) -> str:
