@@ -18,7 +18,6 @@ from stretto.api import load_recipe, simulated
 from stretto.api.runs import Job
 from stretto.cli.main import main
 from stretto.observe import RunDirectory
-from stretto.observe.progress import NoProgress
 from stretto.observe.run_directory import RolloutRecord
 from stretto.planner.fitting import memory_plan
 from stretto.saying import format_size
@@ -261,7 +260,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def trained(recipe: Path) -> RunDirectory:
-    return training.train(recipe.parent, 4, NoProgress())
+    return training.train(recipe.parent, 4)
 
 
 def test_a_placement_takes_what_compare_says_of_it(trained: RunDirectory, tmp_path: Path) -> None:

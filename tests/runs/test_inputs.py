@@ -18,7 +18,7 @@ from stretto.models import info, load
 from stretto.models.info import identity
 from stretto.models.load import load_causal_lm
 from stretto.models.tiny import byte_tokenizer, make_tiny
-from stretto.runs.inputs import Inputs
+from stretto.runs.loop import Inputs
 from stretto.schedules.rollout import Rollout
 from stretto.tasks.base import RowMarks
 from stretto.types import Prompt

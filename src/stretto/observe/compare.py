@@ -132,15 +132,11 @@ def _within(angle: float, freedom: int) -> float:
 
 
 def verdict(what: str, ratios: Mapping[str, Values]) -> str:
-    """Say in a sentence which variants are better or worse than the baseline, and which may be
-    neither.
+    """Say in a sentence which variants are better or worse than the baseline in a quantity that is
+    the better the smaller it is; ``ratios`` are the baseline's over the variant's own, by seed.
 
     A difference is significant where the interval of the mean ratio leaves out 1. A variant with a
     pair that lacks a ratio is not judged: the pairs that have one are a selection.
-
-    Args:
-        what: compared quantity, which is the better the smaller it is.
-        ratios: by variant, the baseline's quantity over its own for each seed that both ran.
     """
     fewer, more, either, unknown = found = [list[str]() for _ in range(4)]
     for variant, pairs in ratios.items():
@@ -182,28 +178,40 @@ def _known(values: Values) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """A figure of runs, a row of the table: how it is written and averaged over seeds."""
+    """A figure of runs, a row of the table.
+
+    Attributes:
+        of_target: whether it is about reaching the target reward, where less is better; the mean
+            over seeds then has a confidence interval.
+        over: the figure of which it is the ratio to the baseline's run of the same seed; the
+            baseline's is on top where less is better.
+    """
 
     key: str
     label: str
     write: Callable[[float], str] = three_digits
-    missing: str = "-"
-    average: Callable[[Sequence[float]], float] = fmean
-    interval: Callable[[Sequence[float]], Interval | None] = lambda _: None
+    of_target: bool = False
+    over: str = ""
+
+    def interval(self, values: Values) -> Interval | None:
+        """Return the confidence interval of the mean, if it is to have one."""
+        find = ratio_interval if self.over else mean_interval
+        return find(_known(values)) if self.of_target else None
 
     def lines(self, columns: Sequence[Values]) -> list[list[str]]:
         """Write a line of means, a cell a variant; below it ranges and intervals, if any."""
         means, ranges, intervals = list[str](), list[str](), list[str]()
+        average = geometric_mean if self.of_target and self.over else fmean
+        missing = "not reached" if self.of_target and not self.over else "-"
         for values in columns:
-            known = _known(values)
+            known, found = _known(values), self.interval(values)
             some = f" ({len(known)} of {len(values)})" if len(known) < len(values) else ""
-            means.append(f"{self.write(self.average(known))}{some}" if known else self.missing)
+            means.append(f"{self.write(average(known))}{some}" if known else missing)
             low, high = (self.write(f(known)) if known else "" for f in (min, max))
             ranges.append(f"{low}..{high}" if low != high else "")
-            found, text = self.interval(known), ""
-            if found and found.low < found.high:
-                text = f"[{self.write(found.low)}, {self.write(found.high)}]"
-            intervals.append(text)
+            wide = found and found.low < found.high
+            low, high = map(self.write, found[1:]) if found else ("", "")
+            intervals.append(f"[{low}, {high}]" if wide else "")
         below = (("  min..max", ranges), (f"  {_LEVEL_TEXT}", intervals))
         return [[self.label, *means], *([label, *cells] for label, cells in below if any(cells))]
 
@@ -211,37 +219,17 @@ class _Figure:
 _RATIO = "{:.2f}".format
 _FIGURES = (
     _Figure("samples_per_s", "samples/s"),
-    _Figure("speedup", f"samples/s, x {BASELINE}", _RATIO),
+    _Figure("speedup", f"samples/s, x {BASELINE}", _RATIO, over="samples_per_s"),
     _Figure("step_s", "seconds a step"),
-    _Figure(
-        "time_to_target_s",
-        "seconds to the target",
-        three_digits,
-        "not reached",
-        interval=mean_interval,
-    ),
-    _Figure(
-        "time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval
-    ),
-    _Figure(
-        "steps_to_target", "steps to the target", _counted, "not reached", interval=mean_interval
-    ),
-    _Figure(
-        "steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, "-", geometric_mean, ratio_interval
-    ),
+    _Figure("time_to_target_s", "seconds to the target", of_target=True),
+    _Figure("time_ratio", f"seconds, {BASELINE}'s / own", _RATIO, True, "time_to_target_s"),
+    _Figure("steps_to_target", "steps to the target", _counted, of_target=True),
+    _Figure("steps_ratio", f"steps, {BASELINE}'s / own", _RATIO, True, "steps_to_target"),
     _Figure("final_reward", "final reward", "{:.3f}".format),
     _Figure("staleness_mean", "staleness, mean", "{:.2f}".format),
     _Figure("staleness_max", "staleness, max", _counted),
 )
 _BUSY = "busy/"
-_OF_TARGET = ("time_to_target_s", "steps_to_target", "time_ratio", "steps_ratio")
-_RATIOS = {
-    "speedup": ("samples_per_s", False),
-    "time_ratio": ("time_to_target_s", True),
-    "steps_ratio": ("steps_to_target", True),
-}
-"""Ratios to the baseline's run of the same seed: the figure, and whether the baseline's is on top,
-as where less is better."""
 
 
 class Comparison:
@@ -270,11 +258,11 @@ class Comparison:
         baseline = self.figures.get(BASELINE, {})
         for by_seed in self.figures.values():
             for seed, own in by_seed.items():
-                for key, (source, inverse) in _RATIOS.items():
-                    value, base = own[source], baseline.get(seed, {}).get(source)
-                    if inverse:
-                        value, base = base, value
-                    own[key] = value / base if value and base else None
+                for figure in (figure for figure in _FIGURES if figure.over):
+                    top, below = own[figure.over], baseline.get(seed, {}).get(figure.over)
+                    if figure.of_target:
+                        top, below = below, top
+                    own[figure.key] = top / below if top and below else None
 
     @property
     def seeds(self) -> list[int]:
@@ -323,7 +311,7 @@ class Comparison:
         for variant, by_seed in self.figures.items():
             values = {row.key: self._values(variant, row.key) for row in rows}
             variants[variant] = {"seeds": list(by_seed), **values}
-            found = {r.key: r.interval(_known(values[r.key])) for r in rows if r.key in _OF_TARGET}
+            found = {row.key: row.interval(values[row.key]) for row in rows if row.of_target}
             intervals[variant] = {key: each and list(each[1:]) for key, each in found.items()}
         return {
             "steps": self.steps,
@@ -403,16 +391,19 @@ class Comparison:
         }
 
     def _rows(self) -> list[_Figure]:
-        left_out = set(_OF_TARGET) if self.target is None else set()
-        if BASELINE not in self.figures:
-            left_out.update(_RATIOS)
+        shown = [
+            figure
+            for figure in _FIGURES
+            if (self.target is not None or not figure.of_target)
+            and (BASELINE in self.figures or not figure.over)
+        ]
         keys = {k for by_seed in self.figures.values() for own in by_seed.values() for k in own}
         roles = [key.removeprefix(_BUSY) for key in keys if key.startswith(_BUSY)]
         busy = [
             _Figure(f"{_BUSY}{role}", f"busy: {role}", lambda share: f"{100 * share:.1f} %")
             for role in sorted(roles, key=role_order)
         ]
-        return [row for row in _FIGURES if row.key not in left_out] + busy
+        return shown + busy
 
     def _values(self, variant: str, key: str) -> list[float | None]:
         return [figures.get(key) for figures in self.figures[variant].values()]

@@ -28,8 +28,6 @@ CAUSES = ("data", "stragglers", "scores", "weights", DOWN, "other")
 ALL_DEVICES = "all devices"
 """Stands where a role does, for the mean over devices."""
 
-_NO_DEVICES_KNOWN: Mapping[str, str] = MappingProxyType({})
-
 Intervals = list[tuple[float, float]]
 """Disjoint stretches of time [s], in order."""
 
@@ -81,7 +79,7 @@ def time_of_roles(
     start_s: float,
     end_s: float,
     roles: Iterable[str] = (),
-    devices: Mapping[str, str] = _NO_DEVICES_KNOWN,
+    devices: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, RoleTime]:
     """Return work and idle time of each role between two moments, by the rules on top of this file.
 
@@ -98,7 +96,7 @@ def time_of_roles(
         part = (max(span.start_s, start_s), min(span.end_s, end_s))
         if span.role not in NO_DEVICES and part[0] < part[1]:
             place = devices.get(span.role, span.role)
-            (waits[place, span.cause] if span.waits else work[place, _yields(span)]).append(part)
+            (waits[place, span.cause] if span.waits else work[place, _product(span)]).append(part)
     worked = {key: union(parts) for key, parts in work.items()}
     waited = {key: union(parts) for key, parts in waits.items()}
     window = [(start_s, end_s)] if end_s > start_s else []
@@ -112,7 +110,10 @@ def time_of_roles(
     return times
 
 
-def _yields(span: Span) -> str:
+_PRODUCTS = ("data", "scores", "weights")
+
+
+def _product(span: Span) -> str:
     if span.role == "learner" or span.name == "load":
         return "weights"
     return "data" if is_generator(span.role) else "scores"
@@ -126,23 +127,18 @@ def _idle(
     waited: Mapping[tuple[str, str], Intervals],
 ) -> dict[str, Intervals]:
     """Put the window's time without a role's own work down to causes."""
-    own = [(cause, parts) for (other, cause), parts in waited.items() if other == role]
-    others = [(cause, parts) for (other, cause), parts in waited.items() if other != role]
-    reasons = sorted(own, key=lambda reason: reason[0] != DOWN)
-    reasons += sorted(
-        (reason for reason in others if reason[0] != DOWN),
-        key=lambda reason: cause_order(reason[0]),
-    )
-    for wanted in ("data", "scores", "weights"):
-        cause = "stragglers" if wanted == "data" and generates else wanted
-        reasons += [
-            (cause, parts)
-            for (other, what), parts in worked.items()
-            if other != role and what == wanted
-        ]
-    reasons += [reason for reason in others if reason[0] == DOWN]
+    reasons: list[tuple[int, int, str, Intervals]] = []
+    for (other, cause), parts in waited.items():
+        if other == role:
+            reasons.append((0, cause != DOWN, cause, parts))
+        else:
+            reasons.append((5 if cause == DOWN else 1, cause_order(cause)[0], cause, parts))
+    for (other, product), parts in worked.items():
+        if other != role:
+            cause = "stragglers" if generates and product == "data" else product
+            reasons.append((2 + _PRODUCTS.index(product), 0, cause, parts))
     idle: defaultdict[str, Intervals] = defaultdict(list)
-    for cause, parts in reasons:
+    for *_, cause, parts in sorted(reasons, key=lambda reason: reason[:2]):
         rest = subtract(left, parts)
         idle[cause] += subtract(left, rest)
         left = rest
@@ -161,10 +157,9 @@ class TimeSheet:
     def add(self, window: Window) -> dict[str, float]:
         """Take in a window.
 
-        Returns:
-            Its metrics: ``utilisation/<role>``, the share of the window in which the
-            role worked, and ``idle_s/<role>/<cause>``, seconds. Where devices are known, also the
-            means over them, as those of the role :data:`ALL_DEVICES`.
+        Return its metrics: ``utilisation/<role>``, the share of the window in which the role
+        worked, and ``idle_s/<role>/<cause>``, seconds. Where devices are known, also the means over
+        them, as those of the role :data:`ALL_DEVICES`.
         """
         length_s = window.end_s - window.start_s
         spans, devices = (*window.ended, *window.open), window.devices

@@ -21,13 +21,9 @@ FIRST_S = 2.0
 SOON_S = 0.5
 """The same after other work that had no line either."""
 
-EVERY_S = 10.0
-"""Seconds between lines about work that goes on, at the least."""
-
-SPARSER = 0.25
-"""The same as a share of what the work has taken so far: work of hours gets no line every
-:data:`EVERY_S`."""
-
+EVERY_S, SPARSER = 10.0, 0.25
+"""Seconds between lines about work that goes on, at the least; the same as a share of the time that
+the work has taken so far."""
 
 _silent_s: WeakKeyDictionary[IO[str], float] = WeakKeyDictionary()
 """Seconds of work since the last line, by the stream of the lines: much work that takes a second
@@ -35,11 +31,7 @@ each has a line, too."""
 
 
 class WorkProgress:
-    """Work under way, and how far it is.
-
-    Args:
-        total: of what is done; 0 where that is not known.
-    """
+    """Work under way, and how far it is; ``total`` is 0 where that is not known."""
 
     def __init__(self, what: str, total: int = 0, clock: Clock | None = None) -> None:
         self.what, self.total, self.done = what, total, 0
@@ -132,22 +124,17 @@ def headline(config: Config | SupervisedConfig, model: str = "", where: str = ""
         model: facts about the model besides its name.
         where: the place of the results, in words.
     """
-    lines = _reinforced(config) if isinstance(config, Config) else _supervised(config)
-    ends = (model and f": {model}", "", where and f"; {where}")
-    remarks = config.remarks if isinstance(config, Config) else []
-    return "\n".join(
-        [
-            *(line + end for line, end in zip(lines, ends, strict=True)),
-            *(f"note: {text}" for text in remarks),
-        ]
-    )
+    remarks = config.remarks if isinstance(config, Config) else ()
+    what, step, last = _reinforced(config) if isinstance(config, Config) else _supervised(config)
+    lines = [what + (model and f": {model}"), step, last + (where and f"; {where}")]
+    return "\n".join([*lines, *(f"note: {text}" for text in remarks)])
 
 
-def _reinforced(config: Config) -> list[str]:
+def _reinforced(config: Config) -> tuple[str, str, str]:
     rollout, schedule, training = config.rollout, config.schedule, config.training
     prompts = rollout.batch // rollout.samples_per_prompt
     rewards = ", ".join(short_name(source) for source in config.reward.sources)
-    return [
+    return (
         f"{config.algorithm.name} with {config.model.name}",
         f"{config.steps} steps on {config.task.kind} {config.task.name}, rewards by {rewards}; "
         f"a step: {rollout.batch} responses ({prompts} prompts x {rollout.samples_per_prompt}), "
@@ -155,18 +142,15 @@ def _reinforced(config: Config) -> list[str]:
         f"{rollout.batch // training.minibatches}",
         f"schedule: {schedule.preset}: {schedule.knobs.describe(rollout.engines)}; runtime "
         f"{config.runtime}",
-    ]
+    )
 
 
-def _supervised(config: SupervisedConfig) -> list[str]:
+def _supervised(config: SupervisedConfig) -> tuple[str, str, str]:
     pairs = isinstance(config, RewardModelConfig)
     what, rows = ("a reward model", "pairs") if pairs else ("supervised fine-tuning", "sequences")
     length = f"{config.steps} steps" if config.steps else f"{config.training.epochs} epoch(s)"
-    return [
-        f"{what} from {config.model.name}",
-        f"{length} on {config.data.name}",
-        f"a step: {config.batch} {rows}",
-    ]
+    step = f"a step: {config.batch} {rows}"
+    return f"{what} from {config.model.name}", f"{length} on {config.data.name}", step
 
 
 class _Stderr:

@@ -4,7 +4,7 @@
 
     checkpoints/step-000020/
     ├── driver.pt        prompts, schedule, weights that generation works with (runtime/state.py)
-    ├── inputs.json      fingerprints of rows and models as the run began (runs/inputs.py)
+    ├── inputs.json      fingerprints of rows and models as the run began (runs/loop.py)
     ├── learner/         the models under training and their optimizers, a file of each process that
     │                    holds a part of them (training/shard_files.py)
     └── manifest.json    the length and the SHA-256 of each other file
@@ -24,11 +24,10 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from pickle import UnpicklingError
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -39,7 +38,6 @@ from stretto.config import ObserveConfig
 from stretto.errors import StateError, StorageError, first_line
 from stretto.observe.run_directory import KEPT
 from stretto.observe.spans import CHECKPOINT
-from stretto.runs.inputs import Identities
 from stretto.runtime.run import Run
 from stretto.runtime.state import DRIVER, LEARNER, Staged, Writer
 from stretto.saying import format_size
@@ -69,33 +67,35 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT)
         parts: what writes each file or folder, by its name.
     """
     target = folder / f"step-{step:06d}"
-    for left in folder.glob("step-*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+    _remove(folder.glob("step-*.tmp"))
     with files.explained(target):
         _make_room(folder, step)
     with files.explained(target), files.new_folder(target) as scratch:
         for name, write in parts.items():
             write(scratch / name)
-        paths = sorted(path for path in scratch.rglob("*") if path.is_file())
-        described = {path.relative_to(scratch).as_posix(): _described(path) for path in paths}
+        described = {}
+        for path in sorted(path for path in scratch.rglob("*") if path.is_file()):
+            facts = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+            described[path.relative_to(scratch).as_posix()] = facts
         manifest = {"format": _FORMAT, "step": step, "files": described}
         (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-    for path in _superfluous(folder, step, keep):
-        shutil.rmtree(path, ignore_errors=True)
+    _remove(_superfluous(folder, step, keep))
     return target
 
 
 def _make_room(folder: Path, step: int) -> None:
     """Remove all checkpoints but the newest, where another one fits then and not before."""
     old = _found(folder)
-    before = [number for number in old if number <= step]
-    if not before:
-        return
-    needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # they are all about as large
-    free, superfluous = files.free(folder), _superfluous(folder, step, 1)
-    if free < needed <= free + sum(map(files.size_of, superfluous)):
-        for path in superfluous:
-            shutil.rmtree(path, ignore_errors=True)
+    if before := [number for number in old if number <= step]:
+        needed = (1 + files.SPARE) * files.size_of(old[max(before)])  # they are about as large
+        free, superfluous = files.free(folder), _superfluous(folder, step, 1)
+        if free < needed <= free + sum(map(files.size_of, superfluous)):
+            _remove(superfluous)
+
+
+def _remove(folders: Iterable[Path]) -> None:
+    for path in folders:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
@@ -107,10 +107,8 @@ def _superfluous(folder: Path, step: int, keep: int) -> list[Path]:
 def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[str, Any]]:
     """Load the newest checkpoint that is whole. Raises StateError if there is none.
 
-    A checkpoint is only tensors and plain data; loading it runs no code of its own.
-
-    Args:
-        note: called with a line for each checkpoint that is damaged and passed over.
+    A checkpoint is only tensors and plain data; loading it runs no code of its own. ``note`` is
+    called with a line for each checkpoint that is damaged and passed over.
 
     Returns:
         Its step; and by their names what is in ``driver.pt``, the path of the learner's state, and
@@ -147,10 +145,6 @@ def newest(folder: Path) -> int:
 
 class _DamagedError(Exception):
     """A checkpoint is not what was written."""
-
-
-def _described(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
 
 
 def _digest(file: Path) -> str:
@@ -221,17 +215,17 @@ class Checkpointer:
     that; with ``observe.checkpoint_minutes`` it is put off to the first step after that, and a run
     that has none yet gets one after :data:`FIRST_MINUTES`. After the last step there is one in
     either case, and those before it go. One that cannot be written, as on a full disk, does not end
-    the run: a line says so, and the ones before it stay.
+    the run: a line reports it, and the ones before it stay.
 
-    A context manager, to be left while the event loop runs: it waits for what is being written, so
-    that this is whole.
+    A context manager, to be left while the event loop runs: it waits until what is being written
+    is whole.
     """
 
     def __init__(
         self,
         running: Run,
         folder: Path,
-        inputs: Identities,
+        inputs: Mapping[str, Mapping[str, str]],
         observe: ObserveConfig,
         steps: int,
         note: Callable[[str], None],
@@ -246,10 +240,8 @@ class Checkpointer:
         self._step = 0  # of the one that is being written, or was last
 
     async def after(self, step: int) -> None:
-        """Take a checkpoint after a step, if one is due.
-
-        Raises a StrettoError if the process that has the state is gone.
-        """
+        """Take a checkpoint after a step, if one is due. Raises a StrettoError if the process that
+        has the state is gone."""
         if self._writing and self._writing.done():
             await self._written()
         if self._is_due(step):
@@ -261,12 +253,7 @@ class Checkpointer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for what is being written; an error of that does not hide another one."""
         if self._writing and not self._writing.done():
             self._note(f"waiting until the checkpoint of step {self._step} is written")

@@ -1,8 +1,9 @@
-"""A training run: steps, records and checkpoints, on any runtime."""
+"""A training run: steps, records, checkpoints, and inputs that a resumed run must have again."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -10,21 +11,29 @@ from typing import Any
 
 from stretto.assembly.models import NO_OVERRIDES, Overrides
 from stretto.config import Config
-from stretto.errors import StalledError, StorageError
+from stretto.errors import StalledError, StateError, StorageError
+from stretto.models.info import identity
 from stretto.observe import Progress, Recorder, RunDirectory, Sample
 from stretto.observe.recorder import scores_by_source
 from stretto.observe.run_directory import TrainResult
 from stretto.protocols import DRIVER, RECORDS
 from stretto.runs.checkpoint import INPUTS, Checkpointer, load_latest
 from stretto.runs.ending import saved_at_the_end
-from stretto.runs.inputs import Identities, Inputs
 from stretto.runtime.run import Run, start
 from stretto.saying import Say, Saying, working
 from stretto.schedules.rollout import Rollout
 from stretto.schedules.schedule import Step
 from stretto.scoring.responses import response_text
+from stretto.tasks.base import SHA256
+from stretto.tasks.prompts import PromptSource
 from stretto.types import Stats
 from stretto.workers.drive import drive
+
+SHOWN = 4
+"""Differences that a message names."""
+
+Identities = Mapping[str, Mapping[str, str]]
+"""What is known of each subject, by name: fingerprints of files and rows, and plain facts."""
 
 
 def train(
@@ -174,3 +183,60 @@ class _TrainingLoop:
             tokens=len(rollout),
             scores=scores_by_source(rollout),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Rows and models of a run.
+
+    Methods raise StateError if a subject is not what it was; the message says what differs.
+
+    Attributes:
+        before: as they were when the run began; empty for a new run.
+        found: as they are, as far as that is known yet.
+    """
+
+    before: Identities = field(default_factory=dict)
+    found: dict[str, Mapping[str, str]] = field(default_factory=dict)
+
+    def take(self, subject: str, own: Mapping[str, str]) -> None:
+        """Take note of what a subject is."""
+        had = self.before.get(subject, own)
+        if had != own:
+            raise StateError(
+                f"{subject} is not what the run was started with; of it, this differs: "
+                f"{_differences(had, own)}. Restore it, or start a new run",
+                "other-inputs",
+            )
+        self.found[subject] = own
+
+    def take_models(self, config: Config, overrides: Overrides, say: Say) -> None:
+        """Take note of the models that are loaded by name; the reference is the actor at the
+        start."""
+        named = [("reward.sources", s.name, s.model) for s in config.reward.models]
+        named = [each for each in named if each[1] not in overrides.reward_models]
+        critic = config.critic.model if config.algorithm.definition.critic else ""
+        if critic and overrides.critic is None:
+            named.insert(0, ("critic.init", critic, critic))
+        if overrides.actor is None:
+            named.insert(0, ("model.name", config.model.name, config.model.name))
+        for setting, name, model in named:
+            own = identity(model, config.model.trust_remote_code, say)
+            self.take(f"{setting} = '{name}'", own)
+
+    def take_rows(self, name: str, prompts: PromptSource) -> None:
+        """Take note of the rows that are trained on, of the task with this name."""
+        self.take(f"task.name = '{name}'", prompts.identity)
+
+
+def _differences(had: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """Name what differs: plain facts with both values, or else what fingerprints are of."""
+    differing = [name for name in {**had, **own} if had.get(name) != own.get(name)]
+    facts = [
+        f"{name} ({had.get(name, 'none')} then, {own.get(name, 'none')} now)"
+        for name in differing
+        if not had.get(name, own.get(name, "")).startswith(SHA256)
+    ]
+    named = facts or differing
+    more = f" and {len(named) - SHOWN} more" if len(named) > SHOWN else ""
+    return ", ".join(named[:SHOWN]) + more

@@ -183,7 +183,7 @@ def _compute(found: Sequence[PhaseCost], config: Config, parameters: int) -> Ite
         f"A token takes {times:.0f} times as long to sample as to score: scorers read a response "
         "in one pass, sampling makes a pass for each token. In operations the step is "
         f"{as_it_is:.1f} times a supervised one on the same tokens; with one epoch it would be "
-        f"{once:.1f} times.\n"
+        f"{once:.1f} times."
     )
 
 
@@ -229,7 +229,7 @@ def placement_results(run: Path, files: Path) -> Iterator[PlacementResult]:
 
 
 def _placements(run: RunDirectory, measured_s: float) -> Iterator[str]:
-    yield paragraph(
+    yield "\n" + paragraph(
         "(c) Placements, by the simulator: the costs and lengths of this run, with the roles "
         "elsewhere. A device is a process; all share the cores of this machine."
     )

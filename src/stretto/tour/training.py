@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from stretto.api import begin, execute, load_recipe
 from stretto.config import recipes
-from stretto.observe import Progress, RunDirectory, Sample
+from stretto.observe import Progress, RunDirectory
 from stretto.observe.progress import on_stderr
-from stretto.saying import Advance, working
+from stretto.saying import Advance, aligned, working
 from stretto.tour import heading, onward, paragraph
 
 RECIPE = "tiny"
@@ -34,30 +33,17 @@ JUDGED = ("reward", "KL", "value loss", "entropy")
 """Columns whose rise or fall is told."""
 
 
-class Lines(Progress):
-    """A display of one line a step."""
+class _Steps(Progress):
+    """A display that counts steps."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, advance: Advance) -> None:
+        self._advance = advance
 
-    def working(self, what: str, total: int = 0) -> AbstractContextManager[Advance]:
-        """Show work on standard error."""
-        return working(on_stderr, what, total)
-
-    def step(
-        self, step: int, total: int, stats: Mapping[str, float], samples: Sequence[Sample]
-    ) -> None:
-        """Write one line; before the first one the names of the columns."""
-        labels = [label for label, _, _ in COLUMNS]
-        rows = [[f"{step}/{total}", *(f"{stats[name]:{form}}" for _, name, form in COLUMNS)]]
-        for first, *cells in ([["step", *labels]] if step == 1 else []) + rows:
-            padded = (
-                f"{cell:>{max(len(label), 7)}}" for cell, label in zip(cells, labels, strict=True)
-            )
-            self._say(f"  {first:>6}  " + "  ".join(padded))
+    def step(self, *_: object) -> None:
+        self._advance(1)
 
 
-def train(out: Path, steps: int, progress: Progress) -> RunDirectory:
+def train(out: Path, steps: int) -> RunDirectory:
     """Train, and return the run's folder in ``out``."""
     config = load_recipe(
         RECIPE,
@@ -68,38 +54,38 @@ def train(out: Path, steps: int, progress: Progress) -> RunDirectory:
         observe__checkpoint_minutes=0.0,
     )
     begun = begin(config, recipes.name_of(RECIPE))
-    execute(begun, progress=progress)
+    with working(on_stderr, "training", steps) as advance:
+        execute(begun, progress=_Steps(advance))
     return begun.run_dir
 
 
-def page(out: Path, steps: int, say: Callable[[str], None]) -> RunDirectory:
-    """Say the part's text line by line while the run goes on; return its folder in ``out``."""
-    config = load_recipe(RECIPE)
-    say(heading("3. A few iterations of PPO"))
-    say(
-        paragraph(
-            f"The recipe '{RECIPE}': a model from scratch learns to spell {config.task.size} short "
-            f"words backward, first from {config.warmup_examples:,} examples, then by PPO on "
-            f"{config.rollout.batch} responses a step, each batch {EPOCHS} times. "
-            "The reward is the task's own verifier, partial credit counted. KL: nats a response, "
-            "to the model before PPO. Clipped: share of tokens. Entropy: nats a token."
-        )
+def page(run: RunDirectory) -> Iterator[str]:
+    """Yield the text of the part."""
+    config, metrics = recipes.load(run.path), run.read_metrics()
+    yield heading("3. A few iterations of PPO")
+    yield paragraph(
+        f"The recipe '{RECIPE}': a model from scratch learns to spell {config.task.size} short "
+        f"words backward, first from {config.warmup_examples:,} examples, then by PPO on "
+        f"{config.rollout.batch} responses a step, each batch {EPOCHS} times. "
+        "The reward is the task's own verifier, partial credit counted. KL: nats a response, to "
+        "the model before PPO. Clipped: share of tokens. Entropy: nats a token."
     )
-    say("")
-    run = train(out, steps, Lines(say))
-    say("\n" + paragraph(verdict(run.read_metrics())))
-    say(onward("ppo", f"stretto train {RECIPE} --training.epochs {EPOCHS}"))
-    return run
+    rows = [["step", *(label for label, _, _ in COLUMNS)]]
+    for step in metrics:
+        cells = (f"{step[metric]:{form}}" for _, metric, form in COLUMNS)
+        rows.append([f"{step['step']}/{config.steps}", *cells])
+    yield "\n" + aligned(rows, left=0)
+    yield "\n" + paragraph(verdict(metrics))
+    yield onward("ppo", f"stretto train {RECIPE} --training.epochs {EPOCHS}")
 
 
 def verdict(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Say what rose and what fell from the first third of the steps to the last."""
+    """Tell what rose and what fell from the first third of the steps to the last."""
     third = max(1, len(metrics) // 3)
     told = []
     for label, metric, form in (column for column in COLUMNS if column[0] in JUDGED):
-        first, last = (
-            fmean(step[metric] for step in part) for part in (metrics[:third], metrics[-third:])
-        )
+        values = [step[metric] for step in metrics]
+        first, last = fmean(values[:third]), fmean(values[-third:])
         moved = "rose" if last > first else "fell" if last < first else "stayed"
         told.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
     steps = f"{third} steps" if third > 1 else "step"
