@@ -40,21 +40,14 @@ Values = Sequence[float | None]
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """Figures to compare of one run that took all its steps.
-
-    Attributes:
-        times_s: seconds since the run's start at the end of each step.
-        samples: responses trained on in each step.
-        metrics: of each step.
-        utilisation: share of the run's time in which a role worked, by role.
-    """
+    """Figures to compare of one run that took all its steps."""
 
     variant: str
     seed: int
-    times_s: Sequence[float]
-    samples: Sequence[int]
-    metrics: Sequence[Mapping[str, Any]]
-    utilisation: Mapping[str, float]
+    times_s: Sequence[float]  # since the run's start, at the end of each step
+    samples: Sequence[int]  # responses trained on in each step
+    metrics: Sequence[Mapping[str, Any]]  # of each step
+    utilisation: Mapping[str, float]  # share of the run's time in which a role worked, by role
 
     @classmethod
     def of(cls, variant: str, seed: int, run: LoadedRun) -> Self:
@@ -178,20 +171,13 @@ def _known(values: Values) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Figure:
-    """A figure of runs, a row of the table.
-
-    Attributes:
-        of_target: whether it is about reaching the target reward, where less is better; the mean
-            over seeds then has a confidence interval.
-        over: the figure of which it is the ratio to the baseline's run of the same seed; the
-            baseline's is on top where less is better.
-    """
+    """A figure of runs, a row of the table."""
 
     key: str
     label: str
     write: Callable[[float], str] = three_digits
-    of_target: bool = False
-    over: str = ""
+    of_target: bool = False  # about reaching the target: less is better, means have intervals
+    over: str = ""  # the figure of which it is the ratio to the baseline's run of the same seed
 
     def interval(self, values: Values) -> Interval | None:
         """Return the confidence interval of the mean, if it is to have one."""

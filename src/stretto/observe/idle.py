@@ -63,12 +63,7 @@ def generator_number(role: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoleTime:
-    """One role's share of a window.
-
-    Attributes:
-        busy: stretches in which it worked.
-        idle: stretches in which it did not, by cause; with ``busy`` they fill the window.
-    """
+    """One role's share of a window: stretches of work, and by cause the idle rest."""
 
     busy: Intervals
     idle: dict[str, Intervals]

@@ -1,20 +1,4 @@
-"""A folder for each run.
-
-::
-
-    runs/arithmetic-001/
-    ├── config.toml      every setting, resolved; load it to repeat or resume the run
-    ├── machine.json     the machine it works on, or was resumed on last
-    ├── metrics.jsonl    one JSON object a step
-    ├── samples.jsonl    some responses of each step, with their scores and rewards
-    ├── rollouts.jsonl   one JSON object a rollout, once trained on or rejected, or at the end
-    ├── evaluations.jsonl   one JSON object for each ``stretto eval`` of the run
-    ├── trace.json       which role did what, and when; open it in Perfetto
-    ├── checkpoints/     what a run is resumed from
-    ├── warmup.safetensors   the model after its warm-up, where it has one; written once
-    ├── model/           the trained model in Hugging Face format
-    └── run.lock         the process that writes here, while one does
-"""
+"""A folder for each run: its records, trace, checkpoints and trained model."""
 
 from __future__ import annotations
 
@@ -56,48 +40,34 @@ class Sample:
 
     Attributes:
         reward: the weighted sum of its scores, after the missing-EOS rule.
-        finish: why it ended, 'stop' or 'length'.
-        tokens: the response's length.
         scores: by reward source, before weights and that rule; ``None`` where one does not apply.
     """
 
     prompt: str
     response: str
     reward: float
-    finish: str
+    finish: str  # 'stop' or 'length'
     tokens: int
     scores: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """The life of one rollout, as it is kept.
+    """The life of one rollout, as it is kept."""
 
-    Attributes:
-        step: that it ended with.
-        prompt: the prompt's id.
-        prompt_tokens, tokens: lengths of prompt and response.
-        finish: why the response ended, 'stop' or 'length'; ``None`` for one that never did.
-        state: 'trained' or 'rejected'; another for one that was in flight when the run ended.
-        because: why it was rejected.
-        carries: rounds that went by without it since it was dispatched.
-        oldest_version, newest_version: of the policies that sampled its tokens, if it has any.
-        reward: as trained on; ``None`` for one that got none.
-    """
-
-    step: int
+    step: int  # that it ended with
     id: int
-    prompt: int
+    prompt: int  # the prompt's id
     group: int
     prompt_tokens: int
-    tokens: int
-    finish: str | None
-    state: str
-    because: str
-    carries: int
-    oldest_version: int | None
+    tokens: int  # of the response
+    finish: str | None  # 'stop' or 'length'; None for one that never ended
+    state: str  # 'trained' or 'rejected'; another for one that was in flight when the run ended
+    because: str  # why it was rejected
+    carries: int  # rounds that went by without it since it was dispatched
+    oldest_version: int | None  # of the policies that sampled its tokens, if it has any
     newest_version: int | None
-    reward: float | None
+    reward: float | None  # as trained on; None for one that got none
 
     @property
     def in_flight(self) -> bool:
@@ -148,16 +118,16 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config_file = path / "config.toml"
-        self.machine_file = path / "machine.json"
-        self.metrics_file = path / METRICS
-        self.samples_file = path / "samples.jsonl"
-        self.rollouts_file = path / "rollouts.jsonl"
-        self.evaluations_file = path / "evaluations.jsonl"
-        self.trace = TraceFile(path / "trace.json")
-        self.checkpoints = path / CHECKPOINTS
-        self.warmup = path / "warmup.safetensors"
-        self.model = path / "model"
+        self.config_file = path / "config.toml"  # every setting; load it to repeat or resume
+        self.machine_file = path / "machine.json"  # where the run works, or was resumed last
+        self.metrics_file = path / METRICS  # JSON Lines: one object a step
+        self.samples_file = path / "samples.jsonl"  # some responses of each step, with scores
+        self.rollouts_file = path / "rollouts.jsonl"  # each, once trained on or rejected
+        self.evaluations_file = path / "evaluations.jsonl"  # one object for each 'stretto eval'
+        self.trace = TraceFile(path / "trace.json")  # all spans; open it in Perfetto
+        self.checkpoints = path / CHECKPOINTS  # what a run is resumed from
+        self.warmup = path / "warmup.safetensors"  # the model after its warm-up; written once
+        self.model = path / "model"  # the trained model in Hugging Face format
 
     @property
     def name(self) -> str:

@@ -64,19 +64,13 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Spans between two moments of the recorder's clock.
-
-    Attributes:
-        ended: spans that ended in between, in that order; one may have begun before ``start_s``.
-        open: spans that still go on, cut at ``end_s``.
-        devices: on which roles work, by role; empty where that is not known.
-    """
+    """Spans between two moments of the recorder's clock."""
 
     start_s: float
     end_s: float
-    ended: tuple[Span, ...]
-    open: tuple[Span, ...] = ()
-    devices: Mapping[str, str] = field(default_factory=dict)
+    ended: tuple[Span, ...]  # in the order in which they did; one may have begun before
+    open: tuple[Span, ...] = ()  # those that still go on, cut at the end
+    devices: Mapping[str, str] = field(default_factory=dict)  # by role, where they are known
 
 
 class Spans:

@@ -39,17 +39,12 @@ _END = b"\n]\n"
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """Start and end of a step, in seconds since the run's start.
-
-    Attributes:
-        spans: all that touch it, where they were asked for; some may have begun before it, or end
-            after it.
-    """
+    """Start and end of a step, in seconds since the run's start."""
 
     step: int
     start_s: float
     end_s: float
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span, ...] = ()  # that touch it, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +63,9 @@ class TraceFile:
         self._tracks: dict[str, int] | None = None
 
     def append(self, step: int, window: Window, start_s: float) -> bool:
-        """Add the spans that ended during a step; return False once the file has
-        :data:`LIMIT_BYTES`. Raises StorageError if they cannot be written; the file is as it was
-        before.
-
-        Args:
-            start_s: when the window started, in seconds since the run's start.
-        """
+        """Add the spans that ended during a step, ``start_s`` after the run's start; return False
+        once the file has :data:`LIMIT_BYTES`. Raises StorageError if they cannot be written; the
+        file is as it was before."""
         size = self.path.stat().st_size if self.path.exists() else 0
         if size > LIMIT_BYTES:
             return False

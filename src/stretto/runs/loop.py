@@ -96,24 +96,17 @@ def train(
 
 @dataclass
 class _TrainingLoop:
-    """The steps of a run, recorded.
-
-    Attributes:
-        inputs: what it was started with.
-        state: to go on from.
-        done: steps taken, over all resumptions.
-        stats: of the last one.
-    """
+    """The steps of a run, recorded."""
 
     config: Config
     running: Run
     recorder: Recorder
     run_dir: RunDirectory
-    inputs: Identities
+    inputs: Identities  # what the run was started with
     say: Say
-    state: dict[str, Any] | None
-    done: int
-    stats: Stats = field(default_factory=dict)
+    state: dict[str, Any] | None  # to go on from
+    done: int  # steps taken, over all resumptions
+    stats: Stats = field(default_factory=dict)  # of the last step
 
     async def steps(self) -> None:
         """Take all steps that are left."""
@@ -187,17 +180,11 @@ class _TrainingLoop:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Rows and models of a run.
+    """Rows and models of a run. Methods raise StateError if a subject is not what it was; the
+    message says what differs."""
 
-    Methods raise StateError if a subject is not what it was; the message says what differs.
-
-    Attributes:
-        before: as they were when the run began; empty for a new run.
-        found: as they are, as far as that is known yet.
-    """
-
-    before: Identities = field(default_factory=dict)
-    found: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    before: Identities = field(default_factory=dict)  # as the run began; empty for a new run
+    found: dict[str, Mapping[str, str]] = field(default_factory=dict)  # as far as known yet
 
     def take(self, subject: str, own: Mapping[str, str]) -> None:
         """Take note of what a subject is."""

@@ -29,27 +29,16 @@ LAST_SHARE = 10
 
 @dataclass(frozen=True, slots=True)
 class LoadedRun:
-    """The records of one run.
+    """The records of one run."""
 
-    Attributes:
-        name: its folder's, with as many of the folders above as tell it from the other runs.
-        settings: by dotted name.
-        metrics: one mapping a step, in order, under ``step`` its number.
-        rollouts: those that ended.
-        steps: the traced ones with their spans, by number.
-        roles: with a track in the trace, in the order in which they are shown.
-        missing: what it lacks, in plain words.
-        evaluations: records of ``stretto eval``, the oldest first.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    metrics: Sequence[Mapping[str, Any]]
-    rollouts: Sequence[RolloutRecord]
-    steps: Mapping[int, TracedStep] = field(default_factory=dict)
-    roles: Sequence[str] = ()
-    missing: Sequence[str] = ()
-    evaluations: Sequence[Mapping[str, Any]] = ()
+    name: str  # its folder's, with as many folders above as tell it from the other runs
+    settings: Mapping[str, Any]  # by dotted name
+    metrics: Sequence[Mapping[str, Any]]  # of each step, with ``step`` its number
+    rollouts: Sequence[RolloutRecord]  # those that ended
+    steps: Mapping[int, TracedStep] = field(default_factory=dict)  # with their spans, by number
+    roles: Sequence[str] = ()  # with a track in the trace, in the order in which they are shown
+    missing: Sequence[str] = ()  # what it lacks, in plain words
+    evaluations: Sequence[Mapping[str, Any]] = ()  # of ``stretto eval``, the oldest first
 
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Return step numbers and values of a metric, where it has a finite one."""

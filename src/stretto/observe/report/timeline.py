@@ -29,26 +29,17 @@ _LANE, _BAR, _HEAD, _AXIS, _LEGEND = 26, 18, 34, 34, 26
 
 @dataclass(slots=True)
 class Bar:
-    """A stretch of work, or of waiting, of one role.
-
-    Attributes:
-        kind: the name of the spans, up to a slash; the cause of a wait.
-        tokens: worked on; ``None`` where that was not recorded.
-        version: of the policy.
-        rollouts: the first ids.
-        count: of rollouts, in all.
-        spans: that it stands for.
-    """
+    """A stretch of work, or of waiting, of one role."""
 
     role: str
-    kind: str
+    kind: str  # the name of the spans, up to a slash; the cause of a wait
     start_s: float
     end_s: float
-    tokens: int | None = None
-    version: int | None = None
-    rollouts: Sequence[int] = ()
-    count: int = 0
-    spans: int = 1
+    tokens: int | None = None  # worked on; None where that was not recorded
+    version: int | None = None  # of the policy
+    rollouts: Sequence[int] = ()  # the first ids
+    count: int = 0  # of rollouts, in all
+    spans: int = 1  # that it stands for
 
 
 def bars(step: TracedStep) -> list[Bar]:
