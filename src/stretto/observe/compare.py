@@ -2,8 +2,8 @@
 
 The figures are those that overlapping is about: how fast samples go through, how long and how many
 steps it takes to reach a reward, what reward is reached in the end, how stale the samples were, and
-how busy each role was. The rewards of single steps are noisy, so they are smoothed before they are
-compared with a target. What the seeds show is told by confidence intervals.
+how busy each role was. Rewards of single steps are noisy, so they are smoothed before they are
+compared with a target.
 """
 
 from __future__ import annotations
@@ -91,10 +91,8 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def ratio_interval(ratios: Sequence[float]) -> Interval | None:
-    """Return the geometric mean of positive ratios, whose logarithms scatter normally.
-
-    Ratios of two paired measurements: what a pair has in common, a seed for one, cancels.
-    """
+    """Return the geometric mean of positive ratios, whose logarithms scatter normally. They are of
+    paired measurements: what a pair has in common, a seed for one, cancels."""
     found = mean_interval([math.log(ratio) for ratio in ratios])
     return found and Interval(*map(math.exp, found))
 
@@ -110,10 +108,8 @@ def t_quantile(freedom: int, level: float = LEVEL) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """Return the probability of \\|t\\| below ``sqrt(freedom) tan(angle)``.
-
-    Finite sums, one for odd and one for even degrees of freedom (Abramowitz and Stegun 26.7.3, 4).
-    """
+    """Return the probability of \\|t\\| below ``sqrt(freedom) tan(angle)``, by finite sums for odd
+    and for even degrees of freedom (Abramowitz and Stegun 26.7.3, 4)."""
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0
     total = 0.0
@@ -256,11 +252,8 @@ class Comparison:
         return sorted({seed for by_seed in self.figures.values() for seed in by_seed})
 
     def table(self) -> str:
-        """Return the figures in Markdown that is aligned, so that it can be read as it is.
-
-        A figure is the mean over a variant's seeds; below it stands its range, and for the target
-        the mean's confidence interval.
-        """
+        """Return the figures in aligned Markdown: means over a variant's seeds; below them ranges,
+        and for the target the confidence intervals of the means."""
         lines = [["", *self.figures]]
         for row in self._rows():
             lines += row.lines([self._values(variant, row.key) for variant in self.figures])
@@ -377,12 +370,8 @@ class Comparison:
         }
 
     def _rows(self) -> list[_Figure]:
-        shown = [
-            figure
-            for figure in _FIGURES
-            if (self.target is not None or not figure.of_target)
-            and (BASELINE in self.figures or not figure.over)
-        ]
+        judged, paired = self.target is not None, BASELINE in self.figures
+        shown = [f for f in _FIGURES if (judged or not f.of_target) and (paired or not f.over)]
         keys = {k for by_seed in self.figures.values() for own in by_seed.values() for k in own}
         roles = [key.removeprefix(_BUSY) for key in keys if key.startswith(_BUSY)]
         busy = [

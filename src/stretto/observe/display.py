@@ -85,12 +85,8 @@ class History:
 
 @contextmanager
 def repeated(act: Callable[[], float], first_s: float) -> Iterator[None]:
-    """Call a function now and then, on a thread, while the body of a ``with`` statement runs.
-
-    Args:
-        act: returns the seconds until the next call; a terminal that is gone ends the calls.
-        first_s: seconds until the first one.
-    """
+    """Call a function now and then, on a thread, while the body of a ``with`` statement runs. It
+    returns the seconds until the next call; a terminal that is gone ends the calls."""
     ended = threading.Event()
 
     def work() -> None:

@@ -34,8 +34,7 @@ Intervals = list[tuple[float, float]]
 
 def role_order(role: str) -> tuple[int, int, str]:
     """Return the sort key of roles as they are shown: generators by number, scorers by name, the
-    learner, roles without a device, and the mean over devices.
-    """
+    learner, roles without a device, and the mean over devices."""
     if role == ALL_DEVICES:
         return 4, 0, role
     if role in NO_DEVICES:
@@ -150,12 +149,9 @@ class TimeSheet:
         self._idle_s: defaultdict[tuple[str, str], float] = defaultdict(float)
 
     def add(self, window: Window) -> dict[str, float]:
-        """Take in a window.
-
-        Return its metrics: ``utilisation/<role>``, the share of the window in which the role
-        worked, and ``idle_s/<role>/<cause>``, seconds. Where devices are known, also the means over
-        them, as those of the role :data:`ALL_DEVICES`.
-        """
+        """Take in a window; return its metrics: ``utilisation/<role>``, the share of the window in
+        which the role worked, and ``idle_s/<role>/<cause>``, seconds. Where devices are known, also
+        the means over them, as those of the role :data:`ALL_DEVICES`."""
         length_s = window.end_s - window.start_s
         spans, devices = (*window.ended, *window.open), window.devices
         roles = self._busy_s.keys() - {ALL_DEVICES}

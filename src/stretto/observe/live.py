@@ -27,10 +27,8 @@ _REFRESH_S = 0.2
 
 
 class RichProgress(Progress):
-    """A panel at the bottom of the terminal; notes and other output scroll above it.
-
-    Below it is a bar for each piece of work, for as long as that goes on.
-    """
+    """A panel at the bottom of the terminal, with a bar below it for each piece of work that goes
+    on; notes and other output scroll above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

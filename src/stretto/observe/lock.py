@@ -38,14 +38,12 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @contextmanager
 def locked(folder: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes from writing into an existing folder.
+    """Keep other processes from writing into an existing folder. Raises StorageError if one holds
+    the lock, or the folder cannot be written to.
 
     The system lets go of the lock when this process ends, however it does. Between machines it
-    holds where the file system does flock(2) for all of them, as NFS does. Raises StorageError if
-    another process holds the lock, or the folder cannot be written to.
-
-    Args:
-        note: called with a line where the file system has no locks; the work goes on without.
+    holds where the file system does flock(2) for all of them, as NFS does. ``note`` is called with
+    a line where the file system has no locks; the work goes on without.
     """
     file = folder / NAME
     with files.explained(file):

@@ -67,10 +67,8 @@ class NoProgress(Progress):
 
 
 class PlainProgress(Progress):
-    """One line a step, each flushed; for files, pipes and continuous integration.
-
-    Work gets lines, too, once there was no line for :data:`FIRST_S`.
-    """
+    """One line a step, each flushed; for files, pipes and continuous integration. Work gets lines,
+    too, once there was no line for :data:`FIRST_S`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -117,13 +115,8 @@ class PlainProgress(Progress):
 
 
 def headline(config: Config | SupervisedConfig, model: str = "", where: str = "") -> str:
-    """Describe what will run, in three lines, and remark on settings that work otherwise than one
-    might expect.
-
-    Args:
-        model: facts about the model besides its name.
-        where: the place of the results, in words.
-    """
+    """Describe what will run, in three lines, with facts about the model and the place of the
+    results, and remark on settings that work otherwise than one might expect."""
     remarks = config.remarks if isinstance(config, Config) else ()
     what, step, last = _reinforced(config) if isinstance(config, Config) else _supervised(config)
     lines = [what + (model and f": {model}"), step, last + (where and f"; {where}")]

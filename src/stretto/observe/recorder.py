@@ -22,10 +22,9 @@ AGAIN = 10
 class Recorder(ExitStack):
     """Writer of a run's records, which also hands them to the trackers and shows them.
 
-    A context manager; leaving it, by Ctrl-C too, closes trackers and display, all of them, whatever
-    one of them raises. Raises MissingExtraError if a tracker's library is not installed, StateError
-    if the records of a resumed run are damaged, and StorageError, also later, if a record cannot be
-    written.
+    Leaving it, by Ctrl-C too, closes trackers and display, whatever one of them raises. Raises
+    MissingExtraError if a tracker's library is not installed, StateError if the records of a
+    resumed run are damaged, and StorageError, also later, if a record cannot be written.
 
     Args:
         run: where the records go.
@@ -45,8 +44,8 @@ class Recorder(ExitStack):
     ) -> None:
         super().__init__()
         self._shown, self._total = config.observe.samples, total or config.steps
-        self._run = run
-        self._progress = progress
+        self._run, self._progress = run, progress
+        self.note = progress.note  # shows a line
         if torn := run.rewind(resumed_step):
             self.note(f"dropped a last line that was never finished, of {', '.join(torn)}")
         records = run.read_metrics()
@@ -74,15 +73,18 @@ class Recorder(ExitStack):
 
         Args:
             samples: responses of the step; the first ``observe.samples`` of them are kept.
-            window: spans since the step before. It adds to the metrics: ``time_s``, seconds
-                since the run's start, the share of work and waiting of each role, and, where
-                devices are known, the throughput of one.
+            window: spans since the step before. It adds metrics: ``time_s``, seconds since the
+                run's start, work and waiting of each role, and the throughput of a device.
             rollouts: those that ended with the step, trained and rejected ones.
             rewards: of the trained ones, by rollout id.
         """
         rewards = rewards or {}
         if window is not None:
-            stats = {**stats, **self._take_in(step, window)}
+            if self._tracing and not self._run.trace.append(step, window, self._time_s):
+                self._tracing = False
+                self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
+            self._time_s += window.end_s - window.start_s
+            stats = {**stats, "time_s": self._time_s, **self._time_sheet.add(window)}
             if window.devices and THROUGHPUT in stats:
                 count = len(set(window.devices.values()))
                 stats[f"{THROUGHPUT}_per_device"] = stats[THROUGHPUT] / count
@@ -99,20 +101,8 @@ class Recorder(ExitStack):
             self.note(text)
 
     def where_time_went(self) -> str:
-        """Return a small table of work and waiting by role, since the run's start or its
-        resumption."""
+        """Return a table of work and waiting by role, since the run's start or its resumption."""
         return self._time_sheet.table()
-
-    def note(self, text: str) -> None:
-        """Show a message."""
-        self._progress.note(text)
-
-    def _take_in(self, step: int, window: Window) -> dict[str, float]:
-        if self._tracing and not self._run.trace.append(step, window, self._time_s):
-            self._tracing = False
-            self.note(f"{self._run.trace.path} is as long as viewers can open, and ends here")
-        self._time_s += window.end_s - window.start_s
-        return {"time_s": self._time_s, **self._time_sheet.add(window)}
 
 
 class Remarks:
@@ -125,11 +115,9 @@ class Remarks:
         self._pause = dict.fromkeys(self._next, AGAIN)
 
     def of(self, step: int, batch: Sequence[Rollout], rewards: Mapping[int, float]) -> list[str]:
-        """Return remarks to show after a step.
-
-        Responses that were cut are counted at the first step, and later when they are at least half
-        of the batch. ``rewards`` are by rollout id, after the rule for missing ends.
-        """
+        """Return remarks to show after a step. Responses that were cut are counted at the first
+        step, and later when they are at least half of the batch. ``rewards`` are by rollout id,
+        after the rule for missing ends."""
         cut = [r for r in batch if r.finish is FinishReason.LENGTH]
         first, self._first = self._first, False
         if len(batch) > 1 and len({rewards[r.id] for r in batch}) == 1:

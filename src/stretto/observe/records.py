@@ -12,11 +12,9 @@ from stretto.errors import StateError
 
 
 def append(file: Path, records: Sequence[Mapping[str, Any]]) -> bool:
-    """Add records, all or none; on disk, whole, when the call returns.
-
-    Return whether a last line that a crash had left unfinished was dropped first. Raises
-    StorageError if they cannot be written.
-    """
+    """Add records, all or none; on disk, whole, when the call returns. Return whether a last line
+    that a crash had left unfinished was dropped first. Raises StorageError if they cannot be
+    written."""
     if not records:
         return False  # what a kind of run does not have gets no file
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
@@ -59,8 +57,5 @@ def _record(
         return {**record, field: kind(record[field])}
     except (ValueError, KeyError, TypeError) as error:
         number = file.read_bytes().partition(line)[0].count(b"\n") + 1
-        raise StateError(
-            f"'{file}', line {number} is no record with '{field}': {line[:60]!r}; repair or "
-            "remove the file",
-            "damaged-record",
-        ) from error
+        text = f"'{file}', line {number} has no '{field}': {line[:60]!r}; repair or remove the file"
+        raise StateError(text, "damaged-record") from error

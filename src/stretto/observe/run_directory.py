@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -111,10 +111,8 @@ class TrainResult:
 
 class RunDirectory:
     """The files of one run; a record is on disk, whole, when the call that writes it returns.
-
     Methods that write raise StorageError if they cannot, and those that read a record StateError
-    if it is damaged.
-    """
+    if it is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -143,10 +141,8 @@ class RunDirectory:
             root.mkdir(parents=True, exist_ok=True)
             path = _claim(root, name)
         except OSError as error:
-            raise ConfigError(
-                f"cannot make a run directory in '{root}': {error}; choose another with --out",
-                "cannot-make-folder",
-            ) from error
+            text = f"cannot make a run directory in '{root}': {error}; choose another with --out"
+            raise ConfigError(text, "cannot-make-folder") from error
         run = cls(path)
         try:
             with files.explained(path):
@@ -226,15 +222,13 @@ class RunDirectory:
         try:
             found = [RolloutRecord(**record) for record in records.read(self.rollouts_file)]
         except TypeError as error:
-            raise StateError(
-                f"'{self.rollouts_file}' has other fields than this version writes: {error}",
-                "damaged-record",
-            ) from error
+            text = f"'{self.rollouts_file}' has other fields than this version writes: {error}"
+            raise StateError(text, "damaged-record") from error
         return [record for record in found if in_flight or not record.in_flight]
 
     def ended(self, steps: int) -> TrainResult | None:
-        """Return the outcome of a run that has taken so many steps and saved its model after them;
-        ``None`` for one that has not."""
+        """Return the outcome of a run that has taken so many steps and saved its model after them,
+        if it has."""
         last = records.last(self.metrics_file)
         if last is None or last["step"] < steps or not (self.model / "config.json").is_file():
             return None
@@ -255,12 +249,10 @@ class RunDirectory:
 
 def _claim(root: Path, name: str) -> Path:
     """Make the next free folder; two runs that start at the same time get one each."""
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
     while True:
-        pattern = re.compile(re.escape(name) + r"-(\d+)")
         taken = [int(m[1]) for entry in root.iterdir() if (m := pattern.fullmatch(entry.name))]
         path = root / f"{name}-{max(taken, default=0) + 1:03d}"
-        try:
+        with suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            continue
-        return path
+            return path

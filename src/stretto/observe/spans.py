@@ -133,10 +133,8 @@ class Spans:
         return dict(totals)
 
     def take(self) -> Window:
-        """Take out what was recorded since the last call or :meth:`reset`.
-
-        A span that is still open is reported up to now, and again as a whole once it has ended.
-        """
+        """Take out what was recorded since the last call or :meth:`reset`. A span that is still
+        open is reported up to now, and again as a whole once it has ended."""
         with self._lock:
             now_s = self._clock.now()
             # A copy of the attributes: the body of an open span may yet add to them.

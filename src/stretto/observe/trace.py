@@ -104,8 +104,7 @@ class TraceFile:
 
     def read(self, steps: int = 0) -> Trace:
         """Read the trace, or its first ``steps``, but for steps whose end was not written, because
-        of a kill; an empty one where there is no file. Raises StateError if an event is not JSON.
-        """
+        of a kill; an empty one without a file. Raises StateError if an event is not JSON."""
         names: dict[int, str] = {}
         read: list[TracedStep] = []
         spans: list[Span] = []
@@ -153,11 +152,8 @@ class TraceFile:
         try:
             event: dict[str, Any] = json.loads(line)
         except ValueError as error:
-            raise StateError(
-                f"'{self.path}' has a line that is not a trace event: {line[:60]!r}; "
-                "repair or remove the file",
-                "damaged-trace",
-            ) from error
+            text = f"{line[:60]!r} in '{self.path}' is no trace event; repair or remove the file"
+            raise StateError(text, "damaged-trace") from error
         return event
 
     def _known_tracks(self) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """TensorBoard, Weights & Biases and Prometheus, by their own writers.
 
-accelerate's trackers would do the same behind one face, but their logging refuses to work until
-accelerate's process state exists, and creating that may join a process group, set the number of
-threads and change the environment: too much to happen for some curves.
+accelerate's trackers need accelerate's process state, and creating that may join a process group,
+set the number of threads and change the environment: too much to happen for some curves.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ def tensorboard(run: RunDirectory, resumed_step: int) -> Tracker:
 def wandb(run: RunDirectory, settings: Mapping[str, Any]) -> Tracker:
     """Open a Weights & Biases run of the run directory's name, in the project 'stretto'.
 
-    Its id is kept beside the metrics so that a resumed run goes on with its curves. Where, as whom
-    and whether at all it uploads is Weights & Biases' own business (``wandb login``,
-    ``WANDB_PROJECT``, ``WANDB_MODE``).
+    Its id is kept beside the metrics so that a resumed run goes on with its curves. Uploads follow
+    ``wandb login``, ``WANDB_PROJECT`` and ``WANDB_MODE``.
     """
     require("wandb", "wandb", "observe.trackers = 'wandb'")
     id_file = run.path / "wandb.id"
@@ -72,11 +70,8 @@ def wandb(run: RunDirectory, settings: Mapping[str, Any]) -> Tracker:
 
 
 def prometheus(run: RunDirectory, port: int) -> Tracker:
-    """Serve a page of the newest metrics for a Prometheus server, ``http://127.0.0.1:PORT/metrics``.
-
-    Each metric is a gauge ``stretto_NAME`` with the run's name as a label; what a name of
-    Prometheus cannot have becomes an underscore.
-    """
+    """Serve the newest metrics to a Prometheus server on ``http://127.0.0.1:PORT/metrics``: gauges
+    ``stretto_NAME`` with the run's name as a label, and underscores for what names cannot have."""
     require("prometheus_client", "prometheus", f"observe.prometheus_port = {port}")
     library = importlib.import_module("prometheus_client")
     registry, gauges = library.CollectorRegistry(), dict[str, Any]()
@@ -104,11 +99,8 @@ def prometheus(run: RunDirectory, port: int) -> Tracker:
 def open_trackers(
     observe: ObserveConfig, run: RunDirectory, settings: Mapping[str, Any], resumed_step: int = 0
 ) -> list[Tracker]:
-    """Open the trackers that ``observe.trackers`` names, and the page for Prometheus.
-
-    Raises MissingExtraError if the library of one is not installed, StorageError if the page's port
-    is taken.
-    """
+    """Open the trackers that ``observe.trackers`` names, and the page for Prometheus. Raises
+    MissingExtraError if a library is not installed, StorageError if the page's port is taken."""
     made = [
         tensorboard(run, resumed_step) if name == "tensorboard" else wandb(run, settings)
         for name in observe.trackers

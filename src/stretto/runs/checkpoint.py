@@ -60,11 +60,7 @@ def save(folder: Path, step: int, parts: Mapping[str, Writer], keep: int = KEPT)
     Superfluous are all but the ``keep`` newest, and those of later steps: the run was resumed
     before them. What a killed run has left half-written goes first, and on a disk without room for
     another checkpoint, what is superfluous beside the newest one. Raises StorageError if the
-    checkpoint cannot be written; nothing is left of it.
-
-    Args:
-        step: after which the state was taken.
-        parts: what writes each file or folder, by its name.
+    checkpoint cannot be written; nothing is left of it. ``parts`` write the files and folders.
     """
     target = folder / f"step-{step:06d}"
     _remove(folder.glob("step-*.tmp"))
@@ -108,11 +104,8 @@ def load_latest(folder: Path, note: Callable[[str], None]) -> tuple[int, dict[st
     """Load the newest checkpoint that is whole. Raises StateError if there is none.
 
     A checkpoint is only tensors and plain data; loading it runs no code of its own. ``note`` is
-    called with a line for each checkpoint that is damaged and passed over.
-
-    Returns:
-        Its step; and by their names what is in ``driver.pt``, the path of the learner's state, and
-        what is in ``inputs.json``.
+    called with a line for each checkpoint that is damaged and passed over. Return the step; and by
+    name the content of ``driver.pt`` and ``inputs.json`` and the path of the learner's state.
     """
     found = _found(folder)
     if not found:
@@ -209,13 +202,12 @@ class Checkpointer:
     """Writer of a run's checkpoints: each is staged between two steps and written by a thread.
 
     Staging copies what training changes, and the copy is written while training goes on. Where
-    memory is too short for a copy, training waits for the writing.
-
-    One checkpoint is written at a time. With ``observe.checkpoint_every`` the next one waits for
-    that; with ``observe.checkpoint_minutes`` it is put off to the first step after that, and a run
-    that has none yet gets one after :data:`FIRST_MINUTES`. After the last step there is one in
-    either case, and those before it go. One that cannot be written, as on a full disk, does not end
-    the run: a line reports it, and the ones before it stay.
+    memory is too short for a copy, training waits for the writing. One checkpoint is written at a
+    time. With ``observe.checkpoint_every`` the next one waits for that; with
+    ``observe.checkpoint_minutes`` it is put off to the first step after that, and a run that has
+    none yet gets one after :data:`FIRST_MINUTES`. After the last step there is one in either case,
+    and those before it go. One that cannot be written, as on a full disk, does not end the run: a
+    line reports it, and the ones before it stay.
 
     A context manager, to be left while the event loop runs: it waits until what is being written
     is whole.

@@ -81,9 +81,6 @@ def sft(config: SftConfig, *, run_dir: RunDirectory, progress: Progress) -> SftR
 
     A run that is stopped after an update saves the model as it is then. Raises a StrettoError if a
     setting, the model, the data or the numbers are at fault.
-
-    Args:
-        run_dir: where records and the model go.
     """
     loop = _SupervisedLoop(
         config, progress, read_demonstrations, example_of, lambda e: len(e.tokens)
@@ -143,13 +140,8 @@ def train_reward_model(
 
 
 class _SupervisedLoop(Generic[T]):
-    """The loop over a supervised run's updates, with the model to start from and the rows.
-
-    Attributes:
-        ends: tokens that end a response.
-        rows, held: tokenised, to train on and to measure on.
-        done: updates taken.
-    """
+    """The loop over a supervised run's updates, with the model to start from and the rows to train
+    on and to measure on (``held``), tokenised."""
 
     def __init__(
         self,
@@ -159,7 +151,8 @@ class _SupervisedLoop(Generic[T]):
         tokenise: Callable[[R, PromptLayout], T],
         length: Callable[[T], int],
     ) -> None:
-        self._config, self._progress, self.done = config, progress, 0
+        self._config, self._progress = config, progress
+        self.done = 0  # updates taken
         data, m, note = config.data, config.model, progress.note
         with progress.working(f"reading {data.name}"):
             rows, dropped = read(data)
@@ -186,15 +179,15 @@ class _SupervisedLoop(Generic[T]):
             )
         # A longer row would lose its end, and could not show where a response ends, or why it is
         # the better one.
+        limit = f"data.max_tokens = {data.max_tokens}"
         kept = [row for row in made if length(row) <= data.max_tokens]
         if not kept:
             raise TaskError(
-                f"all {len(made)} rows are longer than data.max_tokens = {data.max_tokens} (the "
-                f"shortest has {min(map(length, made))} tokens); raise that limit",
+                f"all {len(made)} rows are longer than {limit} (the shortest has "
+                f"{min(map(length, made))} tokens); raise that limit",
                 "all-rows-too-long",
             )
         if long := len(made) - len(kept):
-            limit = f"data.max_tokens = {data.max_tokens}"
             note(f"{long} of {len(made)} rows are longer than {limit} and left out")
         self.rows: list[T]
         self.held: list[T]
@@ -214,11 +207,8 @@ class _SupervisedLoop(Generic[T]):
         measure: Callable[[], Stats],
         run_dir: RunDirectory,
     ) -> Stats:
-        """Measure, train, record and save; return the metrics of the last update.
-
-        Args:
-            measure: returns metrics of the rows held out; called where there are any.
-        """
+        """Measure, train, record and save; return the metrics of the last update. ``measure``
+        returns metrics of the rows held out, if there are any."""
         config, progress, total = self._config, self._progress, self._total
         last: Stats = {}
         load.set_checkpointing(model, config.model)

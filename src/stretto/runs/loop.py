@@ -50,8 +50,8 @@ def train(
     setting, a model, a dataset, a reward function, the numbers or the disk are at fault.
 
     Args:
-        run_dir: where records, checkpoints and the model go.
-        resume: go on from the newest checkpoint in ``run_dir``.
+        run_dir: takes records, checkpoints and the model.
+        resume: go on from its newest checkpoint.
         overrides: objects of the caller in place of names in the settings.
     """
     say = Saying(progress)

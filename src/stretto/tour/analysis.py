@@ -49,10 +49,9 @@ def page(run: RunDirectory, kept: bool) -> Iterator[str]:
     parameters = sum(p.numel() for p in models["actor"].parameters())
     yield from _compute(phase_costs(metrics, rollouts, config, parameters), config, parameters)
     yield from _placements(run, median(step[STEP_TIME] for step in metrics[1:]))
-    command = "stretto compare --sim RUN, on a run that --out FOLDER keeps"
-    if kept:
-        command = f"stretto compare --sim {run.path} --placement {run.path / 'two.toml'}"
-    yield onward("simulator", command)
+    own = f"{run.path} --placement {run.path / 'two.toml'}"
+    further = own if kept else "RUN, on a run that --out FOLDER keeps"
+    yield onward("simulator", f"stretto compare --sim {further}")
 
 
 # -- data flow -----------------------------------------------------------------------------------

@@ -41,8 +41,6 @@ SEED = 135
 REWARD = "model:reward"
 MOVED = 0.05
 """How far the actor is moved from the reference, as a share of the spread of each weight matrix."""
-FIRST = 5
-"""Values that are written of a tensor; of several rows, those of the first."""
 
 # PPO's defaults, few and short responses, no rule for cuts; scorers read along.
 _CHANGES: Mapping[str, Any] = {
@@ -83,18 +81,14 @@ def _row(name: str, value: Any) -> list[str]:
     array = torch.as_tensor(value).detach()
     dtype = "int" if isinstance(value, tuple) else str(value.dtype).removeprefix("torch.")
     first = array.reshape(-1, array.shape[-1])[0].tolist()
-    shown = [f"{v:.3f}" if isinstance(v, float) else str(v) for v in first[:FIRST]]
-    dots = ["..."] if len(first) > FIRST else []
+    shown = [f"{v:.3f}" if isinstance(v, float) else str(v) for v in first[:5]]
+    dots = ["..."] if len(first) > len(shown) else []
     return [name, str(list(array.shape)), dtype, " ".join(shown + dots)]
 
 
 def walk(folder: Path, say: Callable[[str], None] = print) -> Iterator[WalkStep]:
-    """Take one rollout phase, step by step, with four models made out of one tiny model.
-
-    Args:
-        folder: for the tiny model; need not be there.
-        say: told where a scorer cannot read along.
-    """
+    """Take one rollout phase, step by step, with four models made out of one tiny model, which is
+    written into ``folder``; ``say`` shows why a scorer cannot read along."""
     with quiet_transformers():
         make_tiny(folder)
     slots = len(PROMPTS) * SAMPLES

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import count
 from string import Template
 from typing import Any
 
@@ -17,7 +18,7 @@ from stretto.observe.idle import CAUSES, role_order
 from stretto.observe.report import runs as figures
 from stretto.observe.report import style
 from stretto.observe.report.runs import LoadedRun
-from stretto.observe.report.timeline import Bar, bars, waits
+from stretto.observe.report.timeline import bars, waits
 from stretto.observe.trace import TracedStep
 
 MAX_RUNS = style.RUNS
@@ -49,16 +50,13 @@ def html_page(
     step: int | None = None,
     predictions: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """Return the page.
-
-    Raises ConfigError if no run has the step in its trace, or there are too many runs for
-    timelines.
+    """Return the page. Raises ConfigError if no run has the step in its trace, or there are too
+    many runs for timelines.
 
     Args:
         runs: shown together, each with a colour of its own. Of more than :data:`MAX_RUNS`, only
             the outcomes are shown, in the colours of their algorithms.
-        step: whose timeline is shown at first; the reader can choose others. ``None`` takes one
-            from the middle.
+        step: whose timeline is shown at first; ``None`` takes one from the middle.
         predictions: of the runs, if any were made: each with the ``phases`` of a step (name,
             seconds as measured, seconds as predicted) under a ``title``, or ``why`` there is none.
     """
@@ -69,10 +67,8 @@ def html_page(
             "too-many-timelines",
         )
     if step is not None and not any(step in run.steps for run in runs):
-        raise ConfigError(
-            f"step {step} is in no run's trace; leave out --step to see which there are",
-            "step-not-traced",
-        )
+        text = f"step {step} is in no run's trace; leave out --step to see which there are"
+        raise ConfigError(text, "step-not-traced")
     # No character that could end the element that the data stands in.
     content = {**payload(runs, step), "predictions": list(predictions)}
     data = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
@@ -134,16 +130,12 @@ def payload(runs: Sequence[LoadedRun], step: int | None = None) -> dict[str, Any
 
 
 def length_edges(longest: int) -> list[int]:
-    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling.
-
-    Bin i holds the lengths from edge i up to, and without, edge i + 1.
-    """
-    edges, power = [0, 1], 0
+    """Return edges of bins for lengths from 0 to ``longest`` tokens, three to a doubling. Bin i
+    holds the lengths from edge i up to, and without, edge i + 1."""
+    powers = (round(2 ** (power / _BINS_PER_DOUBLING)) for power in count(1))
+    edges = [0, 1]
     while edges[-1] <= longest:
-        power += 1
-        edge = round(2 ** (power / _BINS_PER_DOUBLING))
-        if edge > edges[-1]:
-            edges.append(edge)
+        edges.append(next(edge for edge in powers if edge > edges[-1]))
     return edges
 
 
@@ -180,8 +172,7 @@ def _curve(run: LoadedRun, metric: str) -> list[list[float]] | None:
 def _timelines(
     runs: Sequence[LoadedRun], kinds: list[str], step: int | None
 ) -> list[dict[str, Any]]:
-    """Return the timelines of all runs: of every n-th step, if all were too much; add to
-    ``kinds``."""
+    """Return the timelines of all runs, of every n-th step if all were too much; add kinds."""
     every = [{number: _timeline(run, s, kinds) for number, s in run.steps.items()} for run in runs]
     sizes = [{n: len(json.dumps(rows)) for n, rows in timeline.items()} for timeline in every]
     stride = 1
@@ -212,22 +203,18 @@ def _timeline(run: LoadedRun, step: TracedStep, kinds: list[str]) -> list[Any]:
     for bar in bars(step):
         if bar.kind not in kinds:
             kinds.append(bar.kind)
-        where = place(bar.start_s, bar.end_s)
-        drawn.append([roles[bar.role], kinds.index(bar.kind), *where, *_details(bar)])
+        row: list[Any] = [roles[bar.role], kinds.index(bar.kind), *place(bar.start_s, bar.end_s)]
+        row += [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
+        row.append(bar.spans if bar.spans > 1 else None)
+        while row[-1] is None:
+            row.pop()
+        drawn.append(row)
     idle = [
         [roles[wait.role], CAUSES.index(wait.kind), *place(wait.start_s, wait.end_s)]
         for wait in waits(step, run.roles)
         if wait.kind in CAUSES
     ]
     return [_short(start_s), _short(length_s), drawn, idle]
-
-
-def _details(bar: Bar) -> list[Any]:
-    details = [bar.tokens, bar.version, bar.count or None, list(bar.rollouts) or None]
-    details.append(bar.spans if bar.spans > 1 else None)
-    while details and details[-1] is None:
-        details.pop()
-    return details
 
 
 def _short(value: float) -> float:

@@ -46,10 +46,8 @@ class LoadedRun:
         return [step for step, _ in found], [float(value) for _, value in found]
 
     def times_s(self) -> dict[int, float]:
-        """Return seconds since the run's start at the end of each step.
-
-        From the steps' own durations where the time itself was not recorded.
-        """
+        """Return seconds since the run's start at the end of each step, from the steps' own
+        durations where the time itself was not recorded."""
         times: dict[int, float] = {}
         now_s = 0.0
         for m in self.metrics:
@@ -79,8 +77,7 @@ class LoadedRun:
 
 def load(paths: Sequence[str | Path]) -> list[LoadedRun]:
     """Read runs. Raises ConfigError if a path is not a run directory, none was given or one twice;
-    StateError if a file is damaged.
-    """
+    StateError if a file is damaged."""
     folders = [Path(path) for path in paths]
     if not folders:
         raise ConfigError("a report takes at least one run directory; got none", "no-run-named")
@@ -93,14 +90,11 @@ def _load(folder: Path, name: str) -> LoadedRun:
     run = RunDirectory(folder)
     configured = run.config_file.is_file()
     if not (configured or run.metrics_file.is_file()):
-        raise ConfigError(
-            f"'{folder}' is not a run directory: it has neither config.toml nor metrics.jsonl",
-            "not-a-run",
-        )
-    text = run.config_file.read_text("utf-8") if configured else ""
-    settings = dict(_flat(tomllib.loads(text)))
+        lacks = "it has neither config.toml nor metrics.jsonl"
+        raise ConfigError(f"'{folder}' is not a run directory: {lacks}", "not-a-run")
+    settings = dict(_flat(tomllib.loads(run.config_file.read_text("utf-8")))) if configured else {}
     metrics, rollouts, trace = run.read_metrics(), run.read_rollouts(), run.trace.read()
-    lacks = (
+    needed = (
         (settings, "config.toml: its settings are not compared"),
         (metrics, "metrics.jsonl: it has no curves"),
         (trace.steps, "trace.json: it has no timeline"),
@@ -113,7 +107,7 @@ def _load(folder: Path, name: str) -> LoadedRun:
         rollouts=rollouts,
         steps=_by_step(trace),
         roles=sorted({span.role for span in trace.spans}, key=role_order),
-        missing=[text for found, text in lacks if not found],
+        missing=[text for found, text in needed if not found],
         evaluations=run.read_evaluations(),
     )
 
@@ -182,18 +176,15 @@ def shares(run: LoadedRun) -> list[Shares]:
 
 
 def differing_settings(runs: Sequence[LoadedRun]) -> list[tuple[str, list[Any]]]:
-    """Return settings that are not the same in all runs that have any, with each run's value.
-
-    ``None`` stands for a run that does not have it. Where and how a run is shown is left out.
-    """
-    known = [run for run in runs if run.settings]
-    keys = sorted({key for run in known for key in run.settings})
+    """Return settings that are not the same in all runs that have any, with each run's value;
+    ``None`` for a run that does not have it. Where and how a run is shown is left out."""
+    known = [run.settings for run in runs if run.settings]
+    shown = sorted({key for settings in known for key in settings} - {"out"})
     return [
         (key, [run.settings.get(key) for run in runs])
-        for key in keys
-        if key != "out"
-        and not key.startswith("observe.")
-        and any(run.settings.get(key) != known[0].settings.get(key) for run in known)
+        for key in shown
+        if not key.startswith("observe.")
+        and any(settings.get(key) != known[0].get(key) for settings in known)
     ]
 
 
@@ -215,15 +206,9 @@ def win_rates(figures: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
-    """Return win-rates with the KL of the same samples: one group a judge and SFT model.
-
-    Figures of different judges, and distances to different models, do not go into one picture.
-
-    Returns:
-        For each group ``by`` and ``sft``, and ``points``: an evaluation each, the index of its run
-        under ``run``, the rate with its standard error under ``rate`` and ``rate_error``, ``kl``
-        (nats a response) with ``kl_error``, and ``perplexity``.
-    """
+    """Return win-rates with the KL [nats a response] of the same samples and the index of the run:
+    one group of points for each judge and SFT model, as figures of different judges, and distances
+    to different models, do not go into one picture."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for index, run in enumerate(runs):
         for figures in (record["figures"] for record in run.evaluations):
@@ -242,12 +227,8 @@ def pareto(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
 
 
 def verified(run: LoadedRun) -> dict[str, Any] | None:
-    """Return the latest pass@1 and mean score of a run, ``None`` where neither was measured.
-
-    Returns:
-        ``pass_at_1`` and ``mean_score``, each with its standard error, and ``overlap``: the share
-        of the prompts that training asks too, ``None`` where that is not known.
-    """
+    """Return the latest pass@1 and mean score of a run, each with its standard error, and the share
+    of the prompts that training asks too, if it is known; ``None`` where neither was measured."""
     for record in reversed(run.evaluations):
         if "pass@1" in (figures := record["figures"]):
             return {
@@ -260,13 +241,8 @@ def verified(run: LoadedRun) -> dict[str, Any] | None:
 
 def off_policy(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
     """Return reward, win-rates, KL and perplexity by off-policyness; nothing for runs of a single
-    N.
-
-    Returns:
-        For each figure that a run has: ``title``, ``is_share`` and ``lines``, of which each has
-        the ``algorithm``, its ``points`` (N and the mean over the runs with this N) and its
-        ``runs`` (N, value and index of each run).
-    """
+    N. A line for each algorithm has ``points`` (N and the mean over the runs with this N) and
+    ``runs`` (N, value and index of each run)."""
     dials = {
         i: run.settings[OFF_POLICY] for i, run in enumerate(runs) if OFF_POLICY in run.settings
     }

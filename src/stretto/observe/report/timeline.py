@@ -99,13 +99,11 @@ def _join(of_role: Sequence[Bar], gap_s: float) -> list[Bar]:
 
 
 def timeline_svg(runs: Sequence[LoadedRun], step: int | None = None) -> str:
-    """Draw one step of each run, one below the other over the same time axis.
+    """Draw one step of each run, one below the other over the same time axis; without a number,
+    one from the middle of those that all runs have.
 
     The picture follows the viewer's preference for light or dark. Raises ConfigError if a run has
     no such step in its trace.
-
-    Args:
-        step: its number; ``None`` takes one from the middle of those that all runs have.
     """
     if step is None:
         common = sorted(set.intersection(*(set(run.steps) for run in runs)))
