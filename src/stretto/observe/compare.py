@@ -138,12 +138,12 @@ def verdict(what: str, ratios: Mapping[str, Values]) -> str:
         kind = fewer if low > 1 else more if high < 1 else either
         kind.append(f"{variant} {mean:.2f}x [{low:.2f}, {high:.2f}]")
     kinds = "significantly fewer", "significantly more", "no significant difference", "not judged"
-    told = "; ".join(
+    verdicts = "; ".join(
         f"{k}: {', '.join(some)}" for k, some in zip(kinds, found, strict=True) if some
     )
     return (
         f"{what}, {BASELINE}'s over the schedule's own, paired by seed: geometric mean and its "
-        f"{_LEVEL_TEXT} interval (Student's t on logarithms), each schedule by itself. {told}."
+        f"{_LEVEL_TEXT} interval (Student's t on logarithms), each schedule by itself. {verdicts}."
     )
 
 

@@ -97,12 +97,12 @@ class PlainProgress(Progress):
     @contextmanager
     def working(self, what: str, total: int = 0) -> Iterator[Advance]:
         """Print a line about work now and then."""
-        work, told = WorkProgress(what, total), False
+        work, printed = WorkProgress(what, total), False
         before_s = _silent_s.get(self._stream, 0.0)
 
         def tell() -> float:
-            nonlocal told
-            told = True
+            nonlocal printed
+            printed = True
             self.note(work.line())
             return work.pause_s
 
@@ -110,7 +110,7 @@ class PlainProgress(Progress):
             with repeated(tell, max(FIRST_S - before_s, SOON_S)):
                 yield work.advance
         finally:
-            if not told:
+            if not printed:
                 _silent_s[self._stream] = _silent_s.get(self._stream, 0.0) + work.took_s
 
 

@@ -20,7 +20,7 @@ AGAIN = 10
 
 
 class Recorder(ExitStack):
-    """Writer of a run's records, which also hands them to the trackers and shows them.
+    """Writer of a run's records, which also shows them and sends them to the trackers.
 
     Leaving it, by Ctrl-C too, closes trackers and display, whatever one of them raises. Raises
     MissingExtraError if a tracker's library is not installed, StateError if the records of a
@@ -124,7 +124,7 @@ class Remarks:
             if not self._due("one reward", step):
                 return []
             if cut:
-                self._due("cut", step)  # is said with it
+                self._due("cut", step)  # is part of the remark
             return [f"step {step}: {self._one_reward(batch, cut, rewards[batch[0].id])}"]
         if cut and (first or 2 * len(cut) >= len(batch)) and self._due("cut", step):
             return [f"step {step}: {self._cut(len(cut), len(batch))}"]
@@ -139,36 +139,36 @@ class Remarks:
 
     def _cut(self, cut: int, of: int) -> str:
         rule, limit = self._reward, self._limit
-        said = f"{cut} of {of} responses were cut at rollout.max_new_tokens = {limit}"
+        cuts = f"{cut} of {of} responses were cut at rollout.max_new_tokens = {limit}"
         if rule.missing_eos == "off" and MISSING_EOS in rule.sources:
-            return f"{said}; the source '{MISSING_EOS}' takes the penalty off those without an end"
+            return f"{cuts}; the source '{MISSING_EOS}' takes the penalty off those without an end"
         if rule.missing_eos == "off":
-            return f"{said} and scored as they stood (reward.missing_eos = 'off')"
+            return f"{cuts} and scored as they stood (reward.missing_eos = 'off')"
         does = (
             f"gives each of them {rule.missing_eos_penalty:g} in place of its score"
             if rule.missing_eos == "replace"
             else f"takes {abs(rule.missing_eos_penalty):g} off the score of each of them"
         )
         return (
-            f"{said}, and reward.missing_eos = '{rule.missing_eos}' {does}. Where they had more to "
+            f"{cuts}, and reward.missing_eos = '{rule.missing_eos}' {does}. Where they had more to "
             "say, raise that limit, or name what ends an answer in rollout.stop; 'off' keeps their "
             "scores"
         )
 
     def _one_reward(self, batch: Sequence[Rollout], cut: Sequence[Rollout], reward: float) -> str:
-        said = f"all {len(batch)} rewards are {reward:g}: a batch with one reward teaches nothing"
+        fact = f"all {len(batch)} rewards are {reward:g}: a batch with one reward teaches nothing"
         parts = [self._cut(len(cut), len(batch))] if cut else []
         if len(cut) < len(batch):
             ended = [scores_by_source(r) for r in batch if r.finish is not FinishReason.LENGTH]
             same = {n: x for n, x in ended[0].items() if all(scores[n] == x for scores in ended)}
-            told = (f"{n} does not apply" if x is None else f"{n} {x:g}" for n, x in same.items())
+            equal = (f"{n} does not apply" if x is None else f"{n} {x:g}" for n, x in same.items())
             those = "the others" if cut else "They"
             finds = ", or no answer is found where task.extract looks" if "task" in same else ""
             parts.append(
-                f"{those} have one score ({', '.join(told) or 'in sum'}): the task may be too hard "
-                f"or too easy for this model{finds}. See samples.jsonl"
+                f"{those} have one score ({', '.join(equal) or 'in sum'}): the task may be too "
+                f"hard or too easy for this model{finds}. See samples.jsonl"
             )
-        return f"{said}. {'; '.join(parts)}"
+        return f"{fact}. {'; '.join(parts)}"
 
 
 def scores_by_source(rollout: Rollout) -> dict[str, float | None]:

@@ -21,8 +21,8 @@ def saved_at_the_end(
     """Save the model when the ``with`` statement ends, by itself, by an error or an interruption.
 
     A signal that comes while the model is being saved waits until it is; a second one, or one
-    after Ctrl-C, does not wait. The interruption or the error goes on, once a line has said where
-    the model is, or why it was not saved.
+    after Ctrl-C, does not wait. The interruption or the error goes on, once a line has reported
+    where the model is, or why it was not saved.
 
     Args:
         folder: of the model, for that line.

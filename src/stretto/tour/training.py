@@ -30,7 +30,7 @@ COLUMNS = (
 """Label, metric and format of the table's columns; docs/reference/metrics.md explains them."""
 
 JUDGED = ("reward", "KL", "value loss", "entropy")
-"""Columns whose rise or fall is told."""
+"""Columns whose rise or fall is summarised."""
 
 
 class _Steps(Progress):
@@ -80,13 +80,13 @@ def page(run: RunDirectory) -> Iterator[str]:
 
 
 def verdict(metrics: Sequence[Mapping[str, Any]]) -> str:
-    """Tell what rose and what fell from the first third of the steps to the last."""
+    """Summarise what rose and what fell from the first third of the steps to the last."""
     third = max(1, len(metrics) // 3)
-    told = []
+    moves = []
     for label, metric, form in (column for column in COLUMNS if column[0] in JUDGED):
         values = [step[metric] for step in metrics]
         first, last = fmean(values[:third]), fmean(values[-third:])
         moved = "rose" if last > first else "fell" if last < first else "stayed"
-        told.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
+        moves.append(f"{label} {moved} from {first:{form}} to {last:{form}}")
     steps = f"{third} steps" if third > 1 else "step"
-    return f"Means of the first and the last {steps}: {', '.join(told)}."
+    return f"Means of the first and the last {steps}: {', '.join(moves)}."
