@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from stretto.errors import StateError
 from stretto.observe.idle import is_generator, seconds, subtract, union
-from stretto.observe.spans import HANDOVER, NO_DEVICES, Span
+from stretto.observe.spans import NO_DEVICES, WEIGHT_SYNC, Span
 from stretto.planner.hardware import Gpu, Hardware, Links
 from stretto.protocols import DRIVER
 from stretto.runtime.sim import costs
@@ -36,9 +36,6 @@ _ROUNDS = 20
 
 _FAR_OFF = 10.0
 """How many times what the others let expect a first call takes that is left out: it compiles."""
-
-
-# -- least squares ---------------------------------------------------------------------------------
 
 
 def fit_costs(features: Array, took_s: Array, far_off: float = _FAR_OFF) -> Array:
@@ -90,9 +87,6 @@ def nonnegative(x: Array, y: Array) -> Array:
     return coefficients
 
 
-# -- the spans of a run ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """The costs of a run's roles.
@@ -120,7 +114,7 @@ def calibrate(
     by_role: defaultdict[str, list[Span]] = defaultdict(list)
     sends: defaultdict[str, list[Span]] = defaultdict(list)
     for span in undisturbed(as_they_were, threads, cores):
-        if span.role == HANDOVER:  # which contains the loads of all roles that take part
+        if span.role == WEIGHT_SYNC:  # which contains the loads of all roles that take part
             sends[span.attributes.get("model", "")].append(replace(span, name="load"))
         elif not span.waits and span.role not in NO_DEVICES:
             by_role[role_of(span)].append(span)
@@ -260,8 +254,6 @@ def _mean_s(spans: Sequence[Span], name: str) -> float:
     times = np.array([s.end_s - s.start_s for s in spans if s.name == name])
     return float(fit_costs(np.ones((len(times), 1)), times)[0]) if len(times) else 0.0
 
-
-# -- timed pieces of work --------------------------------------------------------------------------
 
 Kind = Literal[
     "product", "copy", "prefill", "decode", "training", "update", "broadcast", "swap", "reduce"

@@ -34,9 +34,6 @@ FILLED = 0.9
 """Share of a device that can be filled: libraries and fragmentation take the rest."""
 
 
-# -- a plan of the models --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes of weights, and of gradients and Adam states of what is trained, by model.
@@ -144,9 +141,6 @@ def format_plan(plan: MemoryPlan) -> str:
             "bfloat16 copy, where that is computed with.",
         ]
     )
-
-
-# -- the memory of each device ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,9 +307,6 @@ def table(found: Sequence[Load]) -> str:
         ((most, _),) = load.phase(load.fullest).most_common(1)
         lines.append(f"  {load.device:<8}{cells}  {most}")
     return "\n".join(lines)
-
-
-# -- before a run ----------------------------------------------------------------------------------
 
 
 def check_here(config: Config) -> None:

@@ -110,9 +110,6 @@ class Sizes:
         return self.steps * (DECODED * self.repeats + 1) + ADMITTED
 
 
-# -- the model -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MeasuredModel:
     """A model to measure with, of the shape of the one that is named, on a run's device."""
@@ -211,9 +208,6 @@ def measured(model: MeasuredModel, sizes: Sizes) -> Iterator[Point]:
     yield from swaps(model.device, sizes)
     # Processes of a run share the cores: each has as many as this one now.
     yield from broadcasts(model.device, model.dtype, torch.get_num_threads(), sizes)
-
-
-# -- its passes ------------------------------------------------------------------------------------
 
 
 def timed(
@@ -348,9 +342,6 @@ def _micro_batch(model: MeasuredModel, responses: Sequence[Response]) -> MicroBa
         own=torch.ones(rows, dtype=torch.bool),
     )
     return MicroBatch(responses, part)
-
-
-# -- the device, and what travels ------------------------------------------------------------------
 
 
 def peaks(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> Iterator[Point]:

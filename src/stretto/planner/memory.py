@@ -133,9 +133,6 @@ def bucket_bytes(shape: Shape, mesh: Mesh, *, width: int = HALF, bucket: int = B
     return 2 * min(max(bucket, width * shape.largest_tensor / mesh.data), whole)
 
 
-# -- what a device holds ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """The memory of a device, in bytes by what takes them: of all roles that take turns on it.
@@ -299,9 +296,6 @@ class DeviceMemory:
 
 def _masters(shape: Shape, learner: Mesh) -> float:
     return SINGLE * shape.stage(learner.stages).held(learner.tensor) / learner.data
-
-
-# -- layouts ---------------------------------------------------------------------------------------
 
 
 def phases_of(

@@ -67,8 +67,7 @@ class Recording:
     def read(cls, folder: str | Path, warm_steps: int = 1) -> Self:
         """Read a run's folder, but for spans of the first steps; StateError for a damaged file."""
         run = RunDirectory.open(folder)
-        trace = run.trace.read() if run.trace.path.is_file() else Trace((), ())
-        return cls.of(run, trace, warm_steps)
+        return cls.of(run, run.trace.read(), warm_steps)
 
     @classmethod
     def of(cls, run: RunDirectory, trace: Trace, warm_steps: int) -> Self:
