@@ -72,9 +72,10 @@ def calibrate(
 
 
 def _head(model: MeasuredModel, device: MeasuredDevice) -> Iterator[str]:
+    dtype = str(model.dtype).removeprefix("torch.")
     yield (
         f"{device.name} with random weights of the shape of '{model.name}' "
-        f"({model.shape.parameters / 1e6:,.4g} million) in {_dtype(model)}"
+        f"({model.shape.parameters / 1e6:,.4g} million) in {dtype}"
     )
     if model.device.type == "cpu":
         yield (
@@ -113,10 +114,6 @@ def _seconds(seconds: float) -> str:
     return f"{seconds / 1e-6:.3g} us"
 
 
-def _dtype(model: MeasuredModel) -> str:
-    return str(model.dtype).removeprefix("torch.")
-
-
 def _measured(
     model: MeasuredModel, points: Sequence[Point], hardware: Hardware, command: str, took_s: float
 ) -> dict[str, Any]:
@@ -126,17 +123,17 @@ def _measured(
         "seconds": round(took_s, 1),
         "machine": str(Machine.here()),
         "model": model.name,
-        "dtype": _dtype(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "versions": {name: metadata.version(name) for name in ("stretto", "torch", "transformers")},
         "points": [
             {
-                "kind": point.kind,
-                "what": point.what,
-                "seconds": point.seconds,
-                "by_figures_s": predicted_s(point, hardware),
-                "flops": point.flops,
-                "bytes": point.size,
+                "kind": p.kind,
+                "what": p.what,
+                "seconds": p.seconds,
+                "flops": p.flops,
+                "bytes": p.size,
             }
-            for point in points
+            | {"by_figures_s": predicted_s(p, hardware)}
+            for p in points
         ],
     }

@@ -33,8 +33,6 @@ PLANNED = (
 FUNCTION_S, PROMPT, MEDIAN, P95 = 0.001, 256, 0.15, 0.75
 """Assumed: seconds that a reward function takes for a response; tokens of a prompt, on average; and
 median and 95th percentile of response lengths, as shares of the limit."""
-
-
 MINUTES = (0.75, 8.0)
 """Minutes that a search may take, on up to 64 GPUs and on more."""
 
@@ -64,8 +62,7 @@ class PlanOptions:
     workers: int = 0
     """Processes that simulate; 0: one a core."""
     minutes: Annotated[
-        float,
-        arg(help=f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond."),
+        float, arg(help=f"Longest search; 0: {MINUTES[0]:g} up to 64 GPUs, {MINUTES[1]:g} beyond.")
     ] = 0.0
 
 
@@ -82,8 +79,7 @@ class Plan:
 def plan(settings: Settings, options: PlanOptions, *, say: Say = silent) -> Plan:
     """Search for the plans with the shortest steps; raises ConfigError if nothing fits."""
     if options.gpus < 1:
-        problem = f"--gpus {options.gpus}: say how many there are, 1 or more"
-        raise ConfigError(problem, "greater_than")
+        raise ConfigError(f"--gpus {options.gpus}: give 1 or more", "greater_than")
     if min(options.minutes, options.workers) < 0:
         problem = f"--minutes {options.minutes} --workers {options.workers}: must be 0 or more"
         raise ConfigError(problem, "greater_than_equal")
@@ -157,8 +153,7 @@ def settings_of(config: Config, candidate: Candidate, spec: PlanSpec) -> dict[st
 
     if candidate.on_paper:
         raise ConfigError(f"the plan is one on paper: {candidate.on_paper}", "plan-on-paper")
-    layout, schedule = candidate.layout, candidate.schedule
-    slots = slots_of(spec, candidate)
+    layout, schedule, slots = candidate.layout, candidate.schedule, slots_of(spec, candidate)
     data: dict[str, Any] = {
         "model": {"gradient_checkpointing": layout.checkpointing},
         "training": {"microbatch_tokens": layout.micro_tokens},
@@ -280,14 +275,11 @@ def _lengths(config: Config, options: PlanOptions, assumed: list[str]) -> Mappin
     if not options.prompt_tokens:
         assumed.append(f"prompts of {mean} tokens on average (--prompt-tokens, or --like RUN)")
     if mean < 1:
-        problem = f"--prompt-tokens {mean}: must be 1 or more, or 0 to assume some"
-        raise ConfigError(problem, "greater_than")
+        raise ConfigError(f"--prompt-tokens {mean}: must be 0 or more", "greater_than_equal")
     if len(options.response_tokens) not in (0, 2):
-        raise ConfigError(
-            f"--response-tokens {' '.join(map(str, options.response_tokens))}: give two numbers, "
-            "the median and the 95th percentile",
-            "two-percentiles",
-        )
+        given = " ".join(map(str, options.response_tokens))
+        problem = f"--response-tokens {given}: give two, the median and the 95th percentile"
+        raise ConfigError(problem, "two-percentiles")
     median, p95 = options.response_tokens or (MEDIAN * limit, P95 * limit)
     if not options.response_tokens:
         assumed.append(

@@ -45,21 +45,14 @@ def run(arguments: Sequence[str]) -> int:
     options = tyro.cli(SimOptions, prog="stretto compare", args=list(arguments))
     sim, placement = options.sim, options.placement
     if options.steps < 0:
-        problem = f"--steps {options.steps}: must be 1 or more, or 0 for the description's own"
-        raise ConfigError(problem, "greater_than_equal")
+        raise ConfigError(f"--steps {options.steps}: must be 0 or more", "greater_than_equal")
     replayed = Path(sim).is_dir()
     if replayed and options.seeds:
-        raise ConfigError(
-            f"--seeds {options.seeds}: response lengths are replayed as they were in the run "
-            f"'{sim}', and depend on no seed; leave it out",
-            "seeds-of-replay",
-        )
+        problem = f"--seeds {options.seeds}: lengths are those of the run '{sim}'; leave it out"
+        raise ConfigError(problem, "seeds-of-replay")
     if placement and not replayed:
-        raise ConfigError(
-            f"--placement {placement}: the roles of a described cluster have their devices in its "
-            "description; leave it out, or give a run's folder as --sim",
-            "placement-of-description",
-        )
+        problem = f"--placement {placement}: leave it out, or give a run's folder as --sim"
+        raise ConfigError(problem, "placement-of-description")
     where = f"virtual time, with costs and lengths of {sim}"
     if replayed:
         simulation = simulated.recorded(sim, placement)

@@ -52,13 +52,11 @@ def _plan(
         raise ConfigError(f"--lora-rank {lora_rank}: must be 0 or more", "greater_than_equal")
     if not gpus:
         if fsdp or tp != 1 or offload:
-            problem = "--fsdp, --tp and --offload need to know how many GPUs there are: add --gpus"
-            raise ConfigError(problem, "gpus-missing")
+            raise ConfigError("--fsdp, --tp and --offload need GPUs: add --gpus", "gpus-missing")
         print(format_plan(memory_plan(*_parameters(model, lora_rank, lora_targets))))
         return
     if lora_rank:
-        problem = f"--lora-rank {lora_rank}: on GPUs, all weights are trained; leave it out"
-        raise ConfigError(problem, "lora-on-gpus")
+        raise ConfigError(f"--lora-rank {lora_rank}: all weights are trained here", "lora-on-gpus")
     shapes = ModelShapes.of_one_size(_shape(model))
     table, problem = memory_table(shapes, GpuOptions(gpus, fsdp, tp, offload, gpu))
     print(table)

@@ -49,10 +49,7 @@ class Options(PlanOptions):
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the best plans, and write the first that ``stretto train`` takes if asked to.
-
-    Or measure this machine for plans.
-    """
+    """Print the best plans and write the first that ``stretto train`` takes, or measure for it."""
     recipe = leading_recipe(arguments)
     # Without a recipe the parser answers: with the help, or by what it misses.
     start = recipes.load(recipe or "arithmetic")
@@ -78,11 +75,8 @@ def _calibrate(config: Config, file: str, arguments: Sequence[str]) -> int:
 def _write(plan: Plan, file: str, recipe: str, start: Config) -> None:
     best = plan.found.runnable
     if best is None:
-        raise ConfigError(
-            f"'{file}' is not written: none of these plans is one that 'stretto train' can run; "
-            "give more GPUs",
-            "plan-on-paper",
-        )
+        problem = f"'{file}' is not written: 'stretto train' can run none of these; give more GPUs"
+        raise ConfigError(problem, "plan-on-paper")
     planning.write(file, plan.config, best.candidate, plan.spec, start)
     print(f"wrote {file}: stretto train {recipe} --overrides {file}")
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from types import MappingProxyType
 from typing import Literal, get_args
 
 import numpy as np
@@ -30,10 +29,7 @@ from stretto.runtime.sim import costs
 
 Array = npt.NDArray[np.float64]
 
-_NO_THREADS: Mapping[str, int] = MappingProxyType({})
-
 _ROUNDS = 20
-
 _FAR_OFF = 10.0
 """How many times what the others let expect a first call takes that is left out: it compiles."""
 
@@ -107,7 +103,7 @@ class Calibration:
 
 
 def calibrate(
-    spans: Iterable[Span], threads: Mapping[str, int] = _NO_THREADS, cores: int = 0
+    spans: Iterable[Span], threads: Mapping[str, int] = {}, cores: int = 0
 ) -> Calibration:
     """Fit all costs to the spans of a run; StateError if the generator or the learner has none."""
     as_they_were = list(spans)
@@ -193,10 +189,8 @@ def _fit_line(
 
 
 def _generator(spans: Sequence[Span], load_s: float) -> costs.GeneratorCost:
-    calls, names = (
-        [s for s in spans if s.name == "gen"],
-        ("steps", "tokens", "context", "prefilled"),
-    )
+    calls = [s for s in spans if s.name == "gen"]
+    names = ("steps", "tokens", "context", "prefilled")
     numbers = [[float(s.attributes.get(name, 0)) for name in names] for s in calls]
     rows = [[*n, float(n[3] > 0)] for n in numbers]
     step_s, row_s, context_s, token_s, call_s = _fit(calls, rows, _FAR_OFF)

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import psutil
 
@@ -57,7 +56,7 @@ def memory_plan(
     parameters: int,
     adapters: int | None = None,
     *,
-    models: Mapping[str, int] = MappingProxyType({}),
+    models: Mapping[str, int] = {},
     frozen_bytes: int = 2,
 ) -> MemoryPlan:
     """Count the memory of a run; raises ConfigError for a count below 1.
@@ -213,11 +212,7 @@ def loads(
 
 
 def _put_roles(
-    holds: DeviceMemory,
-    config: Config,
-    place: Place,
-    shapes: Mapping[str, Shape],
-    versions: int,
+    holds: DeviceMemory, config: Config, place: Place, shapes: Mapping[str, Shape], versions: int
 ) -> None:
     process = config.cluster.process_of(LEARNER)
     mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"

@@ -148,20 +148,16 @@ def _table(
         problem = f"'{table}' in '{file}' is a table: write [{table}] on a line of its own"
         raise ConfigError(problem, "not-a-table")
     keys = signature(kind).parameters
-    if unknown := [key for key in given if key not in keys]:
-        problem = (
-            f"unknown key '{unknown[0]}' of [{table}] in '{file}'. {nearest(unknown[0], keys)}"
-        )
+    if key := next((key for key in given if key not in keys), ""):
+        problem = f"unknown key '{key}' of [{table}] in '{file}'. {nearest(key, keys)}"
         raise ConfigError(problem, "extra_forbidden")
     try:
         return kind(**{**defaults, **given})
     except ValidationError as error:
         faults = error.errors()
     if missing := [str(fault["loc"][0]) for fault in faults if fault["loc"][0] not in given]:
-        raise ConfigError(
-            f"[{table}] in '{file}' lacks {', '.join(missing)}; a data sheet has them, or "
-            "'stretto plan --calibrate'",
-            "missing",
-        )
+        problem = f"[{table}] in '{file}' lacks {', '.join(missing)}"
+        remedy = "a data sheet has them, or 'stretto plan --calibrate'"
+        raise ConfigError(f"{problem}; {remedy}", "missing")
     key, first = faults[0]["loc"][0], faults[0]
     raise ConfigError(f"{table}.{key} = {given[key]!r} in '{file}': {first['msg']}", first["type"])

@@ -100,17 +100,12 @@ class Layout:
     def __post_init__(self) -> None:
         counts = [self.meshes[role].devices for role in self.shared]
         if len(set(counts)) > 1:
-            raise ConfigError(
-                f"{', '.join(self.shared)} on {', '.join(map(str, counts))} devices: colocated "
-                "roles are on the same devices; give each as many, or set them apart",
-                "colocated-sizes-differ",
-            )
+            given = f"{', '.join(self.shared)} on {', '.join(map(str, counts))} devices"
+            problem = f"{given}: give roles that share devices as many, or set them apart"
+            raise ConfigError(problem, "colocated-sizes-differ")
         if self.offload and not self.colocated:
-            raise ConfigError(
-                "offload moves roles that take turns on a device; roles apart have their devices "
-                "for themselves: leave it out, or colocate them",
-                "offload-without-turns",
-            )
+            problem = "offload moves roles that take turns: leave it out, or colocate all roles"
+            raise ConfigError(problem, "offload-without-turns")
         if min(self.micro_tokens, self.prefill_tokens) < 1:
             tokens = f"{self.micro_tokens} and {self.prefill_tokens} tokens"
             raise ConfigError(f"passes of {tokens}: give 1 or more", "empty-passes")
@@ -158,11 +153,9 @@ class Layout:
                 given = f"{mesh.stages} pipeline stages of a model with {shape.layers} layers"
                 raise ConfigError(f"{given}: give each stage one or more", "too-many-stages")
             if shape.heads % mesh.tensor or shape.kv_heads % mesh.tensor:
-                raise ConfigError(
-                    f"tensor parallelism {mesh.tensor} of a model with {shape.heads} heads, "
-                    f"{shape.kv_heads} of keys and values: it must divide both",
-                    "heads-not-divided",
-                )
+                heads = f"{shape.heads} heads, {shape.kv_heads} of keys and values"
+                problem = f"tensor parallelism {mesh.tensor} does not divide {heads}"
+                raise ConfigError(problem, "heads-not-divided")
             if mesh.tensor > links.gpus_per_node:
                 given = f"tensor parallelism {mesh.tensor} on nodes of {links.gpus_per_node} GPUs"
                 raise ConfigError(f"{given}: it must stay within a node", "tensor-across-nodes")

@@ -64,14 +64,10 @@ class Recording:
     deltas: tuple[int, ...] = ()
 
     @classmethod
-    def read(cls, folder: str | Path, warm_steps: int = 1) -> Self:
+    def read(cls, folder: str | Path, warm_steps: int = 1, trace: Trace | None = None) -> Self:
         """Read a run's folder, but for spans of the first steps; StateError for a damaged file."""
         run = RunDirectory.open(folder)
-        return cls.of(run, run.trace.read(), warm_steps)
-
-    @classmethod
-    def of(cls, run: RunDirectory, trace: Trace, warm_steps: int) -> Self:
-        """Read a run's folder, all but its trace; see :meth:`read`."""
+        trace = trace or run.trace.read()
         warm_s = max((step.end_s for step in trace.steps[:warm_steps]), default=0.0)
         spans = [span for span in trace.spans if span.start_s >= warm_s]
         # Earlier versions did not write it.
@@ -98,11 +94,8 @@ class Recording:
         """
         config = config or self.config
         if not any(r.finish for r in self.rollouts):
-            raise StateError(
-                "a run is replayed from its rollouts, and it has recorded none; let it take a few "
-                "steps",
-                "no-rollouts",
-            )
+            problem = "a run is replayed from its rollouts, and it has none; let it take more steps"
+            raise StateError(problem, "no-rollouts")
         had, wanted = _cuts(self.config), _cuts(config)
         if wanted != had:
             raise ConfigError(
@@ -251,12 +244,9 @@ def _in_processes(
     return dict(roles)
 
 
-WARM_STEPS = 3
-"""First steps left out: they warm up."""
-MOST_STEPS = 200
-"""Steps looked at and simulated, at most: enough for a mean, and done in seconds."""
-LEAST_STEPS = 5
-"""Steps beyond the first ones without which there is no mean to speak of."""
+WARM_STEPS, LEAST_STEPS, MOST_STEPS = 3, 5, 200
+"""First steps, left out as they warm up; fewest others that make a mean; and most that are looked
+at and simulated, which takes seconds."""
 STEP = "whole step"
 _SCORING, _SCORING_BY = ("prefill", "score"), "scoring: "
 _PHASES = {
@@ -345,7 +335,7 @@ def predict(folder: str | Path) -> Prediction:
             f"warm up; there are {len(trace.steps)}",
             "too-few-steps",
         )
-    cluster = Recording.of(run, trace, WARM_STEPS).cluster()
+    cluster = Recording.read(folder, WARM_STEPS, trace).cluster()
     result = simulate(cluster, steps=len(trace.steps))
     ends_s = list(accumulate(step["timing_s/step"] for step in result.steps))
     window = (ends_s[WARM_STEPS - 1], ends_s[-1])

@@ -180,17 +180,10 @@ def result_of(spec: PlanSpec, candidate: Candidate) -> PlanResult:
     result = simulate(cluster.model_copy(update={"workload": workload}))
     ends = list(accumulate(step["timing_s/step"] for step in result.steps))
     step_s = (ends[-1] - ends[warm - 1]) / (steps - warm)
-    counted = result.steps[warm:]
+    mean = fmean(step["staleness/mean"] for step in result.steps[warm:])
+    most = max(step["staleness/max"] for step in result.steps[warm:])
     busy, idle = gpu_time(result, candidate)
-    return PlanResult(
-        candidate=candidate,
-        step_s=step_s,
-        samples_per_s=workload.batch / step_s,
-        staleness_mean=fmean(step["staleness/mean"] for step in counted),
-        staleness_max=max(step["staleness/max"] for step in counted),
-        busy=busy,
-        idle=idle,
-    )
+    return PlanResult(candidate, step_s, workload.batch / step_s, mean, most, busy, idle)
 
 
 def gpu_time(result: SimResult, candidate: Candidate) -> tuple[float, dict[str, float]]:
@@ -253,12 +246,7 @@ class Found:
 
 
 def search(
-    spec: PlanSpec,
-    *,
-    keep: int = 5,
-    limit_s: float = inf,
-    workers: int = 0,
-    say: Say = silent,
+    spec: PlanSpec, *, keep: int = 5, limit_s: float = inf, workers: int = 0, say: Say = silent
 ) -> Found:
     """Find the plans with the shortest steps; raises ConfigError if nothing fits.
 
@@ -305,11 +293,10 @@ def search(
                     unfit += 1
         collect(0)
     if not results:
-        raise ConfigError(
-            f"nothing fits: no layout on {spec.gpus} GPUs has memory for all phases; give more "
-            "GPUs, or larger ones",
-            "nothing-fits",
+        problem = (
+            f"no layout on {spec.gpus} GPUs has memory for all phases; give more or larger ones"
         )
+        raise ConfigError(problem, "nothing-fits")
     ranked = sorted(results.values(), key=_rank)
     return Found(
         best=tuple(ranked[:keep]),

@@ -222,17 +222,13 @@ class Cluster(Section):
             )
         for scorer in self.scorers:
             if scorer.host is not None and scorer.host >= len(self.generators):
-                raise RuleError(
-                    f"scorer '{scorer.name}' lives with generator {scorer.host}, but there are "
-                    f"{len(self.generators)}, counted from 0",
-                    "unknown-host",
-                )
+                given = f"scorer '{scorer.name}' lives with generator {scorer.host}"
+                there = f"{len(self.generators)}, counted from 0"
+                raise RuleError(f"{given}, but there are {there}", "unknown-host")
             if scorer.follows not in ("", *self.learner.trains):
-                raise RuleError(
-                    f"scorer '{scorer.name}' follows '{scorer.follows}', but only "
-                    f"{self.learner.trains} are trained; choose one of them, or '' for none",
-                    "follows-untrained",
-                )
+                given = f"scorer '{scorer.name}' follows '{scorer.follows}'"
+                remedy = f"give one of {self.learner.trains}, which are trained, or '' for none"
+                raise RuleError(f"{given}; {remedy}", "follows-untrained")
         return self
 
     @property
@@ -297,8 +293,5 @@ def _check_role(model: str, cost: object, tensor_parallel: int, devices: Devices
             "model-or-cost",
         )
     if len(devices) % tensor_parallel:
-        raise RuleError(
-            f"tensor_parallel must divide the number of devices; got {tensor_parallel} for "
-            f"{len(devices)} devices",
-            "devices-not-divided",
-        )
+        given = f"{tensor_parallel} for {len(devices)} devices"
+        raise RuleError(f"tensor_parallel must divide devices; got {given}", "devices-not-divided")

@@ -119,11 +119,8 @@ class DecodeCost(Section):
 def _steps_within(first: float, more: float, seconds: float) -> int:
     """Return the fewest steps that take at least so long, of which each takes ``more`` longer."""
     # more / 2 n^2 + (first - more / 2) n = seconds
-    grow = more / 2
-    once = first - grow
-    root = (
-        2 * seconds / (once + sqrt(once * once + 4 * grow * seconds)) if grow else seconds / first
-    )
+    once = first - more / 2
+    root = 2 * seconds / (once + sqrt(once * once + 2 * more * seconds))
     return ceil(root * (1 - 1e-12))  # a whole number of steps must not become one more
 
 

@@ -274,7 +274,9 @@ class SimGenerator:
     async def decode(self, max_tokens: int, stop_after: int = 0) -> Decoded:
         async with self._worker.turn:
             ended, seconds, work = decode(self._replicas, max_tokens, stop_after)
-            chunks = [self._last_chunk(row) for row in ended]
+            for row in ended:
+                del self._home[row.id]
+            chunks = [self._chunk(row, row.length, row.finish) for row in ended]
             chunks += self._chunks()
             if chunks:
                 rollouts, version = [c.rollout_id for c in chunks], self.version
@@ -349,10 +351,6 @@ class SimGenerator:
         )
         replica.waiting.append(row)
         self._home[response.id] = replica
-
-    def _last_chunk(self, row: SimRow) -> Chunk:
-        del self._home[row.id]
-        return self._chunk(row, row.length, row.finish)
 
     def _chunks(self) -> list[Chunk]:
         """Make chunks of the rollouts that go on, by id."""

@@ -12,7 +12,6 @@ from functools import cached_property, lru_cache
 from hashlib import blake2b
 from math import ceil, exp, log
 from statistics import NormalDist, median
-from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -159,7 +158,7 @@ class Replayed(Section):
 
     @classmethod
     def from_ledger(
-        cls, tokens_by_id: Mapping[int, int], so_far: Mapping[int, int] = MappingProxyType({})
+        cls, tokens_by_id: Mapping[int, int], so_far: Mapping[int, int] = {}
     ) -> Replayed:
         """Take the lengths of rollouts that ended; unknown ones get the median length.
 

@@ -15,15 +15,7 @@ from stretto.errors import EngineError
 from stretto.runtime.sim.cluster import LearnerRole, ScorerRole, known
 from stretto.runtime.sim.costs import PrefillCost
 from stretto.runtime.sim.devices import SimWorker
-from stretto.types import (
-    Chunk,
-    Response,
-    Score,
-    ScorerInfo,
-    TrainBatch,
-    TrainOutput,
-    WeightsRef,
-)
+from stretto.types import Chunk, Response, Score, ScorerInfo, TrainBatch, TrainOutput, WeightsRef
 
 _NUMBERS = np.zeros(1 << 17, np.float32)
 """Zeros that per-token scores are slices of; longer than any response."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -155,8 +155,9 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
     if w.deltas and schedule.knobs.overcommit == "auto":
         turned = replace(turned, overcommit=ReplayedOvercommit(w.deltas))
     replicas, learner = roles.replicas, roles.learner
-    prompts, clock = _prompts(cluster), VirtualClock()
-    return Schedule(prompts, roles.generators, replicas, learner, turned, clock, tracer)
+    lengths = Lengths(w.prompt_tokens, w.seed + 1)
+    prompts = (Prompt(i, (0,) * lengths(i), "") for i in count()).__next__
+    return Schedule(prompts, roles.generators, replicas, learner, turned, VirtualClock(), tracer)
 
 
 def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
@@ -184,8 +185,3 @@ def make_roles(cluster: Cluster, tracer: Tracer) -> SimRoles:
     ]
     learner = SimLearner(worker("learner", cluster.learner), cluster.learner)
     return SimRoles(devices, generators, replicas, put(learner, "learner"))
-
-
-def _prompts(cluster: Cluster) -> Callable[[], Prompt]:
-    lengths = Lengths(cluster.workload.prompt_tokens, cluster.workload.seed + 1)
-    return (Prompt(i, (0,) * lengths(i), "") for i in count()).__next__
