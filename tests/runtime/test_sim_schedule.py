@@ -41,10 +41,17 @@ from stretto.runtime.sim.faults import Faults, InjectedError
 from stretto.runtime.sim.lengths import Bimodal, Lengths, Lognormal, Replayed, Uniform
 from stretto.runtime.sim.loop import VirtualClock, run
 from stretto.runtime.sim.simulate import make_roles, make_schedule, simulate
+from stretto.schedules import migration
 from stretto.schedules.controller import DecodeSample
 from stretto.types import FinishReason
 
 DEADLINE_S = 100.0
+
+
+@pytest.fixture(autouse=True)
+def _few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have stragglers' threshold chosen from few samples: what is checked holds for any of them."""
+    monkeypatch.setattr(migration, "SIMULATED", 64)
 
 
 def oppo_cluster(model: str, gpu: str, workload: Workload, efficiency: Efficiency) -> Cluster:
@@ -149,7 +156,7 @@ def test_overcommitment_by_hand() -> None:
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("delta", [0, 8])
 def test_a_round_s_first_calls_are_known_as_such(lag: int, delta: int) -> None:
-    """With lag a hand-over falls into the middle of a round, whose first calls are long over."""
+    """With lag a weight sync falls into the middle of a round, whose first calls are long over."""
     cost = GeneratorCost(
         decode=DecodeCost(step_s=1.0, row_s=0.01), prefill=PrefillCost(token_s=0.001)
     )
@@ -400,8 +407,8 @@ def random_cluster(seed: int) -> Cluster:
     )
     replicas = [critic.model_copy(update={"devices": (i,), "host": i}) for i in range(engines)]
     judge = ScorerRole(name="task", cost=SampleCost(call_s=0.05, sample_s=0.01))
-    delta, handover = r.choice([0, 0, 1, 4, 9, 16]), r.choice([1, 1, 2])
-    carries = max(r.choice([1, 2, 4]), -(-delta // (4 * handover)))
+    delta, interval = r.choice([0, 0, 1, 4, 9, 16]), r.choice([1, 1, 2])
+    carries = max(r.choice([1, 2, 4]), -(-delta // (4 * interval)))
     return Cluster(
         generators=generators,
         scorers=(
@@ -430,7 +437,7 @@ def random_cluster(seed: int) -> Cluster:
             score_on=r.choice(["batch", "rollout", "chunk"]),
             overcommit=delta,
             lag=r.choice([0, 0, 1, 2]),
-            weight_sync_interval=handover,
+            weight_sync_interval=interval,
             chunk_tokens=r.choice([1, 5, 16, 64]),
             max_carries=carries,
             carry=r.choice(["recompute", "reuse"]),
@@ -570,7 +577,7 @@ def test_faults_over_ten_thousand_seeds() -> None:
 
 
 def test_runs_go_on_without_the_processes_that_they_lose() -> None:
-    # In 1399 the last critic is given up while a hand-over waits for its turn.
+    # In 1399 the last critic is given up while a weight sync waits for its turn.
     seen = [check(seed, mortal_cluster) for seed in (*range(300), 1399)]
     kinds = {"": 0, "cancelled": 0, "was made to die": 0, "has not answered": 0}
     for kind in kinds:
