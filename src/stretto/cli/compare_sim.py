@@ -45,10 +45,10 @@ def run(arguments: Sequence[str]) -> int:
     options = tyro.cli(SimOptions, prog="stretto compare", args=list(arguments))
     sim, placement = options.sim, options.placement
     if options.steps < 0:
-        raise ConfigError(f"--steps {options.steps}: must be 0 or more", "greater_than_equal")
+        raise ConfigError(f"--steps {options.steps}: must be 1 or more, or 0", "greater_than_equal")
     replayed = Path(sim).is_dir()
     if replayed and options.seeds:
-        problem = f"--seeds {options.seeds}: lengths are those of the run '{sim}'; leave it out"
+        problem = f"--seeds {options.seeds}: lengths of '{sim}' depend on no seed; leave it out"
         raise ConfigError(problem, "seeds-of-replay")
     if placement and not replayed:
         problem = f"--placement {placement}: leave it out, or give a run's folder as --sim"
