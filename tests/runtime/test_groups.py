@@ -496,7 +496,7 @@ def test_what_cannot_start_ends_what_is_starting(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launcher = Refusing()
-    monkeypatch.setattr("stretto.runtime.processes.launcher_of", lambda *_: launcher)
+    monkeypatch.setattr("stretto.runtime.processes.Launcher", lambda *_: launcher)
     config = settings(tiny_folder, runtime="local")
     with pytest.raises(ConfigError, match="no such reference"):
         trained(config, tmp_path)

@@ -34,7 +34,7 @@ from stretto.planner.memory import (
     Trains,
     device_memory,
 )
-from stretto.runtime.placement import PROCESS_BYTES, Place, places, published
+from stretto.runtime.placement import PROCESS_BYTES, ProcessPlacement, places, published
 from stretto.saying import format_count, format_size
 
 Role = Literal["actor", "critic", "reference", "reward", "model"]
@@ -284,7 +284,9 @@ def _valued(name: str) -> Shape | None:
         return None
 
 
-def loads(config: Config, found: Sequence[Place], shapes: Shapes, width: int) -> list[Load]:
+def loads(
+    config: Config, found: Sequence[ProcessPlacement], shapes: Shapes, width: int
+) -> list[Load]:
     """Return the memory of each device.
 
     Args:
@@ -302,14 +304,18 @@ def loads(config: Config, found: Sequence[Place], shapes: Shapes, width: int) ->
 
 
 def _parts(
-    config: Config, found: Sequence[Place], place: Place, shapes: Shapes, width: int
+    config: Config,
+    found: Sequence[ProcessPlacement],
+    place: ProcessPlacement,
+    shapes: Shapes,
+    width: int,
 ) -> Iterator[Trains | Follows]:
     """Yield what the roles of a process hold on each of its devices."""
     process, bucket = config.cluster.process_of(LEARNER), config.cluster.bucket_mb << 20
     mesh, rests = Mesh(process.fsdp, process.tp), place.offload and place.device != "cpu"
     tokens = token_budget(config.training.microbatch_tokens, place.device)
     at_once = config.schedule.knobs.overlaps(config.rollout.engines)
-    for seat in place.seats:
+    for seat in place.roles:
         if seat.role == LEARNER:
             critic = shapes.critic if config.algorithm.definition.critic else None
             models = (shapes.actor, critic) if critic else (shapes.actor,)
@@ -389,7 +395,7 @@ def capacity(device: str) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def planned(config: Config, found: Sequence[Place], width: int) -> list[Load]:
+def planned(config: Config, found: Sequence[ProcessPlacement], width: int) -> list[Load]:
     """Return the memory of each device; nothing where it cannot be told beforehand.
 
     That is for architectures that are not built like a Llama or GPT-NeoX, and where processes may

@@ -8,14 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from stretto.observe.spans import SWAPS
-from stretto.protocols import (
-    Generator,
-    Learner,
-    RemoteMethod,
-    Scorer,
-    Tracer,
-    remote_methods,
-)
+from stretto.protocols import Generator, Learner, Scorer, Tracer, remote_methods
 from stretto.types import Reply, ScorerInfo, short_name
 from stretto.workers.executor import Executor
 
@@ -36,17 +29,19 @@ class Client:
         self, protocol: type, member: str, role: str, executor: Executor, tracer: Tracer, ways: Ways
     ) -> None:
         self.member, self._role, self._executor, self._tracer = member, role, executor, tracer
-        for method, spec in remote_methods(protocol).items():
+        self._methods = remote_methods(protocol)
+        for method in self._methods:
             call = ways.get(method) or partial(executor.call, method)
-            setattr(self, method, partial(self._ask, spec, call))
+            setattr(self, method, partial(self.answer, method, call))
 
     async def restart(self) -> None:
         await self._executor.restart()
 
-    async def _ask(
-        self, spec: RemoteMethod, call: Callable[..., Awaitable[Reply[Any]]], *args: Any
+    async def answer(
+        self, method: str, call: Callable[..., Awaitable[Reply[Any]]], *args: Any
     ) -> Any:
-        work = self._span(spec.span)
+        """Return what a call of a method answers, and record the work that it tells of."""
+        work = self._span(self._methods[method].span)
         with self._tracer.awaiting(self._role, work) if work else nullcontext():
             reply = await call(*args)
         for w in reply.work:

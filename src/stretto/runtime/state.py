@@ -1,6 +1,6 @@
 """The state of a run in a form that is the same on every runtime, copied and written to files.
 
-``driver.pt`` has what the schedule and whoever drives it hold::
+``driver.pt`` has the state of the schedule's process::
 
     {
         "prompts": of the prompt source,
@@ -26,7 +26,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -47,19 +47,14 @@ ROOM = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The state of a run between two steps, to be written.
+    """The state of a run between two steps: files and folders, with what writes each.
 
-    Attributes:
-        files: and folders of the checkpoint, with what writes each.
-        live: whether they are written from what training changes, as there is no copy: training
-            then has to wait until they are written.
+    ``live`` ones are written from what training changes, as there is no copy: training then has to
+    wait until they are written.
     """
 
     files: Mapping[str, Writer]
     live: bool
-
-
-# -- copies --------------------------------------------------------------------------------------
 
 
 def copied(state: Any) -> Any:
@@ -74,13 +69,7 @@ def copied(state: Any) -> Any:
 
 
 class Claim(NamedTuple):
-    """The memory that a process would take for a copy.
-
-    Attributes:
-        machine: where it is.
-        size: of the copy in bytes.
-        free: bytes that are free there.
-    """
+    """The bytes that a process would take for a copy, and those that are free on its machine."""
 
     machine: str
     size: int
@@ -113,41 +102,21 @@ def _tensors(state: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-# -- files ---------------------------------------------------------------------------------------
-
-
 def write(file: Path, state: Any) -> None:
     """Write tensors and plain data.
 
-    Raises:
-        OSError: the system refuses, or too little room would be left for others.
+    Raises OSError if the system refuses, or too little room would be left for others.
     """
     files.leave_room(file, size_of(state))
     with file.open("wb") as raw:
-        stream = _Stream(raw)
         try:
-            torch.save(state, stream)  # type: ignore[arg-type]  # it needs no more of a file
+            torch.save(state, raw)
         except RuntimeError as error:
-            raise stream.error or error from error
+            raise _system_error(error) or error from error
 
 
-class _Stream:
-    """A file that is written to.
-
-    Attributes:
-        error: the system's error, which torch hides behind one of its own.
-    """
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self.error: OSError | None = None
-        self._raw = raw
-
-    def write(self, data: memoryview) -> int:
-        try:
-            return self._raw.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._raw.flush()
+def _system_error(error: BaseException | None) -> OSError | None:
+    """Return the system's error that torch hides behind one of its own."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error

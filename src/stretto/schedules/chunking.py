@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed, Replayed
+from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
 from stretto.schedules.models import LengthModel
 
 SHORTEST = 8
@@ -31,38 +31,17 @@ class ChunkSize(Controller, Protocol):
 
 
 class FixedChunk(Fixed):
-    """A chunk size that never changes.
+    """Sizes of chunks that are given: one of them never changes, several serve one step each."""
 
-    Raises:
-        ConfigError: the size is not positive.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        if tokens < 1:
-            raise ConfigError(f"a chunk has at least 1 token; got {tokens}")
-        self._tokens = tokens
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens
-
-
-class ReplayedChunk(Replayed):
-    """Sizes of chunks, in tokens.
-
-    Raises:
-        ConfigError: there is none, or one is not positive.
-    """
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__("chunk sizes", 1, sizes)
+    def __init__(self, *sizes: int) -> None:
+        super().__init__("the number of tokens in a chunk", 1, sizes)
 
     @property
     def tokens(self) -> int:
         return self._now
 
 
-class TunedChunk:
+class TunedChunk(Stateful):
     """A controller that tries sizes now and then and keeps the fastest (OPPO, intra-step overlap).
 
     Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
@@ -80,23 +59,23 @@ class TunedChunk:
 
     Args:
         window: steps from one trial to the next.
-
-    Raises:
-        ConfigError: a candidate is under 8 tokens, or the window is too short to try each once and
-            then use the best.
     """
+
+    saved = ("sizes", "tokens", "place", "times", "lengths")
 
     def __init__(
         self, candidates: Sequence[int] = (128, 256, 512), window: int = 50, *, max_new_tokens: int
     ) -> None:
         if not candidates or min(candidates) < SHORTEST:
             raise ConfigError(
-                f"chunk sizes to try have at least {SHORTEST} tokens each; got {tuple(candidates)}"
+                f"chunk sizes to try have at least {SHORTEST} tokens each; got {tuple(candidates)}",
+                "chunks-too-short",
             )
         if window <= len(candidates):
             raise ConfigError(
                 f"a window of {window} steps is too short to try {len(candidates)} chunk sizes and "
-                f"then use the best; make it longer than {len(candidates)} steps"
+                f"then use the best; make it longer than {len(candidates)} steps",
+                "window-too-short",
             )
         self._candidates, self._window = sorted(set(candidates)), window
         self._lengths = LengthModel(REMEMBERED)
@@ -124,21 +103,6 @@ class TunedChunk:
             self._tokens = self._sizes[self._place % len(self._sizes)]
         elif self._place == self._trial_steps:
             self._tokens = self._fastest()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "sizes": list(self._sizes),
-            "tokens": self._tokens,
-            "place": self._place,
-            "times": [list(times) for times in self._times],
-            "lengths": self._lengths.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sizes, self._tokens = list(state["sizes"]), state["tokens"]
-        self._place = state["place"]
-        self._times = [list(times) for times in state["times"]]
-        self._lengths.load_state_dict(state["lengths"])
 
     @property
     def _trial_steps(self) -> int:

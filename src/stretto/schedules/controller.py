@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from stretto.errors import ConfigError
 
@@ -16,7 +17,6 @@ class DecodeSample:
     Attributes:
         rows: rollouts that were being decoded, on average over the call's steps.
         steps: tokens that the longest-lived of them got.
-        seconds: how long the call took.
         first: whether it was its generator's first of a round, which prefills what was admitted.
         carried: with ``first``, rollouts with tokens of earlier rounds, which it may have to
             prefill again.
@@ -31,12 +31,11 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A round, from one hand-over of weights to the next, as controllers see it.
+    """A round, from one weight sync to the next, as controllers see it.
 
     Attributes:
         reward: mean of the batches trained on.
         lengths: response tokens of the rollouts that ended.
-        decode: the decode calls.
         seconds: the whole round.
         overhead_s: the part of it in which nothing was being decoded.
         beyond: rollouts that were in flight beyond a round's when the newest round began.
@@ -61,35 +60,50 @@ class Controller(Protocol):
         """Return what the controller has learnt, as plain data."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned."""
         ...
 
 
-class Fixed:
-    """A controller that learns nothing, and has no state."""
+class Stateful:
+    """An object whose state is plain data in private attributes, or in other such objects.
 
-    def observe(self, feedback: Feedback) -> None:
-        """Learn nothing."""
+    Attributes:
+        saved: names of these attributes, without the underscore.
+    """
+
+    saved: ClassVar[tuple[str, ...]]
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        """Return a copy of the state, by name."""
+        found = {name: getattr(self, f"_{name}") for name in self.saved}
+        return {
+            name: part.state_dict() if isinstance(part, Stateful) else deepcopy(part)
+            for name, part in found.items()
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing: there is no state."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned."""
+        for name in self.saved:
+            part = getattr(self, f"_{name}")
+            if isinstance(part, Stateful):
+                part.load_state_dict(state[name])
+            else:
+                setattr(self, f"_{name}", deepcopy(state[name]))
 
 
-class Replayed:
-    """Decisions of another run, which serve one step each; the last one stays.
+class Fixed:
+    """A controller that learns nothing: its numbers serve one step each, and the last one stays.
 
-    State: the place.
+    State: the place among several numbers; none with a single one.
+
+    Raises ConfigError if there is no number, or one is below the least.
     """
 
     def __init__(self, what: str, least: int, numbers: Sequence[int]) -> None:
         if not numbers or min(numbers) < least:
-            raise ConfigError(
-                f"{what} to replay are one or more, each at least {least}; got {tuple(numbers)}"
-            )
+            got = ", ".join(map(str, numbers)) or "none"
+            raise ConfigError(f"{what} is at least {least}; got {got}", "number-too-small")
         self._numbers, self._place = tuple(numbers), 0
 
     @property
@@ -97,10 +111,11 @@ class Replayed:
         return self._numbers[min(self._place, len(self._numbers) - 1)]
 
     def observe(self, feedback: Feedback) -> None:
+        """Go to the next number."""
         self._place += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"place": self._place}
+        return {"place": self._place} if len(self._numbers) > 1 else {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._place = state["place"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._place = state.get("place", 0)

@@ -26,18 +26,15 @@ def reasons_to_reject(
     """Return why rollouts are to be left out, by their ids.
 
     A rollout is left out if it has no reward, or if too few others to its prompt have one for a
-    comparison.
-
-    It has no reward if a reward function failed on it, if no source applies to it, or if the
-    weighted sum is not finite as float32.
+    comparison. It has no reward if a reward function failed on it, if no source applies to it, or
+    if the weighted sum is not finite as float32.
 
     Args:
         group_at_least: responses to one prompt that the learner needs.
         weights: factor of each reward source, by name; without them each counts once.
 
-    Raises:
-        RewardError: a response has no reward and such are not to be dropped, or nothing is left
-            without them.
+    Raises RewardError if a response has no reward and such are not to be dropped, or nothing is
+    left without them.
     """
     bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights)) is not None}
     if not bad:
@@ -60,6 +57,7 @@ def reasons_to_reject(
         f"{next(iter(bad.values()))[1]}\n"
         f"Mend the reward function{remedy}",
         list(bad),
+        "responses-without-reward",
     )
 
 

@@ -29,14 +29,12 @@ class Ledger:
         return len(self._in_flight)
 
     def dispatch(self, rollouts: Sequence[Rollout]) -> None:
-        """Take rollouts from the queue.
-
-        Raises:
-            LifecycleError: one of them is in flight already, or not fresh.
-        """
+        """Take rollouts from the queue; raise LifecycleError if one is not fresh."""
         for rollout in rollouts:
             if rollout.id in self._in_flight or rollout.state is not RolloutState.QUEUED:
-                raise LifecycleError(f"rollout {rollout.id} was dispatched twice")
+                raise LifecycleError(
+                    f"rollout {rollout.id} was dispatched twice", "dispatched-twice"
+                )
             self._in_flight[rollout.id] = rollout.state
             self.dispatched += 1
         self._check()
@@ -44,33 +42,33 @@ class Ledger:
     def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         """Take a rollout to its next state.
 
-        Raises:
-            LifecycleError: it is not in flight, was moved behind the books' back, cannot go there,
-                or the books do not balance.
+        Raises LifecycleError if it is not in flight, was moved behind the books' back, cannot go
+        there, or the books do not balance.
         """
         known = self._in_flight.get(rollout.id)
         if known is not rollout.state:
             raise LifecycleError(
                 f"rollout {rollout.id} is {rollout.state}, but the books have it as "
-                f"{known or 'not in flight'}"
+                f"{known or 'not in flight'}",
+                "not-as-booked",
             )
         rollout.move(state, because)
-        if state is RolloutState.TRAINED or state is RolloutState.REJECTED:
+        self._in_flight[rollout.id] = state
+        if state in (RolloutState.TRAINED, RolloutState.REJECTED):
             del self._in_flight[rollout.id]
-            if state is RolloutState.TRAINED:
-                self.trained += 1
-            else:
-                self.rejected[because] += 1
-                self._rejections += 1
-        else:
-            self._in_flight[rollout.id] = state
+        if state is RolloutState.TRAINED:
+            self.trained += 1
+        if state is RolloutState.REJECTED:
+            self.rejected[because] += 1
+            self._rejections += 1
         self._check()
 
     def _check(self) -> None:
         if self.dispatched != len(self._in_flight) + self.trained + self._rejections:
             raise LifecycleError(
                 f"the books do not balance: {self.dispatched} dispatched, but {self.in_flight} in "
-                f"flight + {self.trained} trained + {self._rejections} rejected"
+                f"flight + {self.trained} trained + {self._rejections} rejected",
+                "books-unbalanced",
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +81,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
+        """Take up what :meth:`state_dict` returned."""
         self.dispatched, self.trained = state["dispatched"], state["trained"]
         self.rejected = Counter(state["rejected"])
         self._rejections = self.rejected.total()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
-from typing import Any
 
 from stretto.clock import Clock
-from stretto.schedules.controller import DecodeSample, Feedback
+from stretto.schedules.controller import DecodeSample, Feedback, Stateful
 from stretto.schedules.rollout import Rollout
 from stretto.types import Stats
 
@@ -16,12 +15,14 @@ REWARD = "objective/scores"
 """The learner's metric that controllers follow: the mean reward of the batch."""
 
 
-class Meter:
+class Meter(Stateful):
     """A meter of steps for people, and of rounds for controllers.
 
     State: rewards and lengths of the round so far, and rollouts beyond it. Times are of this
     process alone.
     """
+
+    saved = ("rewards", "lengths", "beyond")
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -78,16 +79,3 @@ class Meter:
             "perf/throughput": tokens / step_s if step_s else 0.0,
             "perf/samples_per_s": len(batch) / step_s if step_s else 0.0,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return rewards, lengths and rollouts beyond the round, as plain data."""
-        return {
-            "rewards": list(self._rewards),
-            "lengths": list(self._lengths),
-            "beyond": self._beyond,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self._rewards, self._lengths = list(state["rewards"]), list(state["lengths"])
-        self._beyond = state["beyond"]

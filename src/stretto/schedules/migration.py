@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -35,15 +35,13 @@ class MigrationLimits:
     """The limits of what generators can hold and move.
 
     Attributes:
-        engines: generators.
-        best_batch: rows one of them decodes before a step takes notably longer (BS_max).
+        best_batch: rows that one of them decodes before a step takes notably longer (BS_max).
         cache_tokens: tokens whose keys and values one of them can hold (C).
         longest_tokens: prompt and response tokens of the longest possible rollout (M).
         prefill_tokens_per_s: how fast one of them prefills.
         transfer_tokens_per_s: how fast keys and values move from one to another.
 
-    Raises:
-        ConfigError: a number is not positive, or a generator cannot hold the longest rollout.
+    Raises ConfigError if a number is not positive, or a generator cannot hold the longest rollout.
     """
 
     engines: int
@@ -56,19 +54,19 @@ class MigrationLimits:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} is above 0; got {getattr(self, name)}")
+                raise ConfigError(f"{name} is above 0; got {getattr(self, name)}", "not-positive")
         if self.cache_tokens < self.longest_tokens:
             raise ConfigError(
                 f"a generator's cache of {self.cache_tokens} tokens does not hold one rollout of "
-                f"{self.longest_tokens}; enlarge the cache or lower the token limit"
+                f"{self.longest_tokens}; enlarge the cache or lower the token limit",
+                "cache-too-small",
             )
 
     @property
     def rows(self) -> int:
         """Rollouts that one generator takes: no more than best_batch, and all may be longest ones.
 
-        The paper's m >= R M / C counts parts of rollouts; whole ones are counted here, so that they
-        really fit.
+        The paper's m >= R M / C counts parts of rollouts; here whole ones are, so that they fit.
         """
         return min(self.best_batch, self.cache_tokens // self.longest_tokens)
 
@@ -78,16 +76,15 @@ class MigrationLimits:
         return self.transfer_tokens_per_s > self.prefill_tokens_per_s
 
     def moving_s(self, tokens: float) -> float:
-        """Seconds to move a rollout of so many tokens, the faster way."""
+        """Return the seconds to move a rollout of so many tokens, the faster way."""
         return tokens / max(self.transfer_tokens_per_s, self.prefill_tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RolloutMove:
     """A rollout on its way from one generator to another.
 
-    Attributes:
-        with_cache: move its keys and values; else its tokens are prefilled again.
+    Its keys and values go along ``with_cache``; else its tokens are prefilled again.
     """
 
     rollout_id: int
@@ -100,18 +97,15 @@ class Move:
 class MigrationPlan:
     """The moves, and the generators that have nothing left to decode afterwards."""
 
-    moves: Sequence[Move]
+    moves: Sequence[RolloutMove]
     freed: Sequence[int]
 
 
 def destinations(remaining: Sequence[int], limits: MigrationLimits) -> Sequence[int]:
-    """The generators that take all remaining rollouts, in ascending order.
+    """Return the generators that take all remaining rollouts, in ascending order.
 
     As few as keep to both limits (RLHFuse: ``m >= R / BS_max`` and ``m >= R M / C``), and of all
     generators those with the most rollouts left, so that the fewest move.
-
-    Args:
-        remaining: rollouts that each generator is decoding.
     """
     m = -(-sum(remaining) // limits.rows)
     by_load = sorted(range(len(remaining)), key=lambda i: (-remaining[i], i))
@@ -136,7 +130,7 @@ def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
     for _, id_, source in sorted(leaving):
         destination = min(targets, key=lambda i: (load[i], i))
         load[destination] += 1
-        moves.append(Move(id_, source, destination, limits.with_cache))
+        moves.append(RolloutMove(id_, source, destination, limits.with_cache))
     return MigrationPlan(moves, [i for i in range(len(remaining)) if i not in targets])
 
 
@@ -153,22 +147,20 @@ class MigrationPolicy(Controller, Protocol):
 
 
 class FixedMigration(Fixed):
-    """A policy that moves stragglers at a fixed share of the batch.
-
-    Raises:
-        ConfigError: the fraction is not within [0, 1].
-    """
+    """A policy that moves stragglers at a fixed share of the batch."""
 
     def __init__(self, limits: MigrationLimits, batch: int, fraction: float) -> None:
         if not 0 <= fraction <= 1:
-            raise ConfigError(f"R_t is a share of the batch, from 0 to 1; got {fraction}")
-        self._limits, self._threshold = limits, round(fraction * batch)
+            raise ConfigError(
+                f"R_t is a share of the batch, from 0 to 1; got {fraction}", "not-a-share"
+            )
+        super().__init__("R_t", 0, [round(fraction * batch)])
+        self._limits = limits
 
     def threshold(self) -> int:
-        return self._threshold
+        return self._now
 
     def plan(self, remaining: Remaining) -> MigrationPlan:
-        """Return the plan of :func:`plan` within the limits."""
         return plan(remaining, self._limits)
 
 
@@ -188,10 +180,9 @@ class AutoMigration(Simulating):
         score_tokens_per_s: tokens, prompts included, that the devices of one free generator score
             a second, by all scorers that run on them; 0 where none does, so that nothing is gained.
         every: steps from one decision to the next.
-
-    Raises:
-        ConfigError: a number is out of range.
     """
+
+    saved = ("threshold", "beyond", "steps", "lengths", "latency")
 
     def __init__(
         self,
@@ -206,7 +197,8 @@ class AutoMigration(Simulating):
         if min(batch, every) < 1 or min(score_tokens_per_s, prompt_tokens) < 0:
             raise ConfigError(
                 "batch and every are at least 1, score_tokens_per_s and prompt_tokens at least 0; "
-                f"got {batch}, {every}, {score_tokens_per_s} and {prompt_tokens}"
+                f"got {batch}, {every}, {score_tokens_per_s} and {prompt_tokens}",
+                "number-out-of-range",
             )
         self._limits, self._batch = limits, batch
         self._score_tokens_per_s, self._prompt_tokens = score_tokens_per_s, prompt_tokens
@@ -218,7 +210,6 @@ class AutoMigration(Simulating):
         return self._threshold
 
     def plan(self, remaining: Remaining) -> MigrationPlan:
-        """Return the plan of :func:`plan` within the limits."""
         return plan(remaining, self._limits)
 
     def observe(self, feedback: Feedback) -> None:
@@ -227,13 +218,6 @@ class AutoMigration(Simulating):
         due = self._steps in EARLY_STEPS or self._steps % self._every == 0
         if due and self._score_tokens_per_s and self._knows_enough:
             self._threshold = self._best()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"threshold": self._threshold, "beyond": self._beyond, **super().state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._threshold, self._beyond = state["threshold"], state["beyond"]
 
     def _best(self) -> int:
         rng = np.random.default_rng([self._seed, self._steps])
@@ -248,19 +232,20 @@ class AutoMigration(Simulating):
             for tokens, own in zip(carried, (np.zeros_like(fresh), fresh), strict=True)
         )
         for had, gets in zip(before, left, strict=True):
-            run = _Run(had, gets, self._batch, step_seconds, self._limits, self._prompt_tokens)
+            trial = _Generation(
+                had, gets, self._batch, step_seconds, self._limits, self._prompt_tokens
+            )
             for i, threshold in enumerate(thresholds):
-                seconds[i] += _scored_s(*run.ends(threshold), self._score_tokens_per_s)
+                seconds[i] += _scored_s(*trial.ends(threshold), self._score_tokens_per_s)
         best = int(seconds.argmin())
         return thresholds[best] if seconds[best] < WORTH * seconds[0] else 0
 
 
-class _Run:
-    """Generation of one batch, with migration at any threshold.
+class _Generation:
+    """The simulated generation of one batch, with migration at any threshold.
 
     Args:
-        before: tokens that responses in flight have already; shape [in flight].
-        left: tokens that they still get; shape [in flight].
+        before, left: tokens that responses in flight have, and still get; shape [in flight].
         batch: responses that have to end.
         step_seconds: of a decode step of 1, 2, .. rows.
     """
@@ -284,11 +269,10 @@ class _Run:
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
     def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return the ends of the batch's responses, their tokens, and the ends of generators' work.
+        """Return ends of the batch's responses, their tokens, and the ends of generators' work.
 
-        Each response's tokens include its prompt.
-
-        Seconds from the start of generation; shapes [batch], [batch], [generators].
+        Seconds from the start of generation, tokens with the prompt; shapes [batch], [batch],
+        [generators].
         """
         ends = [share.copy() for share in self._ends]
         free: FloatArray = np.array([share.max(initial=0.0) for share in ends])
@@ -340,11 +324,7 @@ def _scored_s(ends: FloatArray, tokens: FloatArray, free: FloatArray, tokens_per
     """Return when everything is scored: seconds from the start of generation.
 
     Responses are scored one at a time on each free generator, in the order in which they ended.
-
-    Args:
-        ends: when each response is there to be scored; shape [batch].
-        tokens: of each, with its prompt.
-        free: when each generator becomes free; shape [generators].
+    Ends and tokens have shape [batch]; ``free``, when each generator becomes so, [generators].
     """
     order = np.argsort(ends, kind="stable")
     servers, done = sorted(free.tolist()), 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stretto.errors import ConfigError, StateError
-from stretto.schedules.controller import DecodeSample, Feedback
+from stretto.schedules.controller import DecodeSample, Feedback, Stateful
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -31,7 +31,7 @@ HUBER = 1.345
 """A call farther than this many standard deviations from the curve loses weight (Huber 1981)."""
 
 
-class LengthModel:
+class LengthModel(Stateful):
     """The distribution of response lengths in tokens, from the responses that finished lately.
 
     Lengths drift as a policy learns, so the newest count most: a length counts half as much as one
@@ -46,14 +46,15 @@ class LengthModel:
 
     Args:
         window: lengths that are remembered, at least.
-
-    Raises:
-        ConfigError: the window is not positive.
     """
+
+    saved = ("steps",)
 
     def __init__(self, window: int) -> None:
         if window < 1:
-            raise ConfigError(f"a length window holds at least 1 length; got {window}")
+            raise ConfigError(
+                f"a length window holds at least 1 length; got {window}", "window-too-short"
+            )
         self._window = window
         self._steps: list[list[int]] = []
         self._table: tuple[IntArray, FloatArray] | None = None
@@ -69,12 +70,12 @@ class LengthModel:
         self._table = None
 
     def mean(self) -> float:
-        """Mean length in tokens."""
+        """Return the mean length in tokens."""
         lengths, weights = self._weighted()
         return float(lengths @ weights)
 
     def quantile(self, share: float) -> float:
-        """The shortest length that at least ``share`` of the responses do not exceed."""
+        """Return the shortest length that at least ``share`` of the responses do not exceed."""
         lengths, weights = self._weighted()
         place = int(np.searchsorted(np.cumsum(weights), share - 1e-12))
         return float(lengths[min(place, len(lengths) - 1)])
@@ -85,28 +86,24 @@ class LengthModel:
         places = np.searchsorted(np.cumsum(weights), uniform, side="right")
         return lengths[np.minimum(places, len(lengths) - 1)]
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": [list(step) for step in self._steps]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = [list(step) for step in state["steps"]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._table = None
 
     def _weighted(self) -> tuple[IntArray, FloatArray]:
         if self._table is None:
             if not len(self):
-                raise StateError("no response has finished yet; ask after the first step")
-            self._table = self._tabulate()
+                raise StateError(
+                    "no response has finished yet; ask after the first step", "no-data"
+                )
+            counts = np.array([len(step) for step in self._steps])
+            newer = counts[::-1].cumsum()[::-1] - counts
+            of_step = 0.5 ** (newer * HALF_LIVES / self._window)
+            lengths = np.concatenate([np.array(step, np.int64) for step in self._steps])
+            order = np.argsort(lengths, kind="stable")
+            weights = np.repeat(of_step, counts)[order]
+            self._table = lengths[order], weights / weights.sum()
         return self._table
-
-    def _tabulate(self) -> tuple[IntArray, FloatArray]:
-        counts = np.array([len(step) for step in self._steps])
-        newer = counts[::-1].cumsum()[::-1] - counts
-        of_step = 0.5 ** (newer * HALF_LIVES / self._window)
-        lengths = np.concatenate([np.array(step, np.int64) for step in self._steps])
-        order = np.argsort(lengths, kind="stable")
-        weights = np.repeat(of_step, counts)[order]
-        return lengths[order], weights / weights.sum()
 
 
 def under_way(
@@ -123,8 +120,7 @@ def under_way(
         carried: groups to return for each replica.
 
     Returns:
-        Tokens so far, and tokens left, shape [replicas, carried, group] each; times carried, shape
-        [replicas, carried].
+        Tokens so far and left, [replicas, carried, group]; times carried, [replicas, carried].
     """
     replicas, _, n = draws.shape
     groups = draws.reshape(-1, n)
@@ -140,7 +136,7 @@ def under_way(
     return (groups[hit] - left).reshape(shape), left.reshape(shape), carries.reshape(shape[:2])
 
 
-class LatencyModel:
+class LatencyModel(Stateful):
     """Seconds of decode calls, and from them seconds of a decode step.
 
     A call takes ``steps (a + b rows + c max(0, rows - knee))`` seconds; a generator's first call of
@@ -152,6 +148,8 @@ class LatencyModel:
 
     State: the calls remembered.
     """
+
+    saved = ("calls",)
 
     def __init__(self) -> None:
         self._calls: list[list[float]] = []  # rows, steps, seconds, first or not, carried
@@ -170,10 +168,9 @@ class LatencyModel:
         self._fitted = None
 
     def step_seconds(self, rows: npt.ArrayLike) -> FloatArray:
-        """Seconds of one decode step for each number of rows, in the shape of ``rows``.
+        """Return the seconds of a decode step for each number of rows, in the shape of ``rows``.
 
-        Raises:
-            StateError: no call has been observed.
+        Raises StateError if no call has been observed.
         """
         (a, b, c, _, _), knee = self._curve()
         n = np.asarray(rows, float)
@@ -181,31 +178,26 @@ class LatencyModel:
         return seconds
 
     def start_seconds(self, carried: float) -> float:
-        """Seconds that a generator's first call of a round takes besides its decode steps.
-
-        Raises:
-            StateError: no call has been observed.
-        """
+        """Return the seconds that a generator's first call takes besides its decode steps."""
         (_, _, _, p, q), _ = self._curve()
         return float(p + q * carried)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": [list(call) for call in self._calls]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._calls = [list(call) for call in state["calls"]]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
         self._fitted = None
 
     def _curve(self) -> tuple[FloatArray, float]:
         if self._fitted is None:
             if not self._calls:
-                raise StateError("no decode call has been observed yet; ask after the first step")
+                raise StateError(
+                    "no decode call has been observed yet; ask after the first step", "no-data"
+                )
             self._fitted = _fit(np.array(self._calls))
         return self._fitted
 
 
 def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """Seconds until rows that are decoded together have all ended.
+    """Return the seconds until rows that are decoded together have all ended.
 
     Row i of n, in ascending order, shares its last steps with the n - i rows after it. Summed by
     parts, it costs its tokens times what one more row adds to a step of n - i rows.
@@ -220,11 +212,9 @@ def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> Floa
 
 
 def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """Return when each of some rows ends that are decoded together: seconds from now, shape [n].
+    """Return when each row ends that is decoded with others: seconds from now, shape [n].
 
-    Args:
-        step_seconds: of a decode step of 1, 2, ... rows; shape [n] or longer.
-        remaining: tokens that each row still gets, in ascending order; shape [n].
+    Arguments are those of :func:`drain_seconds`.
     """
     times: FloatArray = np.cumsum(
         np.diff(remaining, prepend=0) * step_seconds[: len(remaining)][::-1]
@@ -233,7 +223,7 @@ def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatA
 
 
 def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
-    """The coefficients a, b, c, p, q and the knee; calls have shape [n, 5]."""
+    """Return the coefficients a, b, c, p, q and the knee; calls have shape [n, 5]."""
     rows, steps, seconds, first, carried = calls.T
     knees = np.unique(np.linspace(rows.min(), rows.max(), KNEES + 2)[1:-1])
     hinges = np.maximum(0.0, rows[:, None] - knees) * steps[:, None]
@@ -253,10 +243,9 @@ def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
 
 
 def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> FloatArray:
-    """The non-negative weighted least-squares solution with the best information criterion.
+    """Return the non-negative weighted least-squares solution with the best criterion.
 
-    Args:
-        terms: a, b, p, q, and then c for each knee; shape [n, 4 + knees].
+    Terms are a, b, p, q, and then c for each knee; shape [n, 4 + knees].
     """
     n, columns = terms.shape
     gram = terms.T @ (terms * weights[:, None])
@@ -281,7 +270,7 @@ def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> Floa
     return chosen
 
 
-class Simulating:
+class Simulating(Stateful):
     """The part that controllers share which simulate steps: lengths, decode calls, steps seen."""
 
     def __init__(self, window: int) -> None:
@@ -295,15 +284,3 @@ class Simulating:
     @property
     def _knows_enough(self) -> bool:
         return bool(len(self._lengths) and len(self._latency))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self._steps,
-            "lengths": self._lengths.state_dict(),
-            "latency": self._latency.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._steps = state["steps"]
-        self._lengths.load_state_dict(state["lengths"])
-        self._latency.load_state_dict(state["latency"])

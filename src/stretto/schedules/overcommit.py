@@ -6,21 +6,14 @@ others go on in the next step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed, Replayed
-from stretto.schedules.models import (
-    FloatArray,
-    IntArray,
-    Simulating,
-    drain_seconds,
-    under_way,
-)
+from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
+from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_seconds, under_way
 
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6, 8)
 """Deltas that are tried, as shares of the batch."""
@@ -46,48 +39,32 @@ class Overcommit(Controller, Protocol):
 
 
 class FixedOvercommit(Fixed):
-    """A delta that never changes.
+    """Deltas that are given: one of them never changes, several serve one step each."""
 
-    Raises:
-        ConfigError: delta is negative.
-    """
-
-    def __init__(self, delta: int) -> None:
-        if delta < 0:
-            raise ConfigError(f"delta counts responses and is at least 0; got {delta}")
-        self._delta = delta
-
-    @property
-    def delta(self) -> int:
-        return self._delta
-
-
-class ReplayedOvercommit(Replayed):
-    """Numbers of responses in flight beyond the batch.
-
-    Raises:
-        ConfigError: there is none, or one is negative.
-    """
-
-    def __init__(self, deltas: Sequence[int]) -> None:
-        super().__init__("deltas", 0, deltas)
+    def __init__(self, *deltas: int) -> None:
+        super().__init__("delta, a number of responses,", 0, deltas)
 
     @property
     def delta(self) -> int:
         return self._now
 
 
-class _RewardRule:
+class _RewardRule(Stateful):
     """The common part of OPPO's two rules: a delta between bounds, and the latest rewards."""
+
+    saved: ClassVar[tuple[str, ...]] = ("delta", "rewards")
 
     def __init__(self, start: int, low: int, high: int, window: int) -> None:
         if not 0 <= low <= start <= high:
             raise ConfigError(
                 f"delta starts between its bounds: 0 <= low <= start <= high; "
-                f"got low = {low}, start = {start}, high = {high}"
+                f"got low = {low}, start = {start}, high = {high}",
+                "delta-bounds",
             )
         if window < 1:
-            raise ConfigError(f"a window of rewards spans at least 1 step; got {window}")
+            raise ConfigError(
+                f"a window of rewards spans at least 1 step; got {window}", "window-too-short"
+            )
         self._low, self._high, self._window = low, high, window
         self._delta = start
         self._rewards: list[float] = []
@@ -95,12 +72,6 @@ class _RewardRule:
     @property
     def delta(self) -> int:
         return self._delta
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"delta": self._delta, "rewards": list(self._rewards)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._delta, self._rewards = state["delta"], list(state["rewards"])
 
     def _move_by(self, change: int) -> None:
         self._delta = min(self._high, max(self._low, self._delta + change))
@@ -118,13 +89,10 @@ class Equation4(_RewardRule):
 
     Args:
         start, low, high: delta at the start, and its bounds; responses.
-        window: differences of rewards that the slope is the mean of.
-        inc, dec: responses that delta grows or shrinks by.
         every: steps from one change to the next, once there is a slope.
-
-    Raises:
-        ConfigError: the bounds contradict each other, or a number is out of range.
     """
+
+    saved = ("delta", "rewards", "wait")
 
     def __init__(
         self,
@@ -139,7 +107,8 @@ class Equation4(_RewardRule):
         super().__init__(start, low, high, window)
         if inc < 0 or dec < 0 or every < 1:
             raise ConfigError(
-                f"inc and dec are at least 0 and every is at least 1; got {inc}, {dec} and {every}"
+                f"inc and dec are at least 0 and every is at least 1; got {inc}, {dec} and {every}",
+                "number-out-of-range",
             )
         self._inc, self._dec, self._every = inc, dec, every
         self._wait = 0
@@ -153,13 +122,6 @@ class Equation4(_RewardRule):
         self._move_by(self._inc if slope > 0 else -self._dec)
         self._wait = self._every
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "wait": self._wait}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._wait = state["wait"]
-
 
 class Algorithm1(_RewardRule):
     """A delta that shrinks while the reward improves, and grows when it falls (OPPO, algorithm 1).
@@ -170,13 +132,6 @@ class Algorithm1(_RewardRule):
     contradicts the paper's equation 4 and its text (:class:`Equation4`).
 
     State: delta, and the rewards of the last ``2 window - 1`` steps at most.
-
-    Args:
-        start, low, high: delta at the start, and its bounds; responses.
-        window: steps in each of the two means.
-
-    Raises:
-        ConfigError: the bounds contradict each other, or the window is not positive.
     """
 
     def observe(self, feedback: Feedback) -> None:
@@ -213,10 +168,9 @@ class ThroughputOvercommit(Simulating):
         group: responses to one prompt, which are carried or trained on together.
         generators: that share the responses in flight evenly.
         every: steps from one decision to the next.
-
-    Raises:
-        ConfigError: a number is out of range, or the batch is no multiple of the group.
     """
+
+    saved = ("delta", "steps", "lengths", "latency", "overheads")
 
     def __init__(
         self,
@@ -234,11 +188,13 @@ class ThroughputOvercommit(Simulating):
             raise ConfigError(
                 "batch, group, generators and every are at least 1, max_carries at least 0, and "
                 f"0 <= low <= high; got {batch}, {group}, {generators}, {every}, {max_carries}, "
-                f"low = {low} and high = {high}"
+                f"low = {low} and high = {high}",
+                "number-out-of-range",
             )
         if batch % group:
             raise ConfigError(
-                f"the batch holds whole groups; got batch = {batch} and groups of {group}"
+                f"the batch holds whole groups; got batch = {batch} and groups of {group}",
+                "batch-not-groups",
             )
         self._batch, self._max_carries = batch, max_carries
         self._high = min(high, max_carries * batch) // group * group
@@ -260,16 +216,7 @@ class ThroughputOvercommit(Simulating):
         if due and self._knows_enough:
             self._delta = self._best()
 
-    def state_dict(self) -> dict[str, Any]:
-        overheads = list(self._overheads)
-        return {"delta": self._delta, **super().state_dict(), "overheads": overheads}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._delta, self._overheads = state["delta"], list(state["overheads"])
-
     def _best(self) -> int:
-        """Return the smallest of the deltas that are predicted to be about equally fast."""
         tried = {round(share * self._batch / self._group) * self._group for share in SHARES}
         bounds = {self._low, self._high}
         deltas = sorted({d for d in tried if self._low <= d <= self._high} | bounds)
@@ -286,7 +233,7 @@ class ThroughputOvercommit(Simulating):
         return min(fast[0], self._delta + growth)
 
     def _seconds(self, delta: int, lengths: IntArray, step_seconds: FloatArray) -> float:
-        """Seconds that a step is predicted to take.
+        """Predict the seconds of a step.
 
         Args:
             lengths: of the responses, in dispatch order; shape [replicas, responses].

@@ -39,16 +39,16 @@ class RolloutState(StrEnum):
     REJECTED = "rejected"
 
 
-_EDGES: Mapping[RolloutState, frozenset[RolloutState]] = {
-    RolloutState.QUEUED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
-    RolloutState.DECODING: frozenset(
-        {RolloutState.CARRIED, RolloutState.FINISHED, RolloutState.REJECTED}
-    ),
-    RolloutState.CARRIED: frozenset({RolloutState.DECODING, RolloutState.REJECTED}),
-    RolloutState.FINISHED: frozenset({RolloutState.SCORED, RolloutState.REJECTED}),
-    RolloutState.SCORED: frozenset({RolloutState.TRAINED, RolloutState.REJECTED}),
-    RolloutState.TRAINED: frozenset(),
-    RolloutState.REJECTED: frozenset(),
+_S = RolloutState
+
+_EDGES: Mapping[RolloutState, tuple[RolloutState, ...]] = {
+    _S.QUEUED: (_S.DECODING, _S.REJECTED),
+    _S.DECODING: (_S.CARRIED, _S.FINISHED, _S.REJECTED),
+    _S.CARRIED: (_S.DECODING, _S.REJECTED),
+    _S.FINISHED: (_S.SCORED, _S.REJECTED),
+    _S.SCORED: (_S.TRAINED, _S.REJECTED),
+    _S.TRAINED: (),
+    _S.REJECTED: (),
 }
 
 
@@ -64,7 +64,6 @@ class Rollout:
         tokens, logprobs, versions: one entry a response token. The log-probability is the
             behaviour policy's: of the distribution the token was sampled from.
         carries: rounds that went by without it since it was dispatched.
-        rejected_because: set when the state is ``REJECTED``.
     """
 
     id: int
@@ -84,26 +83,24 @@ class Rollout:
         return len(self.tokens)
 
     def move(self, state: RolloutState, because: str = "") -> None:
-        """Go to ``state``.
-
-        Raises:
-            LifecycleError: there is no such edge from the present state.
-        """
+        """Go to a state; raise LifecycleError if no edge leads there from the present one."""
         if state not in _EDGES[self.state]:
-            raise LifecycleError(f"rollout {self.id} cannot go from {self.state} to {state}")
+            raise LifecycleError(
+                f"rollout {self.id} cannot go from {self.state} to {state}", "no-such-edge"
+            )
         self.state = state
         self.rejected_because = because
 
     def append(self, chunk: Chunk) -> None:
         """Add a chunk's tokens at the end.
 
-        Raises:
-            LifecycleError: the chunk is another rollout's, leaves a gap, or comes after the end.
+        Raises LifecycleError if it is another rollout's, leaves a gap, or comes after the end.
         """
         if chunk.rollout_id != self.id or chunk.start != len(self.tokens) or self.finish:
             raise LifecycleError(
                 f"rollout {self.id} holds {len(self.tokens)} tokens (finish: {self.finish}) and "
-                f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}"
+                f"cannot take a chunk of rollout {chunk.rollout_id} that starts at {chunk.start}",
+                "chunk-does-not-follow",
             )
         self.tokens.extend(chunk.tokens.tolist())
         self.logprobs.extend(chunk.logprobs.tolist())
@@ -116,11 +113,7 @@ class Rollout:
         return len(self.prompt.tokens) + len(self.tokens)
 
     def response(self, *, text: bool = False) -> Response:
-        """Return a copy for roles, of the rollout as it is now.
-
-        Args:
-            text: with the prompt's text, messages and data.
-        """
+        """Return a copy for roles; with ``text`` it has the prompt's text, messages and data."""
         return Response(
             self.id,
             self.group,
@@ -148,17 +141,17 @@ class Rollout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
-        """The inverse of :meth:`state_dict`.
+        """Return the rollout that :meth:`state_dict` was made of.
 
-        Raises:
-            StateError: the prompt has other tokens than it had.
+        Raises StateError if the prompt has other tokens than it had.
         """
         if state.get("prompt_mark", "") not in ("", _mark(prompt)):
             raise StateError(
                 f"rollout {state['id']} has {len(state['tokens'])} tokens of a response to another "
                 f"prompt than {prompt.text[:80]!r}, which has its place {prompt.id} now. Restore "
                 "the rows and the tokenizer that the run was started with, or start a new run; "
-                "rows that follow the order of Python sets need PYTHONHASHSEED=0 in the environment"
+                "rows in the order of Python sets need PYTHONHASHSEED=0 in the environment",
+                "prompt-changed",
             )
         return cls(
             id=state["id"],
@@ -186,15 +179,14 @@ def restored(
 
 
 def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
-    """A rollout's scores of one kind."""
+    """Return a rollout's scores of one kind."""
     return [s for s in rollout.scores.values() if s.kind == kind]
 
 
 def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float:
-    """The weighted sum of a rollout's rewards; those that do not apply are left out.
+    """Return the weighted sum of a rollout's rewards; those that do not apply are left out.
 
-    Args:
-        weights: factor of each reward source, by name; without them each counts once.
+    ``weights`` has the factor of each reward source, by name; without it each counts once.
     """
     return sum(
         reward * (1.0 if weights is None else weights[score.source])
@@ -204,13 +196,9 @@ def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -
 
 
 def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
-    """Scored rollouts in columns.
+    """Return scored rollouts in columns: at least one, each with the same scorers' scores.
 
-    Args:
-        rollouts: at least one, each with the same scorers' scores.
-
-    Raises:
-        LifecycleError: a per-token score has another length than its response, or is missing.
+    Raises LifecycleError if a per-token score has another length than its response, or is missing.
     """
     sources = dict.fromkeys(s.source for r in rollouts for s in of_kind(r, "reward"))
     found = {
@@ -243,6 +231,7 @@ def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
         got = [len(s.values) for s in scores]
         raise LifecycleError(
             f"rollout {rollout.id} needs one score of kind '{kind}' with {len(rollout)} numbers, "
-            f"one a response token; got {got or 'none'}"
+            f"one a response token; got {got or 'none'}",
+            "scores-per-token",
         )
     return scores[0].values

@@ -1,32 +1,32 @@
 """The schedule: when each piece of work runs.
 
 Three loops share one buffer and one ledger. ``_generate`` makes rounds of responses, ``_gather``
-waits for their scores, and whoever calls ``step`` trains on them, batch by batch. Four knobs decide
+waits for their scores, and the caller of ``step`` trains on them, batch by batch. Four knobs decide
 how far they run into each other: ``score_on`` (when scorers get to see a response), ``overcommit``
 (prompts in flight beyond the batch), ``lag`` (versions that generation may be behind) and
 ``migrate`` (whether stragglers move together). With all of them at zero each stage waits for the
 one before it.
 
-A *round* is what is generated between two hand-overs of weights: ``weight_sync_interval`` batches.
+A *round* is what is generated between two weight syncs: ``weight_sync_interval`` batches.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from stretto.clock import Clock
 from stretto.config.schedule import Settings
-from stretto.protocols import DRIVER, Generator, Learner, Replaceable, Tracer
+from stretto.protocols import DRIVER, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize
 from stretto.schedules.filtering import reasons_to_reject
-from stretto.schedules.fleet import Fleet, RoleContext, tickets_from, tickets_of
+from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
 from stretto.schedules.ledger import Ledger
 from stretto.schedules.meter import Meter
 from stretto.schedules.migration import MigrationPolicy
@@ -37,19 +37,12 @@ from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef
 
-BeginSync = Callable[[Mapping[str, WeightsRef], Sequence[Replaceable]], None]
-"""Told of new weights, by model, and of all the roles that are about to be asked to load them."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """Settings and controllers of one schedule; the controllers change as it runs.
-
-    Attributes:
-        chunk: tokens that a rollout gets between two looks at what has ended.
-        overcommit: rollouts in flight beyond the batch.
-        migration: when stragglers are moved together; ``None`` for never.
-    """
+    """Settings and controllers of one schedule; the controllers change as it runs."""
 
     settings: Settings
     chunk: ChunkSize
@@ -62,10 +55,9 @@ class Step:
     """The outcome of one step.
 
     Attributes:
-        batch: the rollouts that were trained on, with their scores.
-        rejected: the rollouts that were left out, each with its reason.
+        batch, rejected: the rollouts that were trained on, and that were left out with a reason.
         stats: the learner's metrics, and the schedule's own.
-        rewards: of the rollouts that were trained on, by id, as trained on.
+        rewards: of the batch, by id, as trained on.
         losses: a line about each role whose process was lost since the step before.
     """
 
@@ -87,12 +79,11 @@ class Schedule:
 
     Args:
         initial: tickets of the weights that roles start with, by model, for processes that come in
-            the place of others before the first hand-over; without one they keep their own.
-        begin_sync: called once before roles load new weights, which may then travel to all of them.
+            the place of others before the first weight sync; without one they keep their own.
+        sync: begins to bring new weights to roles, all at once; by default each loads them.
 
     Attributes:
-        ledger: the books.
-        weights_lock: a lock that is held while weights are being loaded.
+        weights_lock: held while weights are being loaded.
         abandoned: after an error, what was in flight, rejected with the cause.
     """
 
@@ -106,10 +97,9 @@ class Schedule:
         clock: Clock,
         tracer: Tracer,
         initial: Mapping[str, WeightsRef] | None = None,
-        begin_sync: BeginSync | None = None,
+        sync: Sync = load_each,
     ) -> None:
         s = self._settings = controls.settings
-        self._begin_sync = begin_sync
         self._next_prompt, self._learner = next_prompt, learner
         self._chunk, self._overcommit = controls.chunk, controls.overcommit
         self._migration = controls.migration
@@ -118,9 +108,17 @@ class Schedule:
         self._buffer = Buffer(s.max_carries)
         self._fleet = Fleet(s.restarts, initial)
         self._waits, self._changed = Waits(), asyncio.Event()
-        context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits)
+        context = RoleContext(self._fleet, s.deadline_s, clock, self._phases, self._waits, sync)
         self._scoring = Scoring(replicas, s.score_on, context)
-        self._pool = Pool(generators, controls.migration, context, self._scoring.look)
+        self._pool = Pool(
+            generators,
+            controls.migration,
+            context,
+            self._scoring.look,
+            self._chunk_tokens,
+            self._missing,
+            self._take,
+        )
         self._rollouts: dict[int, Rollout] = {}  # all in flight
         self._generated: deque[Sequence[Rollout]] = deque()  # rounds that wait for scores
         self._ready: deque[Sequence[Rollout]] = deque()  # batches that wait for the learner
@@ -143,7 +141,7 @@ class Schedule:
 
     @property
     def held(self) -> Mapping[str, WeightsRef]:
-        """Tickets for the weights that they work with, by model; none before any was given."""
+        """Tickets for these weights, by model; none before any was given."""
         return self._fleet.held
 
     @property
@@ -185,7 +183,7 @@ class Schedule:
                     self._fill(delta)
             await self._admit()
             with self._meter.generating():
-                await self._pool.decode(self._chunk_tokens, self._missing, self._take)
+                await self._pool.decode()
             self._close_round()
             self._changed.set()
 
@@ -222,8 +220,6 @@ class Schedule:
         async with self._waits.holding(self.weights_lock, "generation", "the checkpoint"):
             if self._loaded < self._version:
                 version, weights = self._version, self._weights
-                if self._begin_sync:
-                    self._begin_sync(weights, [*self._pool.serving, *self._scoring.following])
                 await self._pool.load(weights["actor"])
                 await self._scoring.load(weights)
                 self._loaded, self._fleet.held = version, weights
@@ -315,12 +311,7 @@ class Schedule:
         return f"a batch with all its scores ({done}, {begun})"
 
     def _sort_out(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Rollout]]:
-        """Split scored rollouts into those to train on and those that are left out.
-
-        Raises:
-            RewardError: a reward function failed on a response, and failures are not to be dropped;
-                or nothing would be left.
-        """
+        """Split scored rollouts into those to train on and those that are left out."""
         reasons = reasons_to_reject(
             rollouts,
             drop_failures=self._settings.drop_failures,
@@ -341,9 +332,7 @@ class Schedule:
         if not self._settings.lag:  # the learner's weights are the followers' own
             await self._scoring.pause_followers()
         ids = [r.id for r in batch]
-        deadline_s = self._settings.deadline_s
-        work = self._learner.train(columns)
-        output = await answered(work, deadline_s, "the learner", ids)
+        output = await self._learner_answers(self._learner.train(columns), ids)
         with self._own_work("books", len(batch)):
             for rollout in batch:
                 self._finish(rollout, RolloutState.TRAINED)
@@ -363,10 +352,12 @@ class Schedule:
         if self._steps % self._settings.weight_sync_interval == 0:
             with self._own_work("adapt", 1):
                 self._adapt()
-            deadline_s = self._settings.deadline_s
-            self._weights = await answered(self._learner.publish(), deadline_s, "the learner")
+            self._weights = await self._learner_answers(self._learner.publish())
             self._version += 1
             self._changed.set()
+
+    async def _learner_answers(self, work: Awaitable[T], rollout_ids: Sequence[int] = ()) -> T:
+        return await answered(work, self._settings.deadline_s, "the learner", rollout_ids)
 
     def _finish(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
         self.ledger.move(rollout, state, because)
@@ -377,14 +368,14 @@ class Schedule:
 
     # -- the loops' life ----------------------------------------------------------------------
 
-    async def _until(self, condition: Callable[[], bool], who: str, what: Text) -> None:
-        await self._waits.until(condition, self._changed, who, what)
+    async def _until(self, condition: Callable[[], bool], part: str, what: Text) -> None:
+        await self._waits.until(condition, self._changed, part, what)
 
     async def __aenter__(self) -> Self:
         self._ask_again()
         await self._work.__aenter__()
-        feeds = (feed.run for feed in self._scoring.feeds)
-        loops = (self._generate, self._gather, *feeds, *self._pool.keepers())
+        scorers = (queue.run for queue in self._scoring.queues)
+        loops = (self._generate, self._gather, *scorers, *self._pool.keepers())
         self._loops = [self._waits.begin(loop, self._work) for loop in loops]
         return self
 
@@ -396,8 +387,7 @@ class Schedule:
     ) -> None:
         """End the loops. After an error, what was in flight is rejected with the cause.
 
-        Raises:
-            BaseException: the first that a loop ended with, which is also what interrupted a step.
+        Raises the first error that a loop ended with, which is also what interrupted a step.
         """
         for loop in self._loops:
             loop.cancel()
@@ -448,15 +438,11 @@ class Schedule:
     def load_state_dict(
         self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt], channel: str = ""
     ) -> None:
-        """The inverse of :meth:`state_dict`, before the first step.
+        """Take up what :meth:`state_dict` returned, before the first step.
 
         Args:
-            state: that was saved.
-            prompt_by_id: returns the prompts, of which ids are saved.
-            channel: where the weights are that wait to be loaded; see
-                :class:`~stretto.types.WeightsRef`.
+            channel: where the weights are that wait to be loaded.
         """
-
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)
         for batches, saved in ((self._generated, "generated"), (self._ready, "ready")):

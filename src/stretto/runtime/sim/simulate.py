@@ -21,8 +21,8 @@ from stretto.runtime.sim.lengths import Lengths
 from stretto.runtime.sim.loop import VirtualClock, run, spend
 from stretto.runtime.sim.roles import SimLearner, SimScorer
 from stretto.saying import Advance, unseen
-from stretto.schedules.chunking import ReplayedChunk
-from stretto.schedules.overcommit import ReplayedOvercommit
+from stretto.schedules.chunking import FixedChunk
+from stretto.schedules.overcommit import FixedOvercommit
 from stretto.schedules.schedule import Schedule
 from stretto.schedules.scoring import ScorerReplica
 from stretto.types import Prompt, Stats
@@ -166,9 +166,9 @@ def make_schedule(cluster: Cluster, roles: SimRoles, tracer: Tracer) -> Schedule
         cluster.migrating if migrates else None,
     )
     if w.chunks and not cluster.schedule.chunk_tokens:
-        turned = replace(turned, chunk=ReplayedChunk(w.chunks))
+        turned = replace(turned, chunk=FixedChunk(*w.chunks))
     if w.deltas and cluster.schedule.knobs.overcommit == "auto":
-        turned = replace(turned, overcommit=ReplayedOvercommit(w.deltas))
+        turned = replace(turned, overcommit=FixedOvercommit(*w.deltas))
     return Schedule(
         _prompts(cluster),
         roles.generators,
