@@ -20,8 +20,8 @@ from stretto.observe import RunDirectory, Sample
 from stretto.observe.progress import NoProgress
 from stretto.planner.measuring import Sizes
 from stretto.runtime.run import Run
-from stretto.workers.executor import ThreadExecutor
 from stretto.workers.forkserver import NAME
+from stretto.workers.threads import ThreadExecutor
 
 UNTIMED = ("timing_s/", "perf/", "time_s", "utilisation/", "idle_s/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")

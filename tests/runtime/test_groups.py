@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from raising import raises
 from run_helpers import Killer, processes
 from stretto import runs
 from stretto.assembly.models import Overrides
@@ -36,6 +37,7 @@ from stretto.runtime.kv_transfer import KVRouter
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
 from stretto.workers.forkserver import NAME
+from stretto.workers.ranks import NotConnectedError
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")
@@ -459,36 +461,41 @@ def test_without_restarts_the_first_death_ends_the_run_and_the_model_is_saved(
 class Starting:
     """A process that has not started when the run ends."""
 
-    def __init__(self) -> None:
-        self.closed = threading.Event()
+    one_clock = True
 
-    def close(self) -> None:
-        self.closed.set()
+    def __init__(self) -> None:
+        self.connecting, self.killed = threading.Event(), threading.Event()
+
+    def connect(self, timeout_s: float) -> Any:
+        self.connecting.set()
+        assert self.killed.wait(60)
+        raise NotConnectedError(0)
+
+    def kill(self) -> None:
+        self.killed.set()
 
 
 class Refusing:
     """A launcher whose generator starts for ever, and whose reference is refused."""
 
-    gpus, host = 0, "127.0.0.1"
+    gpus, host, interface = 0, "127.0.0.1", ""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
         self.generator = Starting()
 
-    def devices(self, place: Any) -> Any:
-        return place.devices
+    def devices(self, process: Any) -> Any:
+        return process.devices
 
-    def prepare(self, places: Any, stack: Any) -> None:
+    def prepare(self, processes: Any, stack: Any) -> None:
         pass
 
-    def launch(self, place: Any, makes: Any, log: Any, check: Any, begun: Any) -> Any:
-        if place.name == "reference":
-            self.begun.wait(60)
-            raise ConfigError("no such reference")
-        if place.name == "generator":
-            begun(self.generator)
-            self.begun.set()
-        assert self.generator.closed.wait(60)
+    def launch(self, process: Any, specs: Any) -> Any:
+        if process.name == "generator":
+            return self.generator
+        if process.name == "reference":
+            self.generator.connecting.wait(60)
+            raise ConfigError("no such reference", "no-reference")
+        assert self.generator.killed.wait(60)
         raise RankError("ended")
 
 
@@ -498,9 +505,9 @@ def test_what_cannot_start_ends_what_is_starting(
     launcher = Refusing()
     monkeypatch.setattr("stretto.runtime.processes.Launcher", lambda *_: launcher)
     config = settings(tiny_folder, runtime="local")
-    with pytest.raises(ConfigError, match="no such reference"):
+    with raises(ConfigError, "no-reference"):
         trained(config, tmp_path)
-    assert launcher.generator.closed.is_set()
+    assert launcher.generator.killed.is_set()
 
 
 def test_no_process_outlives_a_driver_that_is_killed(tiny_folder: Path, tmp_path: Path) -> None:

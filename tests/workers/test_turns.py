@@ -11,12 +11,11 @@ from stretto.errors import EngineError
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.types import Reply
 from stretto.workers.group import Host, Makes, Raised
-from stretto.workers.services import Service
-from stretto.workers.turns import Order
+from stretto.workers.services import CallPredictor, Service
 
 
 def test_the_order_is_that_of_the_last_time() -> None:
-    order = Order()
+    order = CallPredictor()
     step = [("gen", "load"), ("gen", "decode"), ("gen", "decode"), ("rm", "finish"), ("l", "train")]
     assert [order.called(call) for call in step] == ["", "", "", "", ""]
     # The first of two calls in a row is not the last of its turn.

@@ -10,7 +10,7 @@ from typing import Any, cast
 from stretto.observe.spans import SWAPS
 from stretto.protocols import Generator, Learner, Scorer, Tracer, remote_methods
 from stretto.types import Reply, ScorerInfo, short_name
-from stretto.workers.executor import Executor
+from stretto.workers.threads import Executor
 
 Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
 """What is called in place of the executor, by the method's name."""
@@ -61,7 +61,8 @@ class ScorerClient(Client):
 
     Args:
         info: the facts about the scorer, at the start; calls that may change them answer with them.
-        replica: name of one of several, unique in a run, and in traces; the scorer's by default.
+        replica: name of one of several, unique in a run; the scorer's by default.
+        shown: name in traces; the replica's by default.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class ScorerClient(Client):
         tracer: Tracer,
         replica: str = "",
         ways: Ways | None = None,
+        shown: str = "",
     ) -> None:
         self.info, member = info, replica or info.name
-        super().__init__(Scorer, member, short_name(member), executor, tracer, ways or {})
+        role = short_name(shown or member)
+        super().__init__(Scorer, member, role, executor, tracer, ways or {})
 
     def _span(self, name: str) -> str:
         return f"{name}/{short_name(self.info.name)}" if name in ("prefill", "score") else name

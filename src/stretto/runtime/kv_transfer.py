@@ -23,7 +23,7 @@ from stretto.rollout.rows import RowCache
 from stretto.types import KVTransfer, Reply, Response
 from stretto.weights.buckets import Plan, plan
 from stretto.weights.transfer import Meeting, Route, Transfers
-from stretto.workers.executor import Executor
+from stretto.workers.threads import Executor
 
 BUCKET_BYTES = 16 << 20
 """Bytes of keys and values that travel at a time."""

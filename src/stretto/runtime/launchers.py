@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +16,8 @@ from stretto.models.backend import pick_device
 from stretto.runtime.placement import ProcessPlacement
 from stretto.saying import Say
 from stretto.workers.forkserver import ForkedProcesses, server_of
-from stretto.workers.group import Host, Makes
-from stretto.workers.preflight import Facts
 from stretto.workers.rank import RankSpec
-from stretto.workers.ranks import Launched, Ranks
+from stretto.workers.ranks import Launched
 
 if TYPE_CHECKING:
     from stretto.workers.ray_cluster import RayCluster
@@ -33,6 +29,7 @@ class Launcher:
     Attributes:
         gpus: there are for it; 0 places all on CPUs.
         host: address of this process, as the others reach it; known once it is prepared.
+        interface: network interface of the processes' groups; empty for that of the host.
     """
 
     interface = ""
@@ -60,36 +57,9 @@ class Launcher:
         """Return the devices of a process's ranks, as each sees its own: here all see all."""
         return process.devices
 
-    def launch(
-        self,
-        process: ProcessPlacement,
-        makes: Makes,
-        logs: Sequence[Path],
-        check: Callable[[Sequence[Facts]], None],
-        begun: Callable[[Ranks], None],
-    ) -> Ranks:
-        """Start a process's ranks, with their services; arguments as of :class:`Ranks`."""
-        several_gpus = len(process.devices) > 1 and process.device != "cpu"
-        return Ranks(
-            len(process.devices),
-            Host,
-            (makes,),
-            launch=self._starter(process),
-            devices=self.devices(process),
-            backend="cpu:gloo,cuda:nccl" if several_gpus else "gloo",
-            threads=process.threads,
-            interface=self.interface,
-            role=process.name,
-            words={"call": "its work"},
-            timeout_s=self._config.start_timeout_s,
-            logs=logs,
-            say=lambda line: self._say(f"{process.name}: {line}"),
-            check=check,
-            begun=begun,
-        )
-
-    def _starter(self, process: ProcessPlacement) -> Callable[[Sequence[RankSpec]], Launched]:
-        return partial(ForkedProcesses, python=process.python)
+    def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
+        """Start the ranks of a process."""
+        return ForkedProcesses(specs, python=process.python)
 
 
 class RayLauncher(Launcher):
@@ -133,16 +103,12 @@ class RayLauncher(Launcher):
         # Ray shows each its own GPU alone.
         return ["cuda:0" if device.startswith("cuda") else "cpu" for device in process.devices]
 
-    def _starter(self, process: ProcessPlacement) -> Callable[[Sequence[RankSpec]], Launched]:
+    def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
         from stretto.workers.ray_ranks import ActorProcesses
 
         assert self._cluster is not None
-        return partial(
-            ActorProcesses,
-            cluster=self._cluster,
-            places=self._positions[process.name],
-            python=process.python,
-        )
+        places = self._positions[process.name]
+        return ActorProcesses(specs, self._cluster, places, python=process.python)
 
 
 def gpus_each(device: str, processes: int, gpus: int) -> float:

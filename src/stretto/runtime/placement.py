@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,32 +95,19 @@ def places(
 ) -> list[ProcessPlacement]:
     """Place all roles of a run on processes, the learner's first.
 
+    Raises ConfigError if the settings place a role that the run has not, or on a GPU that is not
+    there.
+
     Args:
         gpus: of the machine; 0 places all on the CPU.
         brought: see :func:`model_scorers`.
-
-    Raises ConfigError if the settings place a role that the run has not, or on a GPU that is not
-    there.
     """
-    models = model_scorers(config, brought)
-    named = {
-        _scorer_of(role, models) or role
-        for process in config.cluster.processes
-        for role in process.roles
-    }
-    knobs, engines, rule = config.schedule.knobs, config.rollout.engines, config.cluster.scorers
-    if rule == "auto":
-        rule = "generators" if knobs.hosts_scorers(engines) else "apart"
-    free = [name for name in models if name not in named]
-    hosted = _hosted(engines, free) if rule == "generators" else [()] * engines
-    groups = _by_hand(config.cluster, models, hosted)
-    by_rule = (roles for roles in _by_rule(rule, named, free, hosted) if roles)
-    groups += [(roles, ProcessConfig(roles=(roles[0].role,))) for roles in by_rule]
-    groups.sort(key=lambda group: all(placed.role != LEARNER for placed in group[0]))
-    overlap = knobs.overlaps(engines)
-    shares = share_cores(config.schedule, engines, cores) if overlap else None
+    models, knobs = model_scorers(config, brought), config.schedule.knobs
+    engines = config.rollout.engines
+    shares = share_cores(config.schedule, engines, cores) if knobs.overlaps(engines) else None
     found: list[ProcessPlacement] = []
-    for roles, process in groups:
+    for process in _processes(config, models):
+        roles = _roles(process, engines, models)
         ranks, threads = process.ranks, process.threads
         if not threads and shares:
             threads = _threads(roles, shares)
@@ -141,6 +128,88 @@ def places(
     if knobs.migrates(engines):
         _check_generators(engines, found)
     return found
+
+
+def _processes(config: Config, models: Sequence[str]) -> list[ProcessConfig]:
+    """Return the processes that the settings list, and those of all other roles by the rule."""
+    engines, rule = config.rollout.engines, config.cluster.scorers
+    if rule == "auto":
+        rule = "generators" if config.schedule.knobs.hosts_scorers(engines) else "apart"
+    others = (LEARNER, *generator_names(engines))
+    listed = [role for process in config.cluster.processes for role in process.roles]
+    _check_listed(listed, others, models)
+    named = {_scorer_of(role, models) or role for role in listed}
+    free = [name for name in models if name not in named]
+    processes = list(config.cluster.processes)
+    processes += [ProcessConfig(roles=(role,)) for role in others if role not in named]
+    if rule == "apart":
+        processes += [ProcessConfig(roles=(name,)) for name in free]
+    if rule == "together" and free:
+        processes.append(ProcessConfig(roles=tuple(free)))
+    for i, process in enumerate(processes if rule == "generators" else ()):
+        host = _host(process.roles, engines)
+        copies = [f"{name} {host}" if engines > 1 else name for name in free]
+        if host is not None:
+            processes[i] = process.model_copy(update={"roles": (*process.roles, *copies)})
+    return sorted(processes, key=lambda process: LEARNER not in process.roles)
+
+
+def _host(roles: Sequence[str], engines: int) -> int | None:
+    """Return the number of the generator among roles."""
+    names = generator_names(engines)
+    return next((names.index(role) for role in roles if role in names), None)
+
+
+def _roles(
+    process: ProcessConfig, engines: int, models: Collection[str]
+) -> tuple[RolePlacement, ...]:
+    host = _host(process.roles, engines)
+    roles = sorted(process.roles, key=lambda role: role != LEARNER)  # it leaves things for others
+    scorers = [_scorer_of(role, models) for role in roles]
+    return tuple(
+        RolePlacement(role, scorer, host if scorer else None)
+        for role, scorer in zip(roles, scorers, strict=True)
+    )
+
+
+def _scorer_of(role: str, models: Collection[str]) -> str:
+    name, _, number = role.rpartition(" ")
+    if role in models:
+        return role
+    return name if name in models and number.isdecimal() else ""
+
+
+def _threads(roles: Sequence[RolePlacement], shares: Threads) -> int:
+    if any(placed.role != LEARNER and not placed.scorer for placed in roles):
+        return shares.generating
+    return max(shares.training if r.role == LEARNER else shares.scoring for r in roles)
+
+
+def _device(given: str, rank: int, i: int, gpus: int) -> str:
+    if given.startswith("cuda"):
+        return f"cuda:{int(given[5:] or 0) + rank}"
+    return given or (f"cuda:{i % gpus}" if gpus else "cpu")
+
+
+def _check_listed(listed: Sequence[str], others: Sequence[str], models: Sequence[str]) -> None:
+    """Refuse unknown roles, and copies of a scorer that are not numbered from 0 on."""
+    copies: dict[str, list[str]] = {}
+    for role in listed:
+        if scorer := _scorer_of(role, models):
+            copies.setdefault(scorer, []).append(role)
+        elif role not in others:
+            raise ConfigError(
+                f"cluster.processes names the role '{role}', which this run has not. "
+                f"{nearest(role, [*others, *models])}",
+                "unknown-role",
+            )
+    for scorer, found in copies.items():
+        if found != [scorer] and sorted(found) != [f"{scorer} {i}" for i in range(len(found))]:
+            raise ConfigError(
+                f"cluster.processes places {', '.join(sorted(found))}: name one '{scorer}', or "
+                f"copies from '{scorer} 0' on, each once",
+                "copies-not-numbered",
+            )
 
 
 def remarks(config: Config, found: Sequence[ProcessPlacement], cores: int, gpus: int) -> list[str]:
@@ -206,92 +275,6 @@ def table(config: Config, found: Sequence[ProcessPlacement], role_bytes: Mapping
 def _ranks(process: ProcessPlacement) -> list[str]:
     roles, ranks = ", ".join(placed.role for placed in process.roles), len(process.devices)
     return [f"{roles}, rank {i}" for i in range(ranks)] if ranks > 1 else [roles]
-
-
-def _threads(roles: Sequence[RolePlacement], shares: Threads) -> int:
-    if any(placed.role != LEARNER and not placed.scorer for placed in roles):
-        return shares.generating
-    return max(shares.training if r.role == LEARNER else shares.scoring for r in roles)
-
-
-def _hosted(engines: int, scorers: Sequence[str]) -> list[tuple[RolePlacement, ...]]:
-    """Return the copies of scorers that each generator hosts."""
-    return [
-        tuple(RolePlacement(f"{name} {i}" if engines > 1 else name, name, i) for name in scorers)
-        for i in range(engines)
-    ]
-
-
-def _by_hand(
-    cluster: ClusterConfig, models: Sequence[str], hosted: Sequence[tuple[RolePlacement, ...]]
-) -> list[tuple[tuple[RolePlacement, ...], ProcessConfig]]:
-    """Return the processes that the settings list, with their roles."""
-    generators = generator_names(len(hosted))
-    known = [LEARNER, *generators, *models]
-    groups = []
-    for process in cluster.processes:
-        host = next((generators.index(r) for r in process.roles if r in generators), None)
-        roles = []
-        for role in process.roles:
-            scorer = _scorer_of(role, models)
-            if not scorer and role not in known:
-                raise ConfigError(
-                    f"cluster.processes names the role '{role}', which this run has not. "
-                    f"{nearest(role, known)}",
-                    "unknown-role",
-                )
-            roles.append(RolePlacement(role, scorer, host if scorer else None))
-        roles.sort(key=lambda placed: placed.role != LEARNER)  # others look for what it leaves them
-        groups.append(((*roles, *(hosted[host] if host is not None else ())), process))
-    _check_copies([placed for roles, _ in groups for placed in roles if placed.scorer])
-    return groups
-
-
-def _scorer_of(role: str, models: Collection[str]) -> str:
-    name, _, number = role.rpartition(" ")
-    if role in models:
-        return role
-    return name if name in models and number.isdecimal() else ""
-
-
-def _check_copies(replicas: Sequence[RolePlacement]) -> None:
-    """Refuse copies of a scorer that are not numbered from 0, or stand beside one without."""
-    roles: dict[str, list[str]] = {}
-    for placed in replicas:
-        roles.setdefault(placed.scorer, []).append(placed.role)
-    for scorer, found in roles.items():
-        wanted = [f"{scorer} {i}" for i in range(len(found))]
-        if sorted(found) != sorted(wanted) and found != [scorer]:
-            raise ConfigError(
-                f"cluster.processes places {', '.join(sorted(found))}: name one '{scorer}', or "
-                f"copies from '{scorer} 0' on, each once",
-                "copies-not-numbered",
-            )
-
-
-def _by_rule(
-    rule: str,
-    named: set[str],
-    scorers: Sequence[str],
-    hosted: Sequence[tuple[RolePlacement, ...]],
-) -> Iterator[tuple[RolePlacement, ...]]:
-    """Yield the processes of all roles that are not placed by hand."""
-    if LEARNER not in named:
-        yield (RolePlacement(LEARNER),)
-    for generator, copies in zip(generator_names(len(hosted)), hosted, strict=True):
-        if generator not in named:
-            yield RolePlacement(generator), *copies
-    if rule == "together":
-        yield tuple(RolePlacement(name, name) for name in scorers)
-    if rule == "apart":
-        for name in scorers:
-            yield (RolePlacement(name, name),)
-
-
-def _device(given: str, rank: int, i: int, gpus: int) -> str:
-    if given.startswith("cuda"):
-        return f"cuda:{int(given[5:] or 0) + rank}"
-    return given or (f"cuda:{i % gpus}" if gpus else "cpu")
 
 
 def _check_generators(engines: int, found: Sequence[ProcessPlacement]) -> None:

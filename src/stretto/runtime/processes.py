@@ -37,7 +37,7 @@ from stretto.saying import Say, working
 from stretto.types import Prompt, short_name
 from stretto.weights.broadcast import WeightSender
 from stretto.weights.transfer import Backend
-from stretto.workers.group import GroupExecutor, ServiceGroup
+from stretto.workers.group import GroupExecutor, Host, ServiceGroup
 from stretto.workers.preflight import Facts, check
 from stretto.workers.ranks import Ranks
 from stretto.workers.threads import WorkerThread
@@ -65,7 +65,7 @@ class ProcessWorkers:
         folder: Path | None,
     ) -> None:
         _check(config, overrides)
-        self._config, self._stack, self._first = config, stack, first
+        self._config, self._stack, self._say, self._first = config, stack, say, first
         self._logs = folder / "logs" if folder else None
         # Processes on other machines see the run's folder, and not this machine's temporary one.
         where = folder if config.runtime == "ray" else None
@@ -193,8 +193,7 @@ class ProcessWorkers:
             offload=process.offload,
         )
         makes = {placed.role: self._make(placed, setup) for placed in process.roles}
-        names = _rank_names(process)
-        logs = [self._logs / f"{name}.log" for name in names] if self._logs else []
+        names, several = _rank_names(process), len(process.devices) > 1
 
         def compare(facts: Sequence[Facts]) -> None:
             with self._looking:
@@ -202,7 +201,23 @@ class ProcessWorkers:
                 self._compare()
 
         try:
-            return self._launcher.launch(process, makes, logs, compare, self._begun)
+            return Ranks(
+                len(process.devices),
+                Host,
+                (makes,),
+                launch=partial(self._launcher.launch, process),
+                devices=setup.devices,
+                backend="cpu:gloo,cuda:nccl" if several and process.device != "cpu" else "gloo",
+                threads=process.threads,
+                interface=self._launcher.interface,
+                role=process.name,
+                words={"call": "its work"},
+                timeout_s=self._config.cluster.start_timeout_s,
+                logs=[self._logs / f"{name}.log" for name in names] if self._logs else [],
+                say=lambda line: self._say(f"{process.name}: {line}"),
+                check=compare,
+                begun=self._begun,
+            )
         except pickle.PicklingError as error:
             raise ConfigError(
                 f"what the caller brings cannot be sent to other processes: {first_line(error)}. "

@@ -48,9 +48,8 @@ from stretto.tasks.prompts import PromptSource
 from stretto.training.agreement import LIMITS, is_coarse
 from stretto.types import short_name
 from stretto.weights.transfer import Meeting, open_store
-from stretto.workers.executor import Executor, ThreadExecutor
 from stretto.workers.rank import stacks
-from stretto.workers.threads import WorkerThread
+from stretto.workers.threads import Executor, ThreadExecutor, WorkerThread
 
 PATIENCE_S = 60.0
 """Seconds that the end of a run waits for the learner to end an update of its weights."""
@@ -279,7 +278,8 @@ def _replica(
         say(line)
     ways = {"load": sync.follow(placed.role, executor, info.follows)} if info.follows else {}
     if not workers.groups:  # replicas share a model, and a name in traces
-        return ScorerReplica(scorer_client(info, executor, spans, ways=ways), placed.host)
+        client = scorer_client(info, executor, spans, placed.role, ways, info.name)
+        return ScorerReplica(client, placed.host)
     if placed.scorer == "reference" and overrides.reference is None:
         executor.ask("require", workers.ready)
     client = scorer_client(info, executor, spans, placed.role, ways)

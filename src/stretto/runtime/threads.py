@@ -33,9 +33,8 @@ from stretto.saying import Say, working
 from stretto.tasks import Task
 from stretto.tasks.prompts import PromptSource
 from stretto.weights.channel import SharedChannel
-from stretto.workers.executor import ThreadExecutor
 from stretto.workers.group import ServiceGroup
-from stretto.workers.threads import WorkerThread
+from stretto.workers.threads import ThreadExecutor, WorkerThread
 
 PATIENCE_S = 3.0
 """Seconds that the end of a run waits for calls that were interrupted."""

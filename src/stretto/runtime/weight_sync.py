@@ -29,8 +29,7 @@ from stretto.runtime.clients import Client
 from stretto.runtime.messages import Loaded, Offer
 from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route
-from stretto.workers.executor import Executor
-from stretto.workers.threads import WorkerThread
+from stretto.workers.threads import Executor, WorkerThread
 
 CONTROL_S = 30.0
 """Seconds in which a process answers on the side, at most; one that does not is taken to hang."""

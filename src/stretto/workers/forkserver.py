@@ -58,29 +58,20 @@ class Request:
 
 
 class Forked:
-    """A process that the server has forked; to be asked about as a ``subprocess.Popen`` is.
-
-    Attributes:
-        pid: its number.
-        returncode: its exit code, negative for a signal; ``None`` as far as it is known to live.
-    """
+    """A process that the server has forked; to be asked about as a ``subprocess.Popen`` is."""
 
     def __init__(self, pid: int, server: ForkServer) -> None:
         self.pid, self._server = pid, server
-        self.returncode: int | None = None
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, or ``None`` while the process lives."""
-        if self.returncode is None:
-            self.returncode = self._server.exit_code(self.pid)
-        return self.returncode
+        """Return the exit code, negative for a signal, or ``None`` while the process lives."""
+        if self._code is None:
+            self._code = self._server.exit_code(self.pid)
+        return self._code
 
     def wait(self, timeout: float) -> int:
-        """Return the exit code once the process has ended.
-
-        Raises:
-            TimeoutExpired: it has not, within so many seconds.
-        """
+        """Return the exit code of a process that has ended; else raise TimeoutExpired."""
         until_s = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() >= until_s:
@@ -92,12 +83,11 @@ class Forked:
 class ForkServer:
     """The server, as seen from the process that started it; started when it is first needed.
 
-    Args:
-        python: interpreter of its processes; without one this process's.
+    ``python`` is the interpreter of its processes; without one this process's.
     """
 
-    def __init__(self, python: str = "") -> None:
-        self._python = python
+    def __init__(self, python: str = "", preloaded: Sequence[str] = PRELOADED) -> None:
+        self._python, self._preloaded = python, tuple(preloaded)
         self._lock = Lock()
         self._connection: Raw | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -111,11 +101,8 @@ class ForkServer:
     def fork(self, spec: RankSpec, connection: int) -> Forked:
         """Fork a process that runs :class:`~stretto.workers.rank.Rank`.
 
-        Args:
-            connection: file descriptor of its end of a connection.
-
-        Raises:
-            RankError: the server cannot be started, or has ended.
+        It gets the file descriptor of its end of a connection. Raises RankError if the server
+        cannot be started, or has ended.
         """
         path = None if self._python else list(sys.path)
         request = Request(spec, dict(os.environ), path, str(Path.cwd()))
@@ -132,7 +119,8 @@ class ForkServer:
                 see = installed if self._python else "memory was short"
                 raise RankError(
                     f"the server that starts processes has ended; see whether {see}, and start "
-                    "again"
+                    "again",
+                    code="fork-server-ended",
                 ) from error
         return Forked(pid, self)
 
@@ -154,7 +142,8 @@ class ForkServer:
             return self._connection
         ours, theirs = Pipe()
         path = "" if self._python else f"import sys; sys.path[:] = {sys.path!r}; "
-        code = f"{path}from stretto.workers.forkserver import serve; serve({theirs.fileno()})"
+        arguments = theirs.fileno(), self._preloaded
+        code = f"{path}from stretto.workers.forkserver import serve; serve{arguments}"
         with theirs:
             self._process = subprocess.Popen(
                 [self._python or sys.executable, "-P", "-c", code],
@@ -180,10 +169,8 @@ def server_of(python: str = "") -> ForkServer:
 class ForkedProcesses:
     """Processes of ranks on this machine; see :class:`~stretto.workers.ranks.Launched`.
 
-    What they print goes to standard error.
-
-    Args:
-        python: their interpreter, with the same version of Stretto; without one this process's.
+    What they print goes to standard error. ``python`` is their interpreter, with the same version
+    of Stretto; without one this process's.
     """
 
     one_clock = True
@@ -229,12 +216,12 @@ class ForkedProcesses:
         return f"pid {self.processes[rank].pid}"
 
 
-def serve(descriptor: int) -> NoReturn:
+def serve(descriptor: int, preloaded: Sequence[str]) -> NoReturn:
     """Import, then answer requests until the other end closes; see the top of this file."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)  # in ranks too: their driver decides
     keep_freed_memory()
-    for module in PRELOADED:
+    for module in preloaded:
         with suppress(ImportError):
             importlib.import_module(module)
     gc.collect()

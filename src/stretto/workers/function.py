@@ -27,23 +27,21 @@ class _MismatchError(Exception):
 class FunctionProcess:
     """The reward function's process and the JSON lines to and from it; every wait has a deadline.
 
-    Args:
-        opening: the first line, which names the reward function.
+    The first line, ``opening``, names the reward function.
     """
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
         self._opening = opening
         self._process: subprocess.Popen[bytes] | None = None
         self._kill: Callable[[], object] = lambda: None
-        self._unread = b""
-        self._request = 0
+        self._pid = self._input = self._output = -1
+        self._unread, self._request = b"", 0
 
     def start(self) -> dict[str, Any]:
         """Start the process, and return what it says of the reward function.
 
-        Raises:
-            ConfigError, TaskError: the reward function cannot be opened.
-            RewardError: the process ended or took too long.
+        Raises ConfigError or TaskError if the reward function cannot be opened, RewardError if the
+        process ended or took too long.
         """
         # A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by.
         # -P keeps files of the working directory from standing in for libraries of their name.
@@ -54,30 +52,35 @@ class FunctionProcess:
             bufsize=0,
             start_new_session=True,
         )
+        assert process.stdin
+        assert process.stdout
         self._process, self._unread, self._request = process, b"", 0
+        self._pid, self._input = process.pid, process.stdin.fileno()
+        self._output = process.stdout.fileno()
         self._kill = weakref.finalize(self, _kill, process)
-        for pipe in (process.stdin, process.stdout):
-            assert pipe
-            os.set_blocking(pipe.fileno(), False)
+        for pipe in (self._input, self._output):
+            os.set_blocking(pipe, False)
         try:
             deadline_s = time.monotonic() + START_LIMIT_S
             self._send(self._opening, deadline_s)
             answer = self._receive(deadline_s)
-        except (EOFError, TimeoutError, _MismatchError) as error:
+        except BaseException as error:
             self.close()
-            how = {
-                EOFError: "ended",
-                TimeoutError: f"took over {START_LIMIT_S:g} s",
-                _MismatchError: f"was stopped as {error}",
-            }[type(error)]
+            match error:
+                case EOFError():
+                    how = "ended"
+                case TimeoutError():
+                    how = f"took over {START_LIMIT_S:g} s"
+                case _MismatchError():
+                    how = f"was stopped as {error}"
+                case _:
+                    raise
             raise RewardError(
                 f"the process of the reward function {dict(self._opening)} {how} while it was "
                 "starting; see what it wrote to standard error, or run: "
-                f"{sys.executable} -c 'import stretto.scoring.worker'"
+                f"{sys.executable} -c 'import stretto.scoring.worker'",
+                code="function-not-started",
             ) from error
-        except BaseException:
-            self.close()
-            raise
         if "refused" in answer:
             self.close()
             refusals = {"ConfigError": ConfigError, "TaskError": TaskError}
@@ -132,36 +135,26 @@ class FunctionProcess:
 
     def _send(self, body: object, deadline_s: float) -> None:
         """Send a request with the next number."""
-        assert self._process
-        assert self._process.stdin
-        pipe = self._process.stdin.fileno()
         self._request += 1
         message = {"request": self._request, "body": body}
         data = memoryview(json.dumps(message).encode() + b"\n")
         while data:
-            _wait(pipe, selectors.EVENT_WRITE, deadline_s)
+            _wait(self._input, selectors.EVENT_WRITE, deadline_s)
             try:
-                data = data[os.write(pipe, data) :]
+                data = data[os.write(self._input, data) :]
             except BrokenPipeError as error:
                 raise EOFError from error
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
-        """Return the next line, which must answer the request.
-
-        Raises:
-            _MismatchError: it answers another one, or comes from another process.
-        """
-        assert self._process
-        assert self._process.stdout
-        pipe = self._process.stdout.fileno()
+        """Return the next line; raise _MismatchError if it does not answer the request."""
         while b"\n" not in self._unread:
-            _wait(pipe, selectors.EVENT_READ, deadline_s)
-            data = os.read(pipe, 1 << 16)
+            _wait(self._output, selectors.EVENT_READ, deadline_s)
+            data = os.read(self._output, 1 << 16)
             if not data:
                 raise EOFError
             self._unread += data
         line, self._unread = self._unread.split(b"\n", 1)
-        expected = {"request": self._request, "pid": self._process.pid}
+        expected = {"request": self._request, "pid": self._pid}
         try:
             answer: dict[str, Any] = json.loads(line)
             came = {key: answer.pop(key) for key in expected}
@@ -175,11 +168,7 @@ class FunctionProcess:
 
 
 def _wait(pipe: int, event: int, deadline_s: float) -> None:
-    """Wait until a pipe is ready.
-
-    Raises:
-        TimeoutError: it was not by the deadline.
-    """
+    """Wait until a pipe is ready; raise TimeoutError if it is not by the deadline."""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, event)
         left_s = deadline_s - time.monotonic()

@@ -11,11 +11,9 @@ from typing import Any
 from stretto.clock import Clock, RealClock
 from stretto.errors import RankError, RoleLostError, StrettoError
 from stretto.types import Reply, Work
-from stretto.workers.executor import Executor
 from stretto.workers.ranks import Ranks
-from stretto.workers.services import Service
-from stretto.workers.threads import WorkerThread
-from stretto.workers.turns import Turns, offloaded_of
+from stretto.workers.services import Service, ServiceTensors, offloaded_of
+from stretto.workers.threads import Executor, WorkerThread
 
 SAMPLES = 5
 """Round trips by which the distance of two clocks is measured."""
@@ -34,8 +32,7 @@ class Raised:
 class Host:
     """The holder of services in a rank; keeps them alive through errors that a run may survive.
 
-    Args:
-        makes: how the services are made, in this order.
+    The services are made in the order of ``makes``.
     """
 
     def __init__(self, rank: int, makes: Makes) -> None:
@@ -44,16 +41,16 @@ class Host:
             self._services[name] = service = make(*arguments)
             if offloaded := offloaded_of(service):  # to make room for the next one
                 offloaded.offload()
-        self._turns = Turns(self._services)
+        self._tensors = ServiceTensors(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
         """Return a method's result, or the error of Stretto that it raised."""
         try:
-            self._turns.begin(service, method)
+            self._tensors.begin(service, method)
             result = self.aside(service, method, *args)
         except StrettoError as error:
             result = Raised(error)
-        return self._turns.told(result)
+        return self._tensors.noted(result)
 
     def now(self) -> float:
         """Return the time by this process's clock."""
@@ -76,13 +73,16 @@ class ServiceGroup:
         replaceable: whether the ranks hold nothing that would be lost with them.
 
     Attributes:
-        name, replaceable: see above.
+        ranks: of the present generation.
+        worker: makes the calls.
         generation: how many groups have died or been ended before this one.
 
-    Raises:
-        StrettoError: a service's ``make`` raised it.
-        RankError: a rank could not start, or ``make`` raised anything else.
+    Raises the error of Stretto that a service's ``make`` raised, and RankError if a rank could not
+    start or ``make`` raised anything else.
     """
+
+    ranks: Ranks
+    worker: WorkerThread
 
     def __init__(
         self,
@@ -98,25 +98,10 @@ class ServiceGroup:
         self._closed, self._ahead_s = False, 0.0
         self._open()
 
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks of the present generation."""
-        return self._ranks
-
-    async def run(self, service: str, method: str, args: tuple[Any, ...]) -> Reply[Any]:
-        """Call a method of a service; return its reply, with times by this process's clock.
-
-        Raises:
-            RankError: a rank has died, or raised an error of no run that goes on.
-            StrettoError: the method raised it.
-        """
-        reply: Reply[Any] = await self._worker.run(lambda: self.ask(service, method, *args))
-        return reply
-
     def ask(self, service: str, method: str, *args: Any) -> Any:
         """Return a method's result; a reply with times by this process's clock. Blocks."""
         sent_s = self._clock.now()
-        answers = self._ranks.call("call", service, method, args)
+        answers = self.ranks.call("call", service, method, args)
         came_s = self._clock.now()
         answer = next((a for a in answers if isinstance(a, Raised)), answers[0])
         if isinstance(answer, Raised):
@@ -130,18 +115,17 @@ class ServiceGroup:
     async def restart(self, seen: int) -> None:
         """Replace the ranks, unless another role has done so since generation ``seen``.
 
-        Raises:
-            RankError: they hold what would be lost.
+        Raises RankError if they hold what would be lost.
         """
         if not self.replaceable:
             raise RankError(
                 f"the processes of the {self.name} hold what is trained, and are not replaced; go "
-                "on from the last checkpoint with --resume"
+                "on from the last checkpoint with --resume",
+                code="not-replaceable",
             )
         async with self._restarting:
-            if self.generation > seen:
-                return
-            await asyncio.to_thread(self._replace)
+            if self.generation <= seen:
+                await asyncio.to_thread(self._replace)
 
     def close(self) -> None:
         """End the ranks, at work or not; from any thread, any number of times."""
@@ -158,26 +142,26 @@ class ServiceGroup:
             self._end()
 
     def _end(self) -> None:
-        self._ranks.close()
-        self._worker.stop()
+        self.ranks.close()
+        self.worker.stop()
 
     def _open(self) -> None:
         try:
-            self._ranks = self._launch()
+            self.ranks = self._launch()
         except RankError as error:
             if isinstance(error.__cause__, StrettoError):
                 raise error.__cause__ from None
             raise
-        self._worker = WorkerThread(self.name, 0)
+        self.worker = WorkerThread(self.name, 0)
         self._ahead_s = self._distance()
-        self._ranks.watch(self._worker.fail)
+        self.ranks.watch(self.worker.fail)
 
     def _distance(self) -> float:
         """Return the seconds that this process's clock is ahead, by the shortest of round trips."""
 
         def trip() -> tuple[float, float]:
             before_s = self._clock.now()
-            theirs_s: float = self._ranks.call("now")[0]
+            theirs_s: float = self.ranks.call("now")[0]
             after_s = self._clock.now()
             return after_s - before_s, (before_s + after_s) / 2 - theirs_s
 
@@ -211,24 +195,27 @@ class GroupExecutor:
         self._group, self._service, self.generation = group, service, group.generation
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
-        if self._group.generation != self.generation:
+        group = self._group
+        if group.generation != self.generation:
             raise RoleLostError(
                 self._service,
-                f"the process of the {self._group.name} was replaced, and the {self._service} in "
-                "it; start it again",
+                f"the process of the {group.name} was replaced, and the {self._service} in it; "
+                "start it again",
+                "replaced-with-another",
             )
         try:
-            return await self._group.run(self._service, method, args)
+            reply: Reply[Any] = await group.worker.run(lambda: self.ask(method, *args))
         except RankError as error:
-            if not self._group.replaceable:
+            if not group.replaceable:
                 raise
-            raise _lost(self._service, error) from error
+            raise self._lost(error) from error
+        return reply
 
     async def restart(self) -> None:
         try:
             await self._group.restart(self.generation)
         except RankError as error:
-            raise _lost(self._service, error) from error
+            raise self._lost(error) from error
         self.generation = self._group.generation
 
     def shares_ranks(self, other: Executor) -> bool:
@@ -241,24 +228,17 @@ class GroupExecutor:
     def ask(self, method: str, *args: Any) -> Any:
         return self._group.ask(self._service, method, *args)
 
-    def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        return self._aside(0, method, args, timeout_s)
-
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        ranks = self._group.ranks
+
         def call(rank: int) -> Any:
-            return self._aside(rank, method, args, timeout_s)
+            return ranks.aside(rank, "aside", self._service, method, *args, timeout_s=timeout_s)
 
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(call, range(self.size)))
 
-    def _aside(self, rank: int, method: str, args: tuple[Any, ...], timeout_s: float) -> Any:
-        return self._group.ranks.aside(
-            rank, "aside", self._service, method, *args, timeout_s=timeout_s
-        )
-
-
-def _lost(service: str, error: RankError) -> RoleLostError:
-    lost = RoleLostError(service, str(error))
-    for note in getattr(error, "__notes__", ()):
-        lost.add_note(note)
-    return lost
+    def _lost(self, error: RankError) -> RoleLostError:
+        lost = RoleLostError(self._service, str(error), error.code)
+        for note in getattr(error, "__notes__", ()):
+            lost.add_note(note)
+        return lost

@@ -21,12 +21,11 @@ class Facts:
 
     Attributes:
         node: name of the machine.
-        pid: of the process.
         versions: of Python and of :data:`PACKAGES`; empty for one that is not installed.
         threads: of torch.
         device: what the rank computes on: ``cpu``, or the GPU's name.
         device_id: the GPU's UUID; empty on a CPU.
-        free_bytes: memory of that device that nobody uses.
+        free_bytes: memory of that device that is not in use.
         environment: variables that were forwarded to it.
     """
 
@@ -41,11 +40,7 @@ class Facts:
 
 
 def facts(device: str, environment: Mapping[str, str]) -> Facts:
-    """Look at this process's place.
-
-    Args:
-        environment: variables that were forwarded here.
-    """
+    """Look at this process's place, with the variables that were forwarded here."""
     import psutil
     import torch
 
@@ -94,9 +89,8 @@ def check(
         apart: ranks with an interpreter of their own, for the sake of other versions. They speak
             pickles of Stretto's data, so that this and Python's minor version are all they share.
 
-    Raises:
-        RankError: versions differ, two ranks are on one GPU that were not to be, or a rank has
-            other threads than it was given.
+    Raises RankError if versions differ, two ranks are on one GPU that were not to be, or a rank has
+    other threads than it was given.
     """
     names = list(ranks)
     for name in names[1:]:
@@ -108,13 +102,15 @@ def check(
                 raise RankError(
                     f"all ranks need one version of {package}: '{names[0]}' on "
                     f"{ranks[names[0]].node} has {here or 'none'}, '{name}' on {ranks[name].node} "
-                    f"has {there or 'none'}; install the same on both"
+                    f"has {there or 'none'}; install the same on both",
+                    code="versions-differ",
                 )
     for name, found in ranks.items():
         if threads.get(name, found.threads) != found.threads:
             raise RankError(
                 f"'{name}' on {found.node} was to use {threads[name]} CPU threads and uses "
-                f"{found.threads}; see whether OMP_NUM_THREADS or the like limits them there"
+                f"{found.threads}; see whether OMP_NUM_THREADS or the like limits them there",
+                code="threads-differ",
             )
     by_device: dict[str, str] = {}
     for name, found in ranks.items():
@@ -123,5 +119,6 @@ def check(
             raise RankError(
                 f"'{name}' and '{other}' are both on the GPU {found.device_id} of {found.node}, "
                 "and are not placed together; see whether CUDA_VISIBLE_DEVICES is set for both, or "
-                "place them on one device"
+                "place them on one device",
+                code="gpu-shared",
             )

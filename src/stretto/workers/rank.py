@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,12 +31,9 @@ from stretto.workers.connection import Address, DriverConnection, Raw, listening
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank is, under every launcher.
+    """What a rank is, under every launcher: ``index`` of ``world`` in its group, and how it works.
 
     Attributes:
-        index: of this process.
-        world: ranks in the group.
-        backend: of the group.
         threads: of torch; 0 leaves its choice.
         device: that the rank computes on, as torch names it there.
         interface: network interface of the group; without one, that by which the driver is reached.
@@ -69,11 +67,7 @@ class Rank:
         self._driver.serve(lambda step, arguments: getattr(self, step)(*arguments))
 
     def listen(self) -> Address:
-        """Open the socket of the group's store; return where it is.
-
-        Raises:
-            RankError: the network interface has no address.
-        """
+        """Open the socket of the group's store; return where it is."""
         interface = self._spec.interface
         self._listener = listening_at(address_of(interface) if interface else self._driver.host)
         address: Address = self._listener.getsockname()[:2]
@@ -143,32 +137,26 @@ def stacks() -> str:
 
 
 def tell_warnings(say: Callable[[str], None]) -> None:
-    """Have Python's warnings, and log records from WARNING up, said as lines for people.
+    """Have each of Python's warnings, and of log records from WARNING up, said once for people.
 
-    Each line is said once; all of them, and all that libraries print, are in the log.
+    All of them, and all that libraries print, are in the log.
     """
     from transformers.utils import logging as of_transformers
 
-    said: set[str] = set()
-    print_warning = warnings.showwarning
-
-    def once(line: str) -> None:
-        if line not in said:
-            said.add(line)
-            say(line)
+    print_warning, once = warnings.showwarning, cache(say)
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
         print_warning(message, category, *where, **rest)
         once(f"{category.__name__}: {message}")
 
-    class Saying(logging.Handler):
+    class LineHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             once(f"{record.levelname} {record.name}: {record.getMessage()}")
 
     warnings.showwarning = show
     root = logging.getLogger()
     root.addHandler(logging.StreamHandler())
-    root.addHandler(Saying(logging.WARNING))
+    root.addHandler(LineHandler(logging.WARNING))
     # It prints its records itself, and passes them on only where CI is in the environment.
     of_transformers.disable_default_handler()
     of_transformers.enable_propagation()
@@ -185,11 +173,7 @@ def _print_to(log: Path) -> None:
 
 
 def address_of(interface: str) -> str:
-    """Return the address of one of this machine's network interfaces.
-
-    Raises:
-        RankError: there is none of that name.
-    """
+    """Return the address of a network interface; raise RankError if there is none of that name."""
     names = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in names.get(interface, ()):
@@ -197,20 +181,18 @@ def address_of(interface: str) -> str:
                 return str(entry.address).partition("%")[0]
     raise RankError(
         f"{socket.gethostname()} has no network interface '{interface}' with an address; "
-        f"it has: {', '.join(sorted(names))}"
+        f"it has: {', '.join(sorted(names))}",
+        code="no-such-interface",
     )
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with an address.
-
-    Raises:
-        RankError: there is none.
-    """
+    """Return the network interface with an address; raise RankError if there is none."""
     for name, entries in psutil.net_if_addrs().items():
         if any(str(entry.address).partition("%")[0] == address for entry in entries):
             return str(name)
     raise RankError(
         f"no network interface of {socket.gethostname()} has the address {address}, from which it "
-        "reaches the driver; name the interface"
+        "reaches the driver; name the interface",
+        code="no-interface-has-address",
     )

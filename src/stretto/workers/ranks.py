@@ -32,12 +32,7 @@ _LAST_LINES = 20
 
 
 class NotConnectedError(Exception):
-    """A process did not connect.
-
-    Args:
-        rank: of the process.
-        what: what happened, for people; empty where it has ended.
-    """
+    """A rank's process did not connect; ``what`` happened is empty where it has ended."""
 
     def __init__(self, rank: int, what: str = "") -> None:
         super().__init__(what)
@@ -45,20 +40,13 @@ class NotConnectedError(Exception):
 
 
 class Launched(Protocol):
-    """Processes that a launcher has started, a :class:`~stretto.workers.rank.Rank` each.
-
-    Attributes:
-        one_clock: whether all are on one machine.
-    """
+    """Processes that a launcher has started, a :class:`~stretto.workers.rank.Rank` each."""
 
     one_clock: bool
+    """Whether all are on one machine."""
 
     def connect(self, timeout_s: float) -> Sequence[Raw]:
-        """Wait for the connection to each.
-
-        Raises:
-            NotConnectedError: one has ended, or did not connect in time.
-        """
+        """Wait for the connection to each; raise NotConnectedError if one has ended or is late."""
         ...
 
     def kill(self) -> None:
@@ -87,7 +75,6 @@ class Ranks:
     Args:
         make: called on each as ``make(rank, *arguments)`` once the group is there; methods of what
             it returns can be called.
-        arguments: the same for all ranks.
         launch: starts the processes; by default on this machine.
         backend: ``gloo``, or ``nccl`` with a GPU each.
         threads: of each rank's torch; 0 leaves its choice.
@@ -106,10 +93,8 @@ class Ranks:
         begun: called with this object once there are processes, which may take long from here on;
             to be able to :meth:`close` it meanwhile.
 
-    Raises:
-        PicklingError: ``make`` or an argument cannot be sent.
-        RankError: a rank could not start, or ``make`` raised.
-        StrettoError: ``check`` raised it.
+    Raises PicklingError if ``make`` or an argument cannot be sent, RankError if a rank could not
+    start or ``make`` raised, and what ``check`` raises.
     """
 
     def __init__(
@@ -172,11 +157,9 @@ class Ranks:
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks at once; return the results by rank.
 
-        Raises:
-            RankError: a rank failed, and all have been ended, or they had been before. What the
-                rank raised is its ``__cause__``, where that was an error of Stretto; the traceback
-                of any other is a note.
-            PicklingError: an argument cannot be sent.
+        Raises RankError if a rank failed, and all have been ended, or they had been before. What
+        the rank raised is its ``__cause__``, where that was an error of Stretto; the traceback of
+        any other is a note. Raises PicklingError if an argument cannot be sent.
         """
         return self._call(method, repeat(_step("call", method, args), self._size))
 
@@ -217,8 +200,7 @@ class Ranks:
     def watch(self, tell: Callable[[RankError], None]) -> None:
         """Have the death of a rank between two calls told at once; the next call raises it too.
 
-        Args:
-            tell: called with the error when all have been ended; on a thread of its own.
+        ``tell`` is called with the error when all have been ended; on a thread of its own.
         """
         self._tell = tell
         if self._died:
@@ -234,7 +216,7 @@ class Ranks:
             connections = self._launched.connect(self._timeout_s)
         except NotConnectedError as error:
             if error.what:
-                raise self._error(error.rank, error.what) from error
+                raise self._error(error.rank, error.what, "rank-not-connected") from error
             raise self._death(error.rank, f"in the middle of {START}") from error
         of = weakref.ref(self)
 
@@ -285,12 +267,12 @@ class Ranks:
                 until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
         if raised:
             rank, failed = min(raised, key=_time)
-            error = self._error(rank, f"failed in {doing}: {failed.what}")
+            error = self._error(rank, f"failed in {doing}: {failed.what}", "rank-failed")
             raise _explained(error, rank, failed)
         if silent:
             ranks = sorted(silent.values())
             what = f"did not come to the end of {doing} in {self._timeout_s:g} s"
-            error = self._error(ranks[0], what)
+            error = self._error(ranks[0], what, "rank-silent")
             error.add_note(f"Silent: rank {', '.join(map(str, ranks))}.\n{self.stacks()}")
             raise error
         return [results[rank] for rank in range(len(asked))]
@@ -310,22 +292,21 @@ class Ranks:
         What others had ``raised`` by then may be the cause, or a consequence.
         """
         if self._closed:
-            return RankError(f"the ranks were ended {when}")
+            return RankError(f"the ranks were ended {when}", code="ranks-ended")
         how, notes = self._launched.ended(rank)
         if raised:
             other, failed = min(raised, key=_time)
-            error = self._error(rank, f"{how} {when}; rank {other} had raised: {failed.what}")
-            return _explained(error, other, failed)
-        error = self._error(rank, f"{how} {when}")
+            what = f"{how} {when}; rank {other} had raised: {failed.what}"
+            return _explained(self._error(rank, what, "rank-died"), other, failed)
+        error = self._error(rank, f"{how} {when}", "rank-died")
         for note in (*self._end_of_log(rank), *notes):
             error.add_note(note)
         return error
 
-    def _error(self, rank: int, what: str) -> RankError:
+    def _error(self, rank: int, what: str, code: str) -> RankError:
         ended = "" if self._role else ". All ranks have been ended"
-        return RankError(
-            f"{self._name(rank)} {what}{ended}; mend the cause, and {self.remedy}", rank
-        )
+        message = f"{self._name(rank)} {what}{ended}; mend the cause, and {self.remedy}"
+        return RankError(message, rank, code)
 
     def _name(self, rank: int) -> str:
         if not self._role:
@@ -346,7 +327,7 @@ def _step(name: str, *arguments: Any) -> memoryview:
 
 
 def _ended() -> RankError:
-    return RankError("the ranks have been ended; start new ones")
+    return RankError("the ranks have been ended; start new ones", code="ranks-ended")
 
 
 def _end(launched: Launched, connections: Sequence[RankConnection]) -> None:

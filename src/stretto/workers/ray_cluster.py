@@ -51,13 +51,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that was found.
-
-    Attributes:
-        address: of its head.
-        nodes: how many are alive.
-        cpus, gpus: of all of them.
-    """
+    """A cluster that was found, and what its living nodes have together."""
 
     address: str
     nodes: int
@@ -76,16 +70,14 @@ class RayCluster:
         cpus, gpus: of a cluster that is started here; without them Ray counts.
         timeout_s: for the places to be free.
         also: more names of variables that are forwarded to the ranks; see :func:`forwarded`.
-        say: called with lines for people.
 
     Attributes:
         environment: variables that are forwarded.
         alone: whether all places are on this machine.
         host: address at which this process listens for its ranks.
 
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers, or it has not got the places within the time.
+    Raises MissingExtraError if Ray is not installed, ConfigError if no cluster answers, or has not
+    got the places within the time.
     """
 
     def __init__(
@@ -142,11 +134,6 @@ class RayCluster:
             ray.shutdown()
 
     def _wait(self, timeout_s: float, say: Callable[[str], None]) -> None:
-        """Wait for the places.
-
-        Raises:
-            ConfigError: the time is over.
-        """
         began_s = said_s = time.monotonic()
         while not self._group.wait(1):  # short, so that Ctrl-C is heard
             now_s = time.monotonic()
@@ -154,7 +141,8 @@ class RayCluster:
                 raise ConfigError(
                     f"the run needs {self._needs()} of Ray, and did not get them within "
                     f"{timeout_s:g} s: {_has()}; add nodes ('ray start --address=HOST:PORT' on "
-                    "each), end what else runs there, or ask for less"
+                    "each), end what else runs there, or ask for less",
+                    "places-not-free",
                 )
             if now_s - said_s >= _SAY_EVERY_S:
                 said_s = now_s
@@ -172,14 +160,10 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
     """Order bundles so that neighbours are on one node, and that the order is always the same.
 
     Ray puts them where there is room. Positions keep what was asked for them: bundles change
-    places with equal ones only.
+    places with equal ones only. Return for each position the bundle that it gets.
 
     Args:
-        bundles: what was asked for, by position.
-        nodes: address and id of the node of each.
-
-    Returns:
-        For each position the bundle that it gets.
+        nodes: address and id of the node of each bundle.
     """
 
     def by_address(index: int) -> tuple[int, str, str, int]:
@@ -194,19 +178,16 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
 
 
 def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
-    """Choose what is forwarded.
+    """Choose what is forwarded; ``also`` has more names, or patterns such as ``MY_*``.
 
-    Args:
-        also: more names, or patterns such as ``MY_*``.
-
-    Raises:
-        ConfigError: a variable that decides about GPUs is asked for.
+    Raises ConfigError if a variable that decides about GPUs is asked for.
     """
     also = tuple(also)
     if asked := set(_PLACED).intersection(also):
         raise ConfigError(
             f"'{min(asked)}' cannot be forwarded: each rank gets the GPU of its place, and the "
-            "driver's would put all of them on one; leave it out"
+            "driver's would put all of them on one; leave it out",
+            "cannot-be-forwarded",
         )
     return {
         name: value
@@ -228,11 +209,7 @@ def described(variables: Mapping[str, str]) -> str:
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:
-    """Return where modules come from that are not installed, such as a checkout of sources.
-
-    Args:
-        paths: as in ``sys.path``.
-    """
+    """Return the paths of ``sys.path`` that hold modules which are not installed."""
     own = []
     for path in paths:
         absolute = Path(path).absolute()  # '' is the working directory
@@ -246,8 +223,7 @@ def code_paths(paths: Sequence[str]) -> list[str]:
 def find(timeout_s: float = 20.0) -> Cluster | None:
     """Look for the cluster that ``auto`` stands for, in a process of its own; for reports.
 
-    Args:
-        timeout_s: after which there is none: one that does not answer keeps Ray waiting.
+    One that does not answer keeps Ray waiting: after ``timeout_s`` there is none.
     """
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
@@ -274,12 +250,7 @@ def _describe() -> None:
 
 
 def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
-    """Connect to a cluster, or start one; return whether the connection is ours to close.
-
-    Raises:
-        MissingExtraError: Ray is not installed.
-        ConfigError: no cluster answers.
-    """
+    """Connect to a cluster, or start one; return whether the connection is ours to close."""
     require("ray", "ray", "a cluster")
     import ray
 
@@ -307,10 +278,9 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
 
 
 def require_answer(address: str) -> None:
-    """Knock at a cluster's address: where nobody answers, Ray would go on trying for many minutes.
+    """Knock at a cluster's address, as Ray would go on trying for many minutes.
 
-    Raises:
-        ConfigError: it cannot be an address, or nobody answers.
+    Raises ConfigError if it cannot be an address, or nothing answers there.
     """
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
         return
@@ -318,7 +288,8 @@ def require_answer(address: str) -> None:
     if "://" in address:
         raise ConfigError(
             f"the address of a Ray cluster is 'auto' or HOST:PORT, and '{address}' is neither; "
-            "run Stretto on a node of the cluster, as with 'ray job submit'"
+            "run Stretto on a node of the cluster, as with 'ray job submit'",
+            "not-a-cluster-address",
         )
     host, _, port = address.rpartition(":")
     if address in ("auto", "local") or not port.isdigit():
@@ -333,7 +304,8 @@ def _no_cluster(address: str, why: str) -> ConfigError:
     return ConfigError(
         f"no Ray cluster answers at '{address}': {why}; start one ('ray start --head' here, "
         "'ray start --address=HOST:PORT' on the other nodes), or leave the address out for a "
-        "cluster of this machine"
+        "cluster of this machine",
+        "no-cluster-answers",
     )
 
 

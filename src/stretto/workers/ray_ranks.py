@@ -37,7 +37,6 @@ class ActorProcesses:
     here. What they print goes where Ray sends it.
 
     Args:
-        cluster: where they are.
         places: position of each rank's place on the cluster; without them the first ones.
         share: part of its place that each takes; groups that share places have parts of them.
         python: interpreter of the ranks, with the same versions of Python and Ray; without one, the

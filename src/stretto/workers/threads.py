@@ -1,4 +1,4 @@
-"""Workers: threads that work for roles, one call at a time.
+"""Threads of the run's process that work for roles, one call at a time, and their executors.
 
 Roles on one worker take turns; roles on different workers work side by side, as far as the
 interpreter and the cores allow. Which role is on which worker is the placement of a run in one
@@ -11,11 +11,15 @@ import asyncio
 import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+from stretto.errors import LifecycleError
+from stretto.types import Reply
 
 T = TypeVar("T")
 
@@ -23,10 +27,7 @@ _SETTING_THREADS = Lock()
 
 
 class Interrupted(KeyboardInterrupt):
-    """The interruption of a worker's thread, when the run ends while it works.
-
-    It is a ``KeyboardInterrupt``, as code that catches all other errors lets that through.
-    """
+    """The interruption of a worker's thread: code that catches all other errors lets it through."""
 
 
 class WorkerThread:
@@ -35,9 +36,8 @@ class WorkerThread:
     Args:
         threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Workers that
             work at the same time should share the cores out: threads that wait for each other spin.
-        beside: workers that it shares cores with.
-        alone: threads of a call that begins while none of these works; 0 for no difference. Use it
-            only where none of them begins before such a call has ended.
+        alone: threads of a call that begins while none ``beside`` works; 0 for no difference. Use
+            it only where none of them begins before such a call has ended.
 
     Attributes:
         busy: whether a call is under way.
@@ -62,9 +62,7 @@ class WorkerThread:
         future.add_done_callback(self._waiting.discard)
         if self._failure is not None:
             raise self._failure
-
-        def tell(set_it: Callable[[Any], None], value: Any) -> None:
-            _tell(future, set_it, value)
+        tell = partial(_tell, future)
 
         def work() -> None:
             if future.cancelled():
@@ -84,7 +82,7 @@ class WorkerThread:
         return await future
 
     def fail(self, error: Exception) -> None:
-        """Have all who wait for a call, or ask for one from now on, get this error instead.
+        """Raise this error in all that wait for a call, or ask for one from now on.
 
         From any thread. A call that is under way goes on, until it is interrupted.
         """
@@ -105,10 +103,9 @@ class WorkerThread:
         """Have the thread end after the calls that were asked for."""
         self._calls.put(None)
 
-    def join(self, seconds: float) -> bool:
-        """Wait at most so long for the thread to end; return whether it has."""
+    def join(self, seconds: float) -> None:
+        """Wait at most so long for the thread to end."""
         self._thread.join(seconds)
-        return not self._thread.is_alive()
 
     def _work(self, threads: int) -> None:
         if threads:
@@ -131,7 +128,7 @@ def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any
     """Settle a future, from any thread."""
 
     def settle() -> None:
-        if not future.done():  # else nobody waits any more
+        if not future.done():  # else it was given up
             set_it(value)
 
     with suppress(RuntimeError):  # the loop is closed: the run is over
@@ -147,3 +144,75 @@ def _use_threads(threads: int) -> None:
     with _SETTING_THREADS:
         torch.set_num_threads(threads)
         torch.get_num_threads()
+
+
+class Executor(Protocol):
+    """An executor that makes calls of one service, in the order in which they are asked for."""
+
+    @property
+    def generation(self) -> int:
+        """How many processes of the service have died or been ended before the present one."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks hold the service."""
+        ...
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        """Call a method of the service; return its reply, with times by this process's clock.
+
+        Raises:
+            RoleLostError: the service's process has died, or been replaced with what it held.
+            RankError: it has died, and cannot be replaced.
+            Exception: what the method raised.
+        """
+        ...
+
+    def ask(self, method: str, *args: Any) -> Any:
+        """Return a method's result; blocks. Only while nothing else is asked of the service."""
+        ...
+
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method on all ranks at once while another may be under way; blocks."""
+        ...
+
+    async def restart(self) -> None:
+        """End what is left of the service's process and start a new one in its place.
+
+        Raises RoleLostError if the new process could not start, LifecycleError if the service has
+        no process of its own.
+        """
+        ...
+
+    def shares_ranks(self, other: Executor) -> bool:
+        """Return whether another executor's service is in the same ranks."""
+        ...
+
+
+class ThreadExecutor:
+    """An executor that calls a service of this process on a thread, maybe shared with others."""
+
+    generation, size = 0, 1
+
+    def __init__(self, service: Any, thread: WorkerThread) -> None:
+        self.service, self._thread = service, thread
+
+    async def call(self, method: str, *args: Any) -> Reply[Any]:
+        reply: Reply[Any] = await self._thread.run(lambda: self.ask(method, *args))
+        return reply
+
+    def ask(self, method: str, *args: Any) -> Any:
+        return getattr(self.service, method)(*args)
+
+    def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        return [self.ask(method, *args)]
+
+    async def restart(self) -> None:
+        raise LifecycleError(
+            "only a role with a process of its own can be replaced, and this one works on a thread "
+            "of the run's process; start the run again"
+        )
+
+    def shares_ranks(self, other: Executor) -> bool:
+        return isinstance(other, ThreadExecutor)
