@@ -142,9 +142,7 @@ class LearnerService(Service):
         return Reply([self._learner.gathered(*tensors) for tensors in found])
 
     def load(
-        self,
-        path: Path,
-        kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]],
+        self, path: Path, kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]]
     ) -> Reply[Mapping[str, WeightsRef]]:
         """Go on from a state in a folder; return tickets for the weights as they are then.
 

@@ -300,7 +300,5 @@ def _migrating(
     if kv_router:
         moving = kv_router.bytes_per_s(one, other) / rates.kv_bytes if rates.kv_bytes else None
     return migrating_of(
-        config,
-        prefill_tokens_per_s=rates.prefill_tokens_per_s,
-        transfer_tokens_per_s=moving,
+        config, prefill_tokens_per_s=rates.prefill_tokens_per_s, transfer_tokens_per_s=moving
     )

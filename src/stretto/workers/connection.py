@@ -182,10 +182,7 @@ class RankConnection:
     """
 
     def __init__(
-        self,
-        connection: Raw,
-        say: Callable[[str], None],
-        ended: Callable[[], None] = lambda: None,
+        self, connection: Raw, say: Callable[[str], None], ended: Callable[[], None] = lambda: None
     ) -> None:
         self._connection, self._say, self._sending = connection, say, Lock()
         # To wake up the reader, which alone closes: a number that one thread closes may be another

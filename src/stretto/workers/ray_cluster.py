@@ -14,10 +14,9 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stretto import signals
 from stretto.errors import ConfigError, first_line, require
@@ -34,23 +33,21 @@ _PLACED = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 """Variables by which each rank is told its GPU; the driver's would put all of them on one."""
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?|AUTH)S?(_|$)")
 _LOGIN = re.compile(r"://[^/]*@")
-_LOOPBACK = "127.0.0.1"
+
 _CONNECT_S = 10.0
 _SAY_EVERY_S = 30.0
 _MISSED = (ConnectionError, RuntimeError, ValueError, TimeoutError)
 """What Ray raises where it cannot connect."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """What a place holds: CPUs and GPUs of one node."""
+class Bundle(NamedTuple):
+    """The CPUs and GPUs of one node that a place holds."""
 
     cpus: float = 1.0
     gpus: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
+class Cluster(NamedTuple):
     """A cluster that was found, and what its living nodes have together."""
 
     address: str
@@ -62,22 +59,16 @@ class Cluster:
 class RayCluster:
     """Ray's places for the ranks of one run, all of one placement group.
 
+    Raises MissingExtraError if Ray is not installed, ConfigError if no cluster answers, or the
+    places are not free within the time.
+
     Args:
         bundles: the places, by position; each is on one node.
         address: of a running cluster, as ``host:port``, or ``auto`` for the one that this machine
             belongs to. Without one, a cluster of this machine alone is started, and ends with this
             object. Where the process is connected already, that cluster is taken.
         cpus, gpus: of a cluster that is started here; without them Ray counts.
-        timeout_s: for the places to be free.
         also: more names of variables that are forwarded to the ranks; see :func:`forwarded`.
-
-    Attributes:
-        environment: variables that are forwarded.
-        alone: whether all places are on this machine.
-        host: address at which this process listens for its ranks.
-
-    Raises MissingExtraError if Ray is not installed, ConfigError if no cluster answers, or has not
-    got the places within the time.
     """
 
     def __init__(
@@ -108,8 +99,8 @@ class RayCluster:
             self._indices = by_node(
                 self.bundles, [(hosts[nodes[i]], nodes[i]) for i in sorted(nodes)]
             )
-            self.alone = set(nodes.values()) == {here}
-            self.host = _LOOPBACK if self.alone else hosts[here]
+            self.alone = set(nodes.values()) == {here}  # all places are on this machine
+            self.host = "127.0.0.1" if self.alone else hosts[here]
             say(described(self.environment))
         except BaseException:
             self.close()
@@ -149,11 +140,9 @@ class RayCluster:
                 say(f"waiting for {self._needs()} of Ray: {_has()}")
 
     def _needs(self) -> str:
-        largest = max(self.bundles, key=lambda b: (b.gpus, b.cpus))
-        return (
-            f"{_amount(sum(b.cpus for b in self.bundles), sum(b.gpus for b in self.bundles))} "
-            f"(on one node {_amount(largest.cpus, largest.gpus)} at least)"
-        )
+        largest = max(self.bundles, key=lambda bundle: (bundle.gpus, bundle.cpus))
+        total = _amount(*map(sum, zip(*self.bundles, strict=True)))
+        return f"{total} (on one node {_amount(*largest)} at least)"
 
 
 def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list[int]:
@@ -198,26 +187,24 @@ def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[
 
 def described(variables: Mapping[str, str]) -> str:
     """Say in a line what is forwarded; values only of the usual names, and never a secret's."""
-
-    def shown(name: str, value: str) -> str:
+    shown = []
+    for name, value in variables.items():
         usual = any(fnmatchcase(name, pattern) for pattern in PATTERNS)
         secret = _SECRET.search(name.upper()) or _LOGIN.search(value)
-        return f"{name}={value}" if usual and not secret else name
-
-    told = ", ".join(shown(name, value) for name, value in variables.items())
-    return f"environment of the ranks: {told or 'nothing'}"
+        shown.append(f"{name}={value}" if usual and not secret else name)
+    return f"environment of the ranks: {', '.join(shown) or 'nothing'}"
 
 
 def code_paths(paths: Sequence[str]) -> list[str]:
     """Return the paths of ``sys.path`` that hold modules which are not installed."""
-    own = []
+    own = dict[str, None]()
     for path in paths:
         absolute = Path(path).absolute()  # '' is the working directory
         installed = {"site-packages", "dist-packages"}.intersection(absolute.parts)
         library = absolute.is_relative_to(sysconfig.get_path("stdlib"))
         if not installed and not library and absolute.suffix != ".zip":
-            own.append(str(absolute))
-    return list(dict.fromkeys(own))
+            own[str(absolute)] = None
+    return list(own)
 
 
 def find(timeout_s: float = 20.0) -> Cluster | None:
@@ -233,7 +220,7 @@ def find(timeout_s: float = 20.0) -> Cluster | None:
         told = subprocess.run(
             [sys.executable, "-P", "-c", code], capture_output=True, timeout=timeout_s, check=True
         )
-        return Cluster(**json.loads(told.stdout.splitlines()[-1]))
+        return Cluster(*json.loads(told.stdout.splitlines()[-1]))
     return None
 
 
@@ -245,8 +232,7 @@ def _describe() -> None:
     address: str = ray.get_runtime_context().gcs_address
     alive = [node for node in ray.nodes() if node["Alive"]]
     total = ray.cluster_resources()
-    found = Cluster(address, len(alive), total.get("CPU", 0.0), total.get("GPU", 0.0))
-    print(json.dumps(asdict(found)))
+    print(json.dumps([address, len(alive), total.get("CPU", 0.0), total.get("GPU", 0.0)]))
 
 
 def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
