@@ -19,10 +19,7 @@ Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
 class Client:
     """A role with the methods of its protocol, which asks a service and traces its work.
 
-    Args:
-        member: name that is unique in a run.
-        role: name in traces.
-        ways: methods that go another way than through the executor.
+    The member's name is unique in a run, the role's that in traces.
     """
 
     def __init__(
@@ -57,22 +54,16 @@ class Client:
 
 
 class ScorerClient(Client):
-    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`.
-
-    Args:
-        info: the facts about the scorer, at the start; calls that may change them answer with them.
-        replica: name of one of several, unique in a run; the scorer's by default.
-        shown: name in traces; the replica's by default.
-    """
+    """A scorer whose work an executor carries; see :class:`~stretto.protocols.Scorer`."""
 
     def __init__(
         self,
-        info: ScorerInfo,
+        info: ScorerInfo,  # at the start; calls that may change the facts answer with them
         executor: Executor,
         tracer: Tracer,
-        replica: str = "",
+        replica: str = "",  # name of one of several, unique in a run
         ways: Ways | None = None,
-        shown: str = "",
+        shown: str = "",  # name in traces
     ) -> None:
         self.info, member = info, replica or info.name
         role = short_name(shown or member)

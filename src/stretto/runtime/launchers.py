@@ -24,26 +24,18 @@ if TYPE_CHECKING:
 
 
 class Launcher:
-    """A launcher of a run's processes on this machine.
+    """A launcher of a run's processes on this machine."""
 
-    Attributes:
-        gpus: there are for it; 0 places all on CPUs.
-        host: address of this process, as the others reach it; known once it is prepared.
-        interface: network interface of the processes' groups; empty for that of the host.
-    """
-
-    interface = ""
+    interface = ""  # network interface of the processes' groups; empty for that of the host
+    host = "127.0.0.1"  # address of this process for the others; known once it is prepared
 
     def __init__(self, config: Config, say: Say) -> None:
-        self._config, self._say, self.host = config.cluster, say, "127.0.0.1"
+        self._config, self._say = config.cluster, say
         on_gpus = pick_device(config.model.device).type == "cuda"
-        self.gpus = torch.cuda.device_count() if on_gpus else 0
+        self.gpus = torch.cuda.device_count() if on_gpus else 0  # 0 places all on CPUs
 
     def prepare(self, processes: Sequence[ProcessPlacement], stack: ExitStack) -> None:
-        """Make ready for these processes: libraries are imported while this process goes on.
-
-        The stack undoes it. Raises ConfigError if an interpreter is not there.
-        """
+        """Make ready for these processes: libraries are imported while this process goes on."""
         for python in {process.python for process in processes}:
             if python and shutil.which(python) is None:
                 raise ConfigError(
@@ -58,7 +50,7 @@ class Launcher:
         return process.devices
 
     def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
-        """Start the ranks of a process."""
+
         return ForkedProcesses(specs, python=process.python)
 
 

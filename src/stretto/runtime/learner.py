@@ -44,10 +44,8 @@ WARMUP = timedelta(days=7)
 class LearnerService(Service):
     """The learner, and the weights and the state that travel from it.
 
-    Args:
-        prompts: whose tokenizer is saved with the model.
-        probe: token ids [n, t] that are read with each version's weights; ``None`` for no proof.
-        rank, ranks: of this process, of those that hold shards of the models.
+    It is in each of the ranks that hold shards of the models. With each version's weights it reads
+    the probe, token ids [n, t].
     """
 
     role = Learner
@@ -78,12 +76,9 @@ class LearnerService(Service):
         return super().light | {"ready", "kept"}
 
     def ready(self) -> Ready:
-        """Return what the others must know."""
         return self._ready
 
     def publish(self) -> Reply[Mapping[str, WeightsRef]]:
-        """Publish, and read the probe with the new weights."""
-
         def publish() -> Mapping[str, WeightsRef]:
             refs = self._learner.publish()
             self._read_probe(refs["actor"].version)
@@ -113,8 +108,7 @@ class LearnerService(Service):
     def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
         """Stage this rank's pieces of the learner's state, copied if all ranks have room.
 
-        Return whether they are ``live``, see :class:`~stretto.runtime.state.Staged`; and the bytes
-        of all ranks' pieces.
+        Return whether they are live, see :class:`~stretto.runtime.state.Staged`; and all bytes.
         """
         state = shard_files.packed(self._learner.state_dict(), self._rank, self._ranks)
         claims = self._of_all(claim_of(state))
@@ -123,10 +117,7 @@ class LearnerService(Service):
         return Reply((not copy, sum(claim.size for claim in claims)))
 
     def write(self, folder: Path) -> None:
-        """Write what was staged, each rank a file of its own; on the side, on all ranks.
-
-        Raises StorageError if it could not be written.
-        """
+        """Write what was staged, each rank a file of its own; on the side, on all ranks."""
         state, self._staged = self._staged, None
         assert state is not None
         file = folder / shard_files.file_name(self._rank, self._ranks)
@@ -144,10 +135,9 @@ class LearnerService(Service):
     def load(
         self, path: Path, kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]]
     ) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state in a folder; return tickets for the weights as they are then.
+        """Go on from a state; return tickets for the weights as they are then.
 
-        ``kept`` are versions of other weights that followers hold, or wait for. Raises StateError
-        if a rank cannot read the state.
+        ``kept`` are versions of other weights that followers hold, or wait for.
         """
         self._learner.load_state_dict(self._read(path))
         refs = self.offered()
@@ -170,7 +160,6 @@ class LearnerService(Service):
         return self._learner.end_updates()
 
     def save(self, folder: Path) -> None:
-        """Write the trained model; on the side."""
         self._learner.save(folder, self._prompts.tokenizer)
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:

@@ -18,8 +18,7 @@ from stretto.models.weights import fingerprint
 from stretto.types import FloatArray, IntArray, Prompt, WeightsRef
 
 SENDER, COPY_STREAM = "sender", "copy stream"
-"""What services of one process share: the end from which the learner's weights are read, and the
-stream of offloaded tensors."""
+"""What services of a process share: the learner's weights, and the stream of offloaded tensors."""
 
 PROBE_ROWS, PROBE_TOKENS = 8, 9
 """Sequences of the probe, and tokens of each; all but the first are looked at: 64."""
@@ -29,23 +28,17 @@ PROBE_ROWS, PROBE_TOKENS = 8, 9
 class RoleSetup:
     """The facts from which a role's service is made in its process.
 
-    Attributes:
-        run_config: settings of the run.
-        threads: of torch in this process.
-        devices: of the group's ranks.
-        shares_weights: whether all that follow the learner are in its process and never behind it,
-            so that they may read its weights themselves, and no copies.
-        offload: whether roles of the process leave tensors in the host's memory while others work.
-        shared: what the services of one process leave there for each other.
+    With ``shares_weights`` all that follow the learner are in its process and never behind it, so
+    that they may read its weights themselves, and no copies.
     """
 
     run_config: Config
     overrides: Overrides
-    threads: int
-    devices: Sequence[str]
+    threads: int  # of torch in this process
+    devices: Sequence[str]  # of the group's ranks
     shares_weights: bool = False
-    offload: bool = False
-    shared: dict[str, Any] = field(default_factory=dict)
+    offload: bool = False  # roles leave tensors in the host's memory while others work
+    shared: dict[str, Any] = field(default_factory=dict)  # what services leave for each other
 
     @property
     def config(self) -> Config:
@@ -55,15 +48,13 @@ class RoleSetup:
         return self.run_config.model_copy(update={"model": model})
 
     def prepare(self) -> None:
-        """Set memory, threads and torch's seed."""
         prepare_torch(self.run_config.seed, self.threads)
 
     def for_loading(self) -> Self:
         """Return the setup by which this process loads models.
 
-        Ranks that divide a model load it on the CPU, in the type that suits their device, and leave
-        it in its files until they take their parts. A warm-up changes all of it before that: then
-        each rank loads the whole.
+        Ranks that divide a model load it on the CPU, in their device's type, and leave it in its
+        files until they take their parts; or the whole where a warm-up changes all before that.
         """
         return self if dist.get_world_size() == 1 else self.on_host()
 
@@ -92,60 +83,37 @@ class RoleSetup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The message of the learner's process to the others, once its models are loaded.
+    """The message of the learner's process to the others, once its models are loaded."""
 
-    Attributes:
-        refs: tickets for the trained weights, as training starts.
-        frozen: fingerprint of the actor's parameters that are not trained.
-        notes: lines for people.
-    """
-
-    refs: Mapping[str, WeightsRef]
-    frozen: str
-    notes: Sequence[str]
+    refs: Mapping[str, WeightsRef]  # tickets for the trained weights, as training starts
+    frozen: str  # fingerprint of the actor's parameters that are not trained
+    notes: Sequence[str]  # lines for people
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The message of the learner before its weights travel.
+    """The message of the learner before its weights travel."""
 
-    Attributes:
-        mark: of the plan by which they do.
-        size: bytes.
-        probe: log-probs of the probe under them, [n, t]; ``None`` where it is not the actor.
-    """
-
-    mark: str
-    size: int
-    probe: FloatArray | None
+    mark: str  # of the plan by which they do
+    size: int  # bytes
+    probe: FloatArray | None  # log-probs of the probe under the actor's, [n, t]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The message of a follower that has loaded weights.
+    """The message of a follower that has loaded weights."""
 
-    Attributes:
-        mark: of what was received.
-        probe: log-probs of the probe under them, [n, t]; ``None`` where it is no engine.
-        moved: bytes that went between ranks of one group.
-    """
-
-    mark: str
-    probe: FloatArray | None = None
-    moved: int = 0
+    mark: str  # of what was received
+    probe: FloatArray | None = None  # an engine's log-probs of the probe under them, [n, t]
+    moved: int = 0  # bytes that went between ranks of one group
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRates:
-    """The message of a generator about what moving rollouts costs.
-
-    Attributes:
-        prefill_tokens_per_s: how fast it prefills.
-        kv_bytes: of keys and values of one token; 0 where they do not move.
-    """
+    """The message of a generator about what moving rollouts costs."""
 
     prefill_tokens_per_s: float
-    kv_bytes: int
+    kv_bytes: int  # of keys and values of one token; 0 where they do not move
 
 
 def probe_of(prompts: Sequence[Prompt]) -> IntArray:

@@ -22,41 +22,26 @@ PROCESS_BYTES = 400 << 20
 
 @dataclass(frozen=True, slots=True)
 class RolePlacement:
-    """A role in a process.
+    """A role in a process."""
 
-    Attributes:
-        role: unique name.
-        scorer: name of the scorer, which replicas share; empty for other roles.
-        host: the generator in whose process it is, by number; ``None`` for none.
-    """
-
-    role: str
-    scorer: str = ""
-    host: int | None = None
+    role: str  # unique name
+    scorer: str = ""  # name of the scorer, which replicas share
+    host: int | None = None  # the generator in whose process it is, by number
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlacement:
-    """A process, or several ranks that hold its roles together.
+    """A process, or several ranks that hold its roles together."""
 
-    Attributes:
-        name: for messages and files.
-        threads: of torch, in each rank; 0 leaves its choice.
-        devices: of each rank, as torch names it.
-        offload: whether roles leave tensors in the host's memory while others of them work.
-        python: interpreter of the ranks; empty for this one.
-    """
-
-    name: str
+    name: str  # for messages and files
     roles: tuple[RolePlacement, ...]
-    threads: int
-    devices: tuple[str, ...]
-    offload: bool = False
-    python: str = ""
+    threads: int  # of torch, in each rank; 0 leaves its choice
+    devices: tuple[str, ...]  # of each rank, as torch names it
+    offload: bool = False  # roles leave tensors in the host's memory while others of them work
+    python: str = ""  # interpreter of the ranks; empty for this one
 
     @property
     def device(self) -> str:
-        """The device of its first rank."""
         return self.devices[0]
 
 
@@ -93,14 +78,10 @@ def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
 def places(
     config: Config, cores: int, gpus: int, brought: Collection[str] = ()
 ) -> list[ProcessPlacement]:
-    """Place all roles of a run on processes, the learner's first.
+    """Place all roles of a run on processes, the learner's first; without GPUs on the CPU.
 
     Raises ConfigError if the settings place a role that the run has not, or on a GPU that is not
-    there.
-
-    Args:
-        gpus: of the machine; 0 places all on the CPU.
-        brought: see :func:`model_scorers`.
+    there. For ``brought`` see :func:`model_scorers`.
     """
     models, knobs = model_scorers(config, brought), config.schedule.knobs
     engines = config.rollout.engines
@@ -241,9 +222,8 @@ def remarks(config: Config, found: Sequence[ProcessPlacement], cores: int, gpus:
 def memory(process: ProcessPlacement, role_bytes: Mapping[str, int]) -> int:
     """Return about how many bytes of weights, gradients and optimizer states a rank holds.
 
-    Args:
-        role_bytes: of ``learner`` (actor and critic as they are trained), and of a frozen copy of
-            each model: ``actor``, ``critic``, ``reference``, ``reward``.
+    ``role_bytes`` are of ``learner`` (actor and critic as they are trained), and of a frozen copy
+    of each model: ``actor``, ``critic``, ``reference``, ``reward``.
     """
     names = [placed.scorer.split(":")[0] or placed.role.split()[0] for placed in process.roles]
     models = [{"generator": "actor", "model": "reward"}.get(name, name) for name in names]

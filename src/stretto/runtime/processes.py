@@ -47,10 +47,6 @@ class ProcessWorkers:
     """The workers of a run in processes of their own; see :class:`~stretto.runtime.run.Run`.
 
     They are opened side by side; where there is a warm-up, the learner's first.
-
-    Args:
-        first: some of the prompts.
-        folder: of the run; ``None`` where there is none.
     """
 
     channel = WeightSender.name
@@ -61,8 +57,8 @@ class ProcessWorkers:
         overrides: Overrides,
         stack: ExitStack,
         say: Say,
-        first: Sequence[Prompt],
-        folder: Path | None,
+        first: Sequence[Prompt],  # some of the run's
+        folder: Path | None,  # of the run
     ) -> None:
         _check(config, overrides)
         self._config, self._stack, self._say, self._first = config, stack, say, first
@@ -107,7 +103,6 @@ class ProcessWorkers:
         return thread
 
     def close_followers(self) -> None:
-        """End all processes but the learner's."""
         for group in self.groups[1:]:
             group.close()
 
@@ -144,7 +139,6 @@ class ProcessWorkers:
 
     @property
     def _opening(self) -> str:
-        """What is done while they are opened, for people."""
         count = sum(len(process.devices) for process in self._processes)
         first = f"; first the learner warms up on {self._config.warmup_examples} examples"
         return f"starting {count} processes{first if self._warms_up else ''}"
@@ -260,13 +254,9 @@ class ProcessWorkers:
 
 
 class MemoryWatch:
-    """Looks at the resident memory of all processes, on a thread of its own.
+    """Looks at the resident memory of all processes, on a thread of its own."""
 
-    Args:
-        clock: for the time between looks, :data:`EVERY_S` at least.
-    """
-
-    EVERY_S = 1.0
+    EVERY_S = 1.0  # between two looks, at least
 
     def __init__(self, groups: Sequence[ServiceGroup], clock: Clock) -> None:
         self._groups, self._clock = groups, clock

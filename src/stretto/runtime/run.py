@@ -51,14 +51,9 @@ from stretto.weights.transfer import Meeting, open_store
 from stretto.workers.rank import stacks
 from stretto.workers.threads import Executor, ThreadExecutor, WorkerThread
 
-PATIENCE_S = 60.0
-"""Seconds that the end of a run waits for the learner to end an update of its weights."""
-
-SAVE_S = 3600.0
-"""Seconds in which the model must have been written."""
-
-COPY_GAIN = 100.0
-"""Factor by which copying keys and values within one memory is faster than computing them."""
+PATIENCE_S = 60.0  # that the end of a run waits for the learner to end an update of its weights
+SAVE_S = 3600.0  # in which the model must have been written
+COPY_GAIN = 100.0  # copying keys and values within one memory is so much faster than computing
 
 
 Workers = ThreadWorkers | ProcessWorkers
@@ -73,10 +68,6 @@ class Run:
     channel of its weights (empty where all share them); the device of each role, by its name in
     traces (none where all share one); groups of processes, the learner's first, and where transfers
     between these meet (none where all are threads).
-
-    Attributes:
-        lags: whether followers may work with older weights than the learner's.
-        spans: the records of what worked on what, and when.
     """
 
     overrides: Overrides
@@ -85,26 +76,24 @@ class Run:
     functions: Sequence[FunctionScorer]
     sync: WeightSync
     memory: MemoryWatch | None
-    lags: bool
+    lags: bool  # followers may work with older weights than the learner's
     schedule: Schedule
-    spans: Spans
+    spans: Spans  # what worked on what, and when
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The actor's tokenizer."""
         return self.prompts.tokenizer
 
     @property
     def learner(self) -> Executor:
-        """The learner's executor."""
         return self.workers.executors[LEARNER]
 
     async def stage(self, *, copy: bool = True) -> Staged:
         """Take all that changes during the run, in the form of :mod:`stretto.runtime.state`.
 
         To be called between two steps, while the schedule's ``weights_lock`` is held. What is
-        returned writes it while this event loop runs; of a ``copy`` of what training changes, so
-        that it may go on meanwhile, where memory suffices for one.
+        returned writes it while this event loop runs; from a copy, if asked for and memory
+        suffices, so that training may go on meanwhile.
         """
         prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
         held, pending = (self.schedule.held, self.schedule.pending) if self.lags else ({}, {})
@@ -129,10 +118,7 @@ class Run:
         return Staged({DRIVER: write_driver, LEARNER_FOLDER: write_learner}, live)
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the state that :meth:`stage` wrote, maybe on another runtime.
-
-        ``state`` has what is in ``driver.pt``, and the path of the learner's, by their names.
-        """
+        """Take up ``driver.pt`` and the path of the learner's state, maybe of another runtime."""
         driver = state[DRIVER]
         self.prompts.load_state_dict(driver["prompts"])
         channel = self.workers.channel
@@ -145,7 +131,6 @@ class Run:
         self.sync.load_all(held if weights["followers"] else newest)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the runtime's own metrics, as they are after a step."""
         return {**self.sync.metrics, **(self.memory.metrics() if self.memory else {})}
 
     def stacks(self) -> str:
@@ -186,13 +171,8 @@ def start(
 ) -> Run:
     """Put a run together on the runtime that the settings name.
 
-    Args:
-        say: called with a line about whatever takes time.
-        overrides: what the caller brings instead of names.
-        folder: of the run, for the logs of its processes; without it they print where this one
-            does.
-
-    Raises StrettoError if a setting, a model, a dataset or a reward source is at fault.
+    Without a folder for logs, its processes print where this one does. Raises StrettoError if a
+    setting, a model, a dataset or a reward source is at fault.
     """
     prepare_torch(config.seed, config.threads)
     tokenizer, task, prompts = open_task(config, overrides, say)

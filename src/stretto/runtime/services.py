@@ -60,33 +60,21 @@ Receiver = WeightReceiver | Resharding
 
 
 class Follower(Service):
-    """A service that may follow a trained model.
-
-    Attributes:
-        receiver: receives the weights; ``None`` for a service that follows no model, or reads the
-            learner's tensors in its own process.
-    """
+    """A service that may follow a trained model, whose weights a receiver gets, if they travel."""
 
     receiver: Receiver | None = None
 
     def expect(self, ref: WeightsRef, marks: Sequence[str], routes: Sequence[Route]) -> None:
-        """Prepare to receive weights; on the side, on all ranks.
-
-        ``marks`` are of the plans by which they travel, ``routes`` the first rank's, to each rank
-        of the learner.
-        """
+        """Prepare to receive weights by plans and the first rank's routes; on the side, on all."""
         assert isinstance(self.receiver, WeightReceiver)
         own = [replace(route, rank=route.rank + dist.get_rank()) for route in routes]
         self.receiver.expect(ref, marks, own)
 
     def abort(self) -> None:
-        """Break off what is being received; on the side."""
         if isinstance(self.receiver, WeightReceiver):
             self.receiver.abort()
 
     def load(self, weights: WeightsRef) -> Reply[Loaded]:
-        """Load weights, and return what proves that they came."""
-
         def load() -> Loaded:
             self.worker.load(weights)
             return self._loaded()
@@ -99,12 +87,7 @@ class Follower(Service):
 
 
 class GeneratorService(Follower):
-    """An engine.
-
-    Args:
-        kv_store: keeps keys and values for other processes; ``None`` where generators share one.
-        probe: token ids [n, t] that are read after each weight sync; ``None`` for no proof.
-    """
+    """An engine."""
 
     role = Generator
 
@@ -112,8 +95,8 @@ class GeneratorService(Follower):
         self,
         engine: Engine,
         receiver: Receiver | None = None,
-        kv_store: KVStore | None = None,
-        probe: IntArray | None = None,
+        kv_store: KVStore | None = None,  # keeps keys and values for other processes
+        probe: IntArray | None = None,  # token ids [n, t] that are read after each weight sync
     ) -> None:
         super().__init__(engine)
         self.receiver, self._kv_store, self._probe = receiver, kv_store, probe
@@ -121,8 +104,6 @@ class GeneratorService(Follower):
             self.ship, self.sample, self.measure = kv_store.ship, kv_store.sample, kv_store.measure
 
     def export(self, rollout_ids: Sequence[int], with_cache: bool) -> Reply[Sequence[KVTransfer]]:
-        """Let go of rollouts; keys and values stay here until they are sent."""
-
         def export() -> Sequence[KVTransfer]:
             found: Sequence[KVTransfer] = self.worker.export(rollout_ids, with_cache)
             return self._kv_store.keep(found) if self._kv_store else found
@@ -130,8 +111,6 @@ class GeneratorService(Follower):
         return self._timed("migrate", export, lambda _: {"rollouts": list(rollout_ids)})
 
     def accept(self, responses: Sequence[Response], transfers: Sequence[KVTransfer]) -> Reply[None]:
-        """Go on with rollouts, once their keys and values have come."""
-
         def accept() -> None:
             came = self._kv_store.fetch(transfers) if self._kv_store else transfers
             self.worker.accept(responses, came)
@@ -168,10 +147,6 @@ class ScorerService(Follower):
 
     The facts that a schedule needs may change, as when memory runs out. So calls that could have
     changed them return them.
-
-    Args:
-        notes: lines for people.
-        marks: fingerprints of the reference; see :meth:`require`.
     """
 
     role = Scorer
@@ -179,9 +154,9 @@ class ScorerService(Follower):
     def __init__(
         self,
         scorer: ModelScorer | FunctionScorer,
-        notes: Sequence[str] = (),
+        notes: Sequence[str] = (),  # lines for people
         receiver: Receiver | None = None,
-        marks: tuple[str, str] = ("", ""),
+        marks: tuple[str, str] = ("", ""),  # fingerprints of the reference
         offloaded: OffloadedTensors | None = None,
     ) -> None:
         super().__init__(scorer)
@@ -194,12 +169,10 @@ class ScorerService(Follower):
         return super().light | {"ready", "require"} | whole
 
     def info(self) -> ScorerInfo:
-        """Return the facts about the scorer that a schedule needs."""
         info: ScorerInfo = self.worker.info
         return info
 
     def ready(self) -> tuple[ScorerInfo, Sequence[str]]:
-        """Return the facts about the scorer, and lines for people."""
         return self.info(), self._notes
 
     def require(self, ready: Ready) -> None:
@@ -279,12 +252,7 @@ def critic(setup: RoleSetup) -> ScorerService:
 
 
 def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> ScorerService:
-    """Make a reward model's service, in its process.
-
-    Args:
-        source: as in ``reward.sources``.
-        prompts: some of the run's, to check that the model can read them.
-    """
+    """Make the service of a source's reward model, in its process; it must read these prompts."""
     setup.prepare()
     config, overrides, notes = setup.config, setup.overrides, list[str]()
     here = setup.for_loading()
@@ -300,11 +268,7 @@ def reward_model(setup: RoleSetup, source: str, prompts: Sequence[Prompt]) -> Sc
 
 
 def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
-    """Make the receiver of an unsharded copy of the model's weights.
-
-    Args:
-        model: as training starts; only shapes and types of its parameters are looked at.
-    """
+    """Make the receiver of an unsharded copy of the weights of a model like this one."""
     theirs = learner_layout(setup.config.cluster)
     wholes = _trained_wholes(model, theirs.tp)
     return WeightReceiver(
@@ -316,11 +280,7 @@ def follow_whole(model: nn.Module, setup: RoleSetup) -> WeightReceiver:
 
 
 def follow(model: nn.Module, setup: RoleSetup) -> Receiver:
-    """Cut a model into slices, if there are several ranks; make the receiver of its weights.
-
-    The model is whole, as training starts, and is changed in place. Raises ModelError if it cannot
-    be cut into that many slices.
-    """
+    """Cut a model into slices in place, if there are several ranks; make the receiver of them."""
     theirs, here = learner_layout(setup.config.cluster), Layout(tp=dist.get_world_size())
     wholes = _trained_wholes(model, max(theirs.tp, here.tp))
     cut(model, setup)
@@ -343,10 +303,7 @@ def _trained_wholes(model: nn.Module, tp: int) -> dict[str, Whole]:
 
 
 def cut(model: nn.Module, setup: RoleSetup) -> nn.Module:
-    """Cut a model into slices in place, if there are several ranks; return it.
-
-    A slice goes to the device of the setup. Raises ModelError if it cannot be cut into that many.
-    """
+    """Cut a model into slices in place, on the setup's device, if there are several ranks."""
     ranks = dist.get_world_size()
     if ranks > 1:
         cut_linears(model, plan_cuts(model, ranks), Slices())
@@ -374,7 +331,7 @@ def _critic(setup: RoleSetup) -> nn.Module:
 def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
     """Load the actor as training starts, warmed up, without adapters; the critic may be made of it.
 
-    What of either is not trained never travels: the learner has made it of the same weights.
+    What is not trained never travels: the learner has made it of the same weights.
     """
     config, overrides = setup.config, setup.overrides
     _, task, prompts = open_task(config, overrides, _quiet)

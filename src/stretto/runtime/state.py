@@ -47,14 +47,10 @@ ROOM = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The state of a run between two steps: files and folders, with what writes each.
+    """The state of a run between two steps, to be written."""
 
-    ``live`` ones are written from what training changes, as there is no copy: training then has to
-    wait until they are written.
-    """
-
-    files: Mapping[str, Writer]
-    live: bool
+    files: Mapping[str, Writer]  # files and folders, with what writes each
+    live: bool  # written from what training changes, which has to wait, as there is no copy
 
 
 def copied(state: Any) -> Any:
@@ -103,10 +99,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def write(file: Path, state: Any) -> None:
-    """Write tensors and plain data.
-
-    Raises OSError if the system refuses, or too little room would be left for others.
-    """
+    """Write tensors and plain data; raise OSError if the system refuses, or room is short."""
     files.leave_room(file, size_of(state))
     with file.open("wb") as raw:
         try:

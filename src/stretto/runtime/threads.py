@@ -36,8 +36,7 @@ from stretto.weights.channel import SharedChannel
 from stretto.workers.group import ServiceGroup
 from stretto.workers.threads import ThreadExecutor, WorkerThread
 
-PATIENCE_S = 3.0
-"""Seconds that the end of a run waits for calls that were interrupted."""
+PATIENCE_S = 3.0  # that the end of a run waits for calls that were interrupted
 
 
 class ThreadWorkers:

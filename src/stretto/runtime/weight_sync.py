@@ -31,29 +31,20 @@ from stretto.types import FloatArray, Reply, WeightsRef
 from stretto.weights.transfer import Meeting, Route
 from stretto.workers.threads import Executor, WorkerThread
 
-CONTROL_S = 30.0
-"""Seconds in which a process answers on the side, at most; one that does not is taken to hang."""
-
-TRIES = 2
-"""Attempts at a transfer, at most."""
+CONTROL_S = 30.0  # a process that does not answer on the side within these is taken to hang
+TRIES = 2  # attempts at a transfer, at most
 
 Outcome = Reply[Loaded] | Exception
 """What came of a follower's part in a transfer."""
 
 
 class Action(StrEnum):
-    """What a transfer asks for, and what it is told of it.
+    """What a transfer asks for; behind each, what it is told of it."""
 
-    OFFER: the learner's offers of the version, one a rank. ANNOUNCE the plan to a follower: the
-    error with which it is gone, or ``None``. SEND to followers: the mark of what was sent, empty
-    where that failed, and each follower's outcome. ABORT, to a follower that has nothing: the
-    error with which it hangs, or ``None``.
-    """
-
-    OFFER = "offer"
-    ANNOUNCE = "announce"
-    SEND = "send"
-    ABORT = "abort"
+    OFFER = "offer"  # the learner's offers of the version, one a rank
+    ANNOUNCE = "announce"  # the plan, to a follower: the error with which that is gone, or None
+    SEND = "send"  # the mark of what was sent, or "" where that failed; each follower's outcome
+    ABORT = "abort"  # to a follower that has nothing: the error with which it hangs, or None
 
 
 def transfer_steps(
@@ -61,8 +52,7 @@ def transfer_steps(
 ) -> Generator[tuple[Action, Sequence[str]], Any, dict[str, Outcome]]:
     """Take a version to its followers: yield actions and whom they are for, return the outcomes.
 
-    Args:
-        tolerance: largest difference on the probe: root mean square, in nats.
+    The tolerance is the largest difference on the probe: root mean square, in nats.
     """
     waiting, outcomes = list(followers), dict[str, Outcome]()
     for _ in range(TRIES):
@@ -126,18 +116,14 @@ class WeightSync:
 
     Followers in the learner's own ranks take the weights in their turn; all others at once, by one
     transfer on a thread.
-
-    Args:
-        meeting: where the groups of transfers meet; ``None`` where all followers are in the
-            learner's ranks.
-        tolerance: see :func:`transfer_steps`.
-
-    Attributes:
-        metrics: of the last syncs: seconds, bytes, retries, difference on the probe.
     """
 
     def __init__(
-        self, learner: Executor, meeting: Meeting | None, tolerance: float, tracer: Tracer
+        self,
+        learner: Executor,
+        meeting: Meeting | None,  # none where all followers are in the learner's ranks
+        tolerance: float,
+        tracer: Tracer,
     ) -> None:
         self._learner, self._meeting, self._tolerance = learner, meeting, tolerance
         self._tracer = tracer
@@ -148,7 +134,7 @@ class WeightSync:
         self._thread = WorkerThread("weights", 0)
         self._epoch = 0
         self._groups: dict[str, tuple[int, list[tuple[str, int]]]] = {}  # epoch, members; by model
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}  # of the last syncs
 
     def follow(self, name: str, follower: Executor, model: str) -> partial[Any]:
         """Take up a follower of a model; return the call by which it alone loads weights."""
@@ -160,12 +146,9 @@ class WeightSync:
     ) -> list[Callable[[], Awaitable[None]]]:
         """Begin to bring new weights to clients, all at once; return the wait for each.
 
-        A wait that is given up leaves the others theirs. Each raises:
-
-            RoleLostError: the follower's process has died or hangs.
-            RankError: the learner's has.
-            EngineError: the follower holds other weights afterwards than the learner.
-            TransferError: weights have not arrived, twice.
+        A wait that is given up leaves the others theirs. Each raises RoleLostError if the follower
+        has died or hangs, RankError if the learner has, EngineError if the follower holds other
+        weights afterwards, and TransferError if weights have not arrived, twice.
         """
         clients = [cast(Client, role) for role in roles]
         waits = self._begin(ref, [client.member for client in clients])
@@ -175,10 +158,7 @@ class WeightSync:
         ]
 
     def load_all(self, refs: Mapping[str, WeightsRef]) -> None:
-        """Bring weights to all followers, while nothing else is under way. Blocks.
-
-        Errors as of :meth:`begin`.
-        """
+        """Bring weights to all followers, while nothing else is under way. Blocks."""
         for model, ref in refs.items():
             names = [name for name, follows in self._models.items() if follows == model]
             outcomes = self.transfer(ref, [name for name in names if not self._is_here(name)])
@@ -192,7 +172,6 @@ class WeightSync:
                     raise outcome
 
     def close(self) -> None:
-        """Take no more calls."""
         self._thread.stop()
 
     def _begin(
@@ -252,10 +231,9 @@ class WeightSync:
     # -- followers elsewhere -------------------------------------------------------------------
 
     def transfer(self, ref: WeightsRef, names: Sequence[str]) -> dict[str, Outcome]:
-        """Bring a version to followers; return each one's reply, or its error.
+        """Bring a version to followers, which are not called otherwise; return what came of it.
 
-        Blocks; while none of the followers is called otherwise. Raises RankError if the learner is
-        lost.
+        Blocks. Raises RankError if the learner is lost.
         """
         if not names:
             return {}
@@ -324,8 +302,7 @@ class WeightSync:
     ) -> dict[str, list[Route]]:
         """Return the first rank's way to the group of each of the learner's ranks, by follower.
 
-        The ways of the learner's ranks themselves have no name. Groups are new ones, if others
-        took part last time.
+        The learner's own ways have no name. Groups are new if others took part last time.
         """
         members = [(name, self._followers[name].generation) for name in names]
         epoch, before = self._groups.get(ref.model, (0, []))

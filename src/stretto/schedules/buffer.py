@@ -2,8 +2,8 @@
 
 OPPO's buffer (inter-step overlap): FIFO, of a round's size plus delta; carried rollouts come before
 fresh ones; the first to end make the batch. Here a *group* (the rollouts of one prompt in one draw)
-is carried or chosen as a whole, so that algorithms that compare the rollouts of a group always see
-all of them. A pure state machine: it knows neither time nor roles.
+is carried or chosen as a whole, so that algorithms that compare its rollouts always see all of
+them. A pure state machine: it knows neither time nor roles.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ class Buffer:
     ``max_carries`` times. A group that has been carried that often is waited for. Sometimes a group
     is waited for earlier, because several could not all be taken in the rounds they have left: of
     the groups that may be carried at most k times more, no more than ``k * groups`` may be left.
-
-    State: all of it, through the rollouts.
     """
 
     def __init__(self, max_carries: int) -> None:
@@ -124,11 +122,7 @@ class Buffer:
         return rollouts
 
     def take(self) -> tuple[Sequence[Rollout], Sequence[Rollout]]:
-        """End the round; the others are carried.
-
-        Returns:
-            The round's rollouts, in dispatch order, and those carried that are still being decoded.
-        """
+        """End the round; return its rollouts, and those carried that are still being decoded."""
         batch = self.chosen
         for group in self._chosen:
             del self._groups[group.rollouts[0].group]

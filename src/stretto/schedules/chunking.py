@@ -10,15 +10,10 @@ from stretto.errors import ConfigError
 from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
 from stretto.schedules.models import LengthModel
 
-SHORTEST = 8
-"""Tokens in a chunk, at least; below that the calls cost more than they overlap."""
-LONG = 0.95
-"""The quantile of the lengths from which a response counts as long."""
-REMEMBERED = 1024
-"""Lengths that the quantile is taken from."""
-
-ABOUT = 1.05
-"""Times that differ by less than this factor count as equal: steps differ by as much anyway."""
+SHORTEST = 8  # tokens in a chunk, at least; below that the calls cost more than they overlap
+LONG = 0.95  # the quantile of the lengths from which a response counts as long
+REMEMBERED = 1024  # lengths that the quantile is taken from
+ABOUT = 1.05  # times that differ by a smaller factor are equal: steps differ by as much anyway
 
 
 class ChunkSize(Controller, Protocol):
@@ -27,7 +22,6 @@ class ChunkSize(Controller, Protocol):
     @property
     def tokens(self) -> int:
         """Tokens that one decode call of the coming step gives each rollout."""
-        ...
 
 
 class FixedChunk(Fixed):
@@ -50,15 +44,10 @@ class TunedChunk(Stateful):
     rest, or the largest of those about as fast, as it needs fewer calls. The first step of a run
     belongs to no window, as it pays for what is done once; it runs the middle candidate.
 
-    When responses are short, all candidates are halved together until the largest is no longer than
-    a long response: the 95th percentile of recent lengths; in the first window the token limit, as
-    the first to finish are short whatever the others are. None gets shorter than 8 tokens; those
-    that become equal are one. The sizes are set once a window.
-
-    State: the candidates in use, the size, the place in the window, the times so far, the lengths.
-
-    Args:
-        window: steps from one trial to the next.
+    When responses are short, all candidates are halved together, once a window, until the largest
+    is no longer than a long response: the 95th percentile of recent lengths; in the first window
+    the token limit, as the first to finish are short whatever the others are. None gets shorter
+    than 8 tokens; those that become equal are one.
     """
 
     saved = ("sizes", "tokens", "place", "times", "lengths")

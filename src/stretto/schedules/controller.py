@@ -12,41 +12,25 @@ from stretto.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class DecodeSample:
-    """A decode call, as the schedule saw it.
+    """A decode call, as the schedule saw it."""
 
-    Attributes:
-        rows: rollouts that were being decoded, on average over the call's steps.
-        steps: tokens that the longest-lived of them got.
-        first: whether it was its generator's first of a round, which prefills what was admitted.
-        carried: with ``first``, rollouts with tokens of earlier rounds, which it may have to
-            prefill again.
-    """
-
-    rows: float
-    steps: int
+    rows: float  # rollouts that were being decoded, on average over the call's steps
+    steps: int  # tokens that the longest-lived of them got
     seconds: float
-    first: bool = False
-    carried: int = 0
+    first: bool = False  # its generator's first of a round, which prefills what was admitted
+    carried: int = 0  # with ``first``, rollouts that it may have to prefill again
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A round, from one weight sync to the next, as controllers see it.
+    """A round, from one weight sync to the next, as controllers see it."""
 
-    Attributes:
-        reward: mean of the batches trained on.
-        lengths: response tokens of the rollouts that ended.
-        seconds: the whole round.
-        overhead_s: the part of it in which nothing was being decoded.
-        beyond: rollouts that were in flight beyond a round's when the newest round began.
-    """
-
-    reward: float
-    lengths: Sequence[int]
+    reward: float  # mean of the batches trained on
+    lengths: Sequence[int]  # response tokens of the rollouts that ended
     decode: Sequence[DecodeSample]
-    seconds: float
-    overhead_s: float
-    beyond: int = 0
+    seconds: float  # the whole round
+    overhead_s: float  # the part of it in which nothing was being decoded
+    beyond: int = 0  # rollouts that were in flight beyond the newest round's when it began
 
 
 class Controller(Protocol):
@@ -54,25 +38,18 @@ class Controller(Protocol):
 
     def observe(self, feedback: Feedback) -> None:
         """Learn from the step that has just ended."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the controller has learnt, as plain data."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take up what :meth:`state_dict` returned."""
-        ...
 
 
 class Stateful:
-    """An object whose state is plain data in private attributes, or in other such objects.
+    """An object whose state is plain data in private attributes, or in other such objects."""
 
-    Attributes:
-        saved: names of these attributes, without the underscore.
-    """
-
-    saved: ClassVar[tuple[str, ...]]
+    saved: ClassVar[tuple[str, ...]]  # names of these attributes, without the underscore
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state, by name."""
@@ -96,8 +73,6 @@ class Fixed:
     """A controller that learns nothing: its numbers serve one step each, and the last one stays.
 
     State: the place among several numbers; none with a single one.
-
-    Raises ConfigError if there is no number, or one is below the least.
     """
 
     def __init__(self, what: str, least: int, numbers: Sequence[int]) -> None:

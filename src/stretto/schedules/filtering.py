@@ -25,13 +25,9 @@ def reasons_to_reject(
 ) -> Mapping[int, str]:
     """Return why rollouts are to be left out, by their ids.
 
-    A rollout is left out if it has no reward, or if too few others to its prompt have one for a
-    comparison. It has no reward if a reward function failed on it, if no source applies to it, or
-    if the weighted sum is not finite as float32.
-
-    Args:
-        group_at_least: responses to one prompt that the learner needs.
-        weights: factor of each reward source, by name; without them each counts once.
+    A rollout is left out if it has no reward, or if fewer than ``group_at_least`` responses to its
+    prompt have one for a comparison. It has no reward if a reward function failed on it, if no
+    source applies to it, or if the sum with these weights is not finite as float32.
 
     Raises RewardError if a response has no reward and such are not to be dropped, or nothing is
     left without them.
@@ -62,7 +58,7 @@ def reasons_to_reject(
 
 
 def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:
-    """Return why a rollout has no reward, in short and in full; ``None`` if it has one."""
+    """Return why a rollout has no reward, in short and in full."""
     if failures := [s.failure for s in rollout.scores.values() if s.failure]:
         return FUNCTION_FAILED, "; ".join(failures)
     rewards = of_kind(rollout, "reward")

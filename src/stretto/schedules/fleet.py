@@ -58,8 +58,6 @@ class Member:
         DEAD -> RETIRED              retired: it is not replaced again
 
     A new member serves after a weight sync, and there is no other way.
-
-    At most ``restarts`` processes come in the place of the first.
     """
 
     def __init__(self, name: str, restarts: int) -> None:
@@ -84,10 +82,7 @@ class Member:
         return self.lives >= self._restarts
 
     def note(self, event: Event, cause: str = "") -> None:
-        """Move along an event's edge, with the cause of a death.
-
-        Raises LifecycleError if the present state has no such edge, or the budget is spent.
-        """
+        """Move along an event's edge; raise LifecycleError if there is none, or no budget."""
         after = _EDGES[event].get(self.state)
         if event == "starting" and self.exhausted:
             raise LifecycleError(
@@ -111,15 +106,11 @@ class Fleet:
 
     State: the tickets, and the totals so far. Budgets begin anew when a run is taken up again, as
     its processes do.
-
-    Args:
-        restarts: budget of each member; with 0 there are no replacements.
-        initial: tickets of the weights that roles start with, by model.
     """
 
     def __init__(self, restarts: int = 0, initial: Mapping[str, WeightsRef] | None = None) -> None:
-        self.restarts = restarts
-        self.held: Mapping[str, WeightsRef] = dict(initial or {})  # synced last, by model
+        self.restarts = restarts  # of each member
+        self.held: Mapping[str, WeightsRef] = dict(initial or {})  # tickets synced last, by model
         self._members: list[Member] = []
         self._reported: list[int] = []  # deaths that a line was returned about, by member
         self._before = [0, 0]  # deaths and restarts before the run was taken up again
@@ -194,26 +185,20 @@ def load_each(weights: WeightsRef, roles: Sequence[Replaceable]) -> Sequence[Wor
 
 @dataclass(frozen=True, slots=True)
 class RoleContext:
-    """The things that all guards of a schedule share.
-
-    Attributes:
-        deadline_s: for each call.
-        decoding: generators that have something to decode, so that their devices are not free.
-    """
+    """The things that all guards of a schedule share."""
 
     fleet: Fleet
-    deadline_s: float
+    deadline_s: float  # for each call
     clock: Clock
     phases: Phases
     waits: Waits
     sync: Sync = load_each
-    decoding: set[int] = field(default_factory=set)
+    decoding: set[int] = field(default_factory=set)  # generators whose devices are not free
 
     def load(self, guards: Sequence[Guard], weights: WeightsRef) -> list[Work]:
         """Begin to give roles new weights, all at once; return the wait for each.
 
-        A role that is being replaced gets them with its new process. Errors as of
-        :meth:`Guard.ask`.
+        A role that is being replaced gets them with its new process.
         """
         for guard in guards:
             guard.weights = weights
@@ -229,30 +214,21 @@ class RoleContext:
 
 
 class Guard:
-    """The way to one role: a loss is noted once, whichever call shows it first.
-
-    Args:
-        follows: the model whose weights a new process loads; empty for none.
-        on_loss: called at each loss of a process that served, before any caller hears of it.
-
-    Attributes:
-        lost: set from a loss until the role serves again.
-        weights: the ticket given out last; ``None`` where those of the fleet hold.
-    """
+    """The way to one role: a loss is noted once, whichever call shows it first."""
 
     def __init__(
         self,
         role: Replaceable,
         name: str,
-        follows: str,
+        follows: str,  # the model whose weights a new process loads; empty for none
         context: RoleContext,
-        on_loss: Callable[[], None],
+        on_loss: Callable[[], None],  # called if the process served, before any caller hears of it
     ) -> None:
         self.role, self.name, self._follows, self._on_loss = role, name, follows, on_loss
         self._context, self._fleet = context, context.fleet
         self.member: Member = self._fleet.member(name)
-        self.lost = asyncio.Event()
-        self.weights: WeightsRef | None = None
+        self.lost = asyncio.Event()  # set from a loss until the role serves again
+        self.weights: WeightsRef | None = None  # given out last; None: those of the fleet hold
         self._loss: StrettoError | None = None
         self._down_since_s = 0.0
 

@@ -11,10 +11,7 @@ from stretto.schedules.rollout import Rollout, RolloutState
 
 
 class Ledger:
-    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected.
-
-    State: the counts, and the state of each rollout in flight.
-    """
+    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected."""
 
     def __init__(self) -> None:
         self.dispatched = 0
@@ -40,11 +37,7 @@ class Ledger:
         self._check()
 
     def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
-        """Take a rollout to its next state.
-
-        Raises LifecycleError if it is not in flight, was moved behind the books' back, cannot go
-        there, or the books do not balance.
-        """
+        """Take a rollout to its next state; raise LifecycleError if the books do not allow it."""
         known = self._in_flight.get(rollout.id)
         if known is not rollout.state:
             raise LifecycleError(

@@ -18,8 +18,7 @@ REWARD = "objective/scores"
 class Meter(Stateful):
     """A meter of steps for people, and of rounds for controllers.
 
-    State: rewards and lengths of the round so far, and rollouts beyond it. Times are of this
-    process alone.
+    State: rewards and lengths of the round so far, and rollouts beyond it; no times.
     """
 
     saved = ("rewards", "lengths", "beyond")

@@ -19,12 +19,9 @@ from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_tim
 
 SHARES = tuple(percent / 100 for percent in range(5, 100, 5))
 """Thresholds that are simulated, as shares of the batch."""
-SIMULATED = 1024
-"""Responses in a simulation, over all its replicas."""
-EARLY_STEPS = (1, 2, 4, 8)
-"""Steps after which R_t is chosen anew, while little is known."""
-WORTH = 0.98
-"""Migration is chosen if it is predicted to take less than this share of the time without."""
+SIMULATED = 1024  # responses in a simulation, over all its replicas
+EARLY_STEPS = (1, 2, 4, 8)  # after which R_t is chosen anew, while little is known
+WORTH = 0.98  # migration is to take less than this share of the time without
 
 Remaining = Sequence[Sequence[tuple[int, int]]]
 """Rollouts that each generator is decoding: id, and prompt and response tokens so far."""
@@ -34,22 +31,15 @@ Remaining = Sequence[Sequence[tuple[int, int]]]
 class MigrationLimits:
     """The limits of what generators can hold and move.
 
-    Attributes:
-        best_batch: rows that one of them decodes before a step takes notably longer (BS_max).
-        cache_tokens: tokens whose keys and values one of them can hold (C).
-        longest_tokens: prompt and response tokens of the longest possible rollout (M).
-        prefill_tokens_per_s: how fast one of them prefills.
-        transfer_tokens_per_s: how fast keys and values move from one to another.
-
     Raises ConfigError if a number is not positive, or a generator cannot hold the longest rollout.
     """
 
     engines: int
-    best_batch: int
-    cache_tokens: int
-    longest_tokens: int
-    prefill_tokens_per_s: float
-    transfer_tokens_per_s: float
+    best_batch: int  # rows that one of them decodes before a step takes notably longer (BS_max)
+    cache_tokens: int  # tokens whose keys and values one of them can hold (C)
+    longest_tokens: int  # prompt and response tokens of the longest possible rollout (M)
+    prefill_tokens_per_s: float  # how fast one of them prefills
+    transfer_tokens_per_s: float  # how fast keys and values move from one to another
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -82,15 +72,12 @@ class MigrationLimits:
 
 @dataclass(frozen=True, slots=True)
 class RolloutMove:
-    """A rollout on its way from one generator to another.
-
-    Its keys and values go along ``with_cache``; else its tokens are prefilled again.
-    """
+    """A rollout on its way from one generator to another."""
 
     rollout_id: int
     source: int
     destination: int
-    with_cache: bool
+    with_cache: bool  # its keys and values go along; else its tokens are prefilled again
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +126,9 @@ class MigrationPolicy(Controller, Protocol):
 
     def threshold(self) -> int:
         """R_t: stragglers move once the round waits for no more than so many; 0 is never."""
-        ...
 
     def plan(self, remaining: Remaining) -> MigrationPlan:
         """Return the moves to make when that number is reached."""
-        ...
 
 
 class FixedMigration(Fixed):
@@ -171,15 +156,9 @@ class AutoMigration(Simulating):
     migration: lengths from the recent ones, seconds of a decode step from the recent calls, moves
     from :func:`plan`. What is in flight beyond the batch is decoded and moved with it, and the
     first to end make the batch. A generator whose rollouts have all ended or moved away scores what
-    has finished. R_t is 0 until there is something to simulate from, and when migration does not
-    save at least 2 %.
-
-    State: R_t, steps seen, rollouts beyond the batch, lengths, decode calls.
-
-    Args:
-        score_tokens_per_s: tokens, prompts included, that the devices of one free generator score
-            a second, by all scorers that run on them; 0 where none does, so that nothing is gained.
-        every: steps from one decision to the next.
+    has finished: ``score_tokens_per_s``, prompts included, by all scorers on its devices (0 where
+    there is none, so that nothing is gained). R_t is 0 until there is something to simulate from,
+    and when migration does not save at least 2 %. It is decided ``every`` so many steps.
     """
 
     saved = ("threshold", "beyond", "steps", "lengths", "latency")
@@ -242,20 +221,14 @@ class AutoMigration(Simulating):
 
 
 class _Generation:
-    """The simulated generation of one batch, with migration at any threshold.
-
-    Args:
-        before, left: tokens that responses in flight have, and still get; shape [in flight].
-        batch: responses that have to end.
-        step_seconds: of a decode step of 1, 2, .. rows.
-    """
+    """The simulated generation of one batch, with migration at any threshold."""
 
     def __init__(
         self,
-        before: IntArray,
-        left: IntArray,
-        batch: int,
-        step_seconds: FloatArray,
+        before: IntArray,  # tokens that responses in flight have, [in flight]
+        left: IntArray,  # and those that they still get
+        batch: int,  # responses that have to end
+        step_seconds: FloatArray,  # of a decode step of 1, 2, .. rows
         limits: MigrationLimits,
         prompt_tokens: int,
     ) -> None:
@@ -269,10 +242,9 @@ class _Generation:
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
     def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return ends of the batch's responses, their tokens, and the ends of generators' work.
+        """Return ends of responses and their tokens, [batch], and ends of work, [generators].
 
-        Seconds from the start of generation, tokens with the prompt; shapes [batch], [batch],
-        [generators].
+        Ends are in seconds from the start of generation; tokens are with the prompt.
         """
         ends = [share.copy() for share in self._ends]
         free: FloatArray = np.array([share.max(initial=0.0) for share in ends])

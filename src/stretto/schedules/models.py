@@ -15,37 +15,24 @@ from stretto.schedules.controller import DecodeSample, Feedback, Stateful
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
-HALF_LIVES = 4
-"""Half-lives that a window spans: at its far end a length counts 1/16."""
-GOLDEN = (5**0.5 - 1) / 2
-"""The golden ratio less 1; its multiples, modulo 1, are spread evenly."""
-WINDOW = 512
-"""Decode calls remembered."""
-KNEES = 24
-"""Places that are tried for the knee of the curve, at most."""
-ROUNDS = 4
-"""Times that the curve is fitted, each time with less weight on calls far from the one before."""
-TIE = 0.5
-"""Criteria that differ by less are equal, and the simpler curve is taken."""
-HUBER = 1.345
-"""A call farther than this many standard deviations from the curve loses weight (Huber 1981)."""
+HALF_LIVES = 4  # that a window of lengths spans: at its far end a length counts 1/16
+GOLDEN = (5**0.5 - 1) / 2  # the golden ratio less 1; its multiples, modulo 1, are spread evenly
+WINDOW = 512  # decode calls remembered
+KNEES = 24  # places that are tried for the knee of the curve, at most
+ROUNDS = 4  # fits of the curve, each with less weight on calls far from the one before
+TIE = 0.5  # criteria that differ by less are equal, and the simpler curve is taken
+HUBER = 1.345  # a call farther off than so many standard deviations loses weight (Huber 1981)
 
 
 class LengthModel(Stateful):
     """The distribution of response lengths in tokens, from the responses that finished lately.
 
     Lengths drift as a policy learns, so the newest count most: a length counts half as much as one
-    that came a quarter of the window later. Lengths of one step count the same, as their order is
-    that of finishing, the short ones first.
+    that came a quarter of the window later, a window being the lengths that are remembered at
+    least. Lengths of one step count the same, as they come in the order of finishing.
 
-    The lengths are of responses that finished. While the number of unfinished ones grows, long
-    responses are missing among them, as the short ones finish first; while it stays the same, as
-    many long ones come in as go out, and the lengths are those of all responses.
-
-    State: the lengths, step by step.
-
-    Args:
-        window: lengths that are remembered, at least.
+    While the number of unfinished responses grows, long ones are missing among the finished; while
+    it stays the same, as many long ones come in as go out, and the lengths are those of all.
     """
 
     saved = ("steps",)
@@ -115,12 +102,8 @@ def under_way(
     and says how far it has come. How often it was carried follows from the steps of a round: the
     tokens of a batch, over the rows that decode them.
 
-    Args:
-        draws: lengths; shape [replicas, groups drawn, group].
-        carried: groups to return for each replica.
-
-    Returns:
-        Tokens so far and left, [replicas, carried, group]; times carried, [replicas, carried].
+    Of lengths [replicas, groups drawn, group] return tokens so far and tokens left, [replicas,
+    carried, group] each, and times carried, [replicas, carried].
     """
     replicas, _, n = draws.shape
     groups = draws.reshape(-1, n)
@@ -145,8 +128,6 @@ class LatencyModel(Stateful):
     a cache that overflows. No coefficient is negative. The curve is a robust least-squares fit, so
     that a pause now and then does no harm, and each term has to earn its place by the Bayesian
     information criterion: with calls at one number of rows alone, the curve is flat.
-
-    State: the calls remembered.
     """
 
     saved = ("calls",)
@@ -168,10 +149,7 @@ class LatencyModel(Stateful):
         self._fitted = None
 
     def step_seconds(self, rows: npt.ArrayLike) -> FloatArray:
-        """Return the seconds of a decode step for each number of rows, in the shape of ``rows``.
-
-        Raises StateError if no call has been observed.
-        """
+        """Return the seconds of a decode step for each number of rows, in the shape of ``rows``."""
         (a, b, c, _, _), knee = self._curve()
         n = np.asarray(rows, float)
         seconds: FloatArray = a + b * n + c * np.maximum(0.0, n - knee)

@@ -17,16 +17,11 @@ from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_sec
 
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6, 8)
 """Deltas that are tried, as shares of the batch."""
-SIMULATED = 512
-"""Responses in a simulated step, over all its replicas."""
-WARMUP_STEPS, MEASURED_STEPS = 6, 16
-"""Steps that are simulated before, and while, the rate is measured."""
-SLACK = 1.02
-"""Deltas whose predicted times are within this factor of the best are equally fast."""
-EARLY_STEPS = 8
-"""First steps of a run, after each of which delta is decided anew."""
-OVERHEADS = 32
-"""Steps that the typical overhead is taken from."""
+SIMULATED = 512  # responses in a simulated step, over all its replicas
+WARMUP_STEPS, MEASURED_STEPS = 6, 16  # simulated before, and while, the rate is measured
+SLACK = 1.02  # deltas whose predicted times are within this factor of the best are equally fast
+EARLY_STEPS = 8  # first steps of a run, after each of which delta is decided anew
+OVERHEADS = 32  # steps that the typical overhead is taken from
 
 
 class Overcommit(Controller, Protocol):
@@ -35,7 +30,6 @@ class Overcommit(Controller, Protocol):
     @property
     def delta(self) -> int:
         """Responses to keep in flight beyond the batch in the coming step."""
-        ...
 
 
 class FixedOvercommit(Fixed):
@@ -83,13 +77,8 @@ class Equation4(_RewardRule):
     The slope is the mean of ``R_i - R_(i-1)`` over the last ``window`` steps. If it is positive,
     ``delta = min(high, delta + inc)``, else ``delta = max(low, delta - dec)``. So delta decays to
     its lower bound as training converges, which is what the paper's text describes. Its algorithm 1
-    (:class:`Algorithm1`) moves the other way.
-
-    State: delta, the rewards of the last ``window + 1`` steps at most, and the steps to wait.
-
-    Args:
-        start, low, high: delta at the start, and its bounds; responses.
-        every: steps from one change to the next, once there is a slope.
+    (:class:`Algorithm1`) moves the other way. Delta changes ``every`` so many steps, once there is
+    a slope.
     """
 
     saved = ("delta", "rewards", "wait")
@@ -130,8 +119,6 @@ class Algorithm1(_RewardRule):
     ``window`` before, and ``delta = clip(delta - sign(d) max(1, floor(delta / 4)), low, high)``.
     The last ``window`` are kept, so delta changes every ``window`` steps from then on. In sign this
     contradicts the paper's equation 4 and its text (:class:`Equation4`).
-
-    State: delta, and the rewards of the last ``2 window - 1`` steps at most.
     """
 
     def observe(self, feedback: Feedback) -> None:
@@ -157,31 +144,22 @@ class ThroughputOvercommit(Simulating):
     more off-policy, so of deltas about equally fast the smallest is taken. From one decision to
     the next delta grows to its double or by half a batch at most, so that the latency curve is not
     trusted far beyond what was measured. Delta never exceeds ``max_carries`` batches: with more in
-    flight, some rollouts would have to be carried more often than that.
-
-    State: delta, steps seen, lengths, decode calls, overheads. The simulation's random numbers
-    depend on the seed and the step alone.
-
-    Args:
-        batch: responses that a step trains on.
-        max_carries: how often a rollout may be carried; the step then waits for it.
-        group: responses to one prompt, which are carried or trained on together.
-        generators: that share the responses in flight evenly.
-        every: steps from one decision to the next.
+    flight, some rollouts would have to be carried more often than that. Random numbers depend on
+    the seed and the step alone.
     """
 
     saved = ("delta", "steps", "lengths", "latency", "overheads")
 
     def __init__(
         self,
-        batch: int,
+        batch: int,  # responses that a step trains on
         high: int,
-        max_carries: int,
+        max_carries: int,  # how often a rollout may be carried; the step then waits for it
         *,
         low: int = 0,
-        group: int = 1,
-        generators: int = 1,
-        every: int = 2,
+        group: int = 1,  # responses to one prompt, which are carried or trained on together
+        generators: int = 1,  # that share the responses in flight evenly
+        every: int = 2,  # steps from one decision to the next
         seed: int = 0,
     ) -> None:
         if min(batch, group, generators, every) < 1 or max_carries < 0 or not 0 <= low <= high:
@@ -235,9 +213,8 @@ class ThroughputOvercommit(Simulating):
     def _seconds(self, delta: int, lengths: IntArray, step_seconds: FloatArray) -> float:
         """Predict the seconds of a step.
 
-        Args:
-            lengths: of the responses, in dispatch order; shape [replicas, responses].
-            step_seconds: of a decode step of 1, 2, ... rows.
+        Lengths are those of responses in dispatch order, [replicas, responses]; ``step_seconds``
+        those of a decode step of 1, 2, ... rows.
         """
         replicas, n = len(lengths), self._group
         wanted, slots = self._batch // n, (self._batch + delta) // n

@@ -23,15 +23,7 @@ from stretto.types import Chunk, WeightsRef
 
 
 class _Engine:
-    """A generator, the rollouts that it holds, and what is on its way to it.
-
-    Attributes:
-        untold: rollouts that it holds and has not been given yet.
-        arrival: set when there is more for it to decode, or nothing to wait for any more.
-        inbound: moves to it that are planned or under way.
-        moves: rollouts to move, by destination and whether their keys and values go along.
-        carried: rollouts with tokens of earlier rounds; ``None`` after a round's first call.
-    """
+    """A generator, the rollouts that it holds, and what is on its way to it."""
 
     def __init__(
         self,
@@ -44,10 +36,11 @@ class _Engine:
         self.number, self.name, self.generator = number, name, generator
         self.guard = Guard(generator, name, "actor", context, partial(lost, self))
         self.held: dict[int, Rollout] = {}
-        self.untold: dict[int, Rollout] = {}
-        self.arrival, self.inbound = asyncio.Event(), 0
-        self.moves: dict[tuple[_Engine, bool], list[int]] = {}
-        self.carried: int | None = None
+        self.untold: dict[int, Rollout] = {}  # held, and not given to it yet
+        self.arrival = asyncio.Event()  # more to decode, or nothing to wait for any more
+        self.inbound = 0  # moves to it that are planned or under way
+        self.moves: dict[tuple[_Engine, bool], list[int]] = {}  # planned: to where, and with cache
+        self.carried: int | None = None  # with earlier rounds' tokens; None after a first call
         self.idle_since_s = context.clock.now()
 
     async def admit(self) -> None:
@@ -62,16 +55,8 @@ class Pool:
     """Rollouts spread over generators by load; each generator decodes at its own pace.
 
     A generator may be lost in any call. The others go on with its rollouts, from the tokens that
-    they had given; what is left over waits for the process that comes in its place.
-
-    Nothing here is saved: which generator holds which rollout is decided anew after a restart.
-
-    Args:
-        migration: when stragglers move; ``None`` for never.
-        freed: called when a generator's device has become free.
-        chunk_tokens: how many tokens a call may add to a rollout.
-        missing: rollouts that have to end, at the least, before decoding may stop.
-        take: called with what was decoded.
+    they had given; what is left over waits for the process that comes in its place. Nothing here is
+    saved: which generator holds which rollout is decided anew after a restart.
     """
 
     def __init__(
@@ -79,10 +64,10 @@ class Pool:
         generators: Sequence[Generator],
         migration: MigrationPolicy | None,
         context: RoleContext,
-        freed: Callable[[], None],
-        chunk_tokens: Callable[[], int],
-        missing: Callable[[], int],
-        take: Callable[[Sequence[Chunk]], None],
+        freed: Callable[[], None],  # called when a generator's device has become free
+        chunk_tokens: Callable[[], int],  # that a call may add to a rollout
+        missing: Callable[[], int],  # rollouts that have to end, at least, before decoding may stop
+        take: Callable[[Sequence[Chunk]], None],  # called with what was decoded
     ) -> None:
         self._migration, self._context, self._freed = migration, context, freed
         self._chunk_tokens, self._missing, self._take = chunk_tokens, missing, take
@@ -145,9 +130,8 @@ class Pool:
     async def _run(self, engine: _Engine) -> None:
         """Decode what a generator holds.
 
-        Consumes admitted and migrated rollouts. Ends when nothing is missing, or when it holds
-        nothing and nothing is on the way to it, or can come its way through a loss. Unblocked by
-        arrivals.
+        Consumes admitted and migrated rollouts. Ends when nothing is missing, or when nothing is on
+        the way to it, or can come its way through a loss. Unblocked by arrivals.
         """
         while missing := self._missing():
             if engine.untold:
@@ -261,10 +245,9 @@ class Pool:
         return [partial(self._keep, engine) for engine in self._engines] if self._replaces else ()
 
     async def _keep(self, engine: _Engine) -> None:
-        """Replace a generator whenever it is lost.
+        """Replace a generator whenever it is lost; raise the loss of the last one.
 
-        Waits for losses, and for new processes. Ends once it is not replaced any more; raises the
-        loss of the last generator.
+        Waits for losses, and for new processes. Ends once it is not replaced any more.
         """
         guard, keeper = engine.guard, f"the keeper of {engine.name}"
         while not guard.member.retired:

@@ -57,25 +57,19 @@ class Rollout:
     """A response to one prompt, from queue to gradient.
 
     Append-only: tokens are only ever added, so that the per-token fields always have one length.
-
-    Attributes:
-        id: stable over the run, in dispatch order.
-        group: shared by the rollouts of one prompt in one draw.
-        tokens, logprobs, versions: one entry a response token. The log-probability is the
-            behaviour policy's: of the distribution the token was sampled from.
-        carries: rounds that went by without it since it was dispatched.
+    The log-probability is the behaviour policy's: of the distribution the token was sampled from.
     """
 
-    id: int
+    id: int  # stable over the run, in dispatch order
     prompt: Prompt
-    group: int
+    group: int  # shared by the rollouts of one prompt in one draw
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     state: RolloutState = RolloutState.QUEUED
     scores: dict[str, Score] = field(default_factory=dict)
-    carries: int = 0
+    carries: int = 0  # rounds that went by without it since it was dispatched
     rejected_because: str = ""
 
     def __len__(self) -> int:
@@ -92,10 +86,7 @@ class Rollout:
         self.rejected_because = because
 
     def append(self, chunk: Chunk) -> None:
-        """Add a chunk's tokens at the end.
-
-        Raises LifecycleError if it is another rollout's, leaves a gap, or comes after the end.
-        """
+        """Add a chunk's tokens; raise LifecycleError if they do not follow those that are here."""
         if chunk.rollout_id != self.id or chunk.start != len(self.tokens) or self.finish:
             raise LifecycleError(
                 f"rollout {self.id} holds {len(self.tokens)} tokens (finish: {self.finish}) and "
@@ -141,10 +132,7 @@ class Rollout:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], prompt: Prompt) -> Rollout:
-        """Return the rollout that :meth:`state_dict` was made of.
-
-        Raises StateError if the prompt has other tokens than it had.
-        """
+        """Return the rollout of a state; raise StateError if its prompt has changed."""
         if state.get("prompt_mark", "") not in ("", _mark(prompt)):
             raise StateError(
                 f"rollout {state['id']} has {len(state['tokens'])} tokens of a response to another "
@@ -184,10 +172,7 @@ def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
 
 
 def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -> float:
-    """Return the weighted sum of a rollout's rewards; those that do not apply are left out.
-
-    ``weights`` has the factor of each reward source, by name; without it each counts once.
-    """
+    """Return the sum of a rollout's rewards that apply, each times its source's weight if any."""
     return sum(
         reward * (1.0 if weights is None else weights[score.source])
         for score in of_kind(rollout, "reward")
@@ -196,10 +181,7 @@ def total_reward(rollout: Rollout, weights: Mapping[str, float] | None = None) -
 
 
 def train_batch(rollouts: Sequence[Rollout]) -> TrainBatch:
-    """Return scored rollouts in columns: at least one, each with the same scorers' scores.
-
-    Raises LifecycleError if a per-token score has another length than its response, or is missing.
-    """
+    """Return scored rollouts in columns: at least one, each with the same scorers' scores."""
     sources = dict.fromkeys(s.source for r in rollouts for s in of_kind(r, "reward"))
     found = {
         source: [r.scores[source].scalar if source in r.scores else None for r in rollouts]

@@ -52,20 +52,13 @@ class Controls:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The outcome of one step.
+    """The outcome of one step."""
 
-    Attributes:
-        batch, rejected: the rollouts that were trained on, and that were left out with a reason.
-        stats: the learner's metrics, and the schedule's own.
-        rewards: of the batch, by id, as trained on.
-        losses: a line about each role whose process was lost since the step before.
-    """
-
-    batch: Sequence[Rollout]
-    rejected: Sequence[Rollout]
-    stats: Stats
-    rewards: Mapping[int, float]
-    losses: Sequence[str] = ()
+    batch: Sequence[Rollout]  # that were trained on
+    rejected: Sequence[Rollout]  # that were left out, with a reason
+    stats: Stats  # the learner's metrics, and the schedule's own
+    rewards: Mapping[int, float]  # of the batch, by id, as trained on
+    losses: Sequence[str] = ()  # a line about each role's process lost since the step before
 
 
 class Schedule:
@@ -77,14 +70,8 @@ class Schedule:
     is saved between two steps, while :attr:`weights_lock` is held. After a restart, rollouts that
     had not ended are decoded from where they were; tokens on the way are sampled again, the same.
 
-    Args:
-        initial: tickets of the weights that roles start with, by model, for processes that come in
-            the place of others before the first weight sync; without one they keep their own.
-        sync: begins to bring new weights to roles, all at once; by default each loads them.
-
-    Attributes:
-        weights_lock: held while weights are being loaded.
-        abandoned: after an error, what was in flight, rejected with the cause.
+    ``initial`` has tickets of the weights that roles start with, by model, for processes that come
+    in the place of others before the first weight sync; without one they keep their own.
     """
 
     def __init__(
@@ -127,8 +114,8 @@ class Schedule:
         self._version, self._loaded = 0, 0  # published; in the generators
         self._filled: dict[str, float] = {}  # metrics of the round that is being generated
         self._metrics: deque[dict[str, float]] = deque()  # of each batch that was generated
-        self.weights_lock = asyncio.Lock()
-        self.abandoned: Sequence[Rollout] = ()
+        self.weights_lock = asyncio.Lock()  # held while weights are being loaded
+        self.abandoned: Sequence[Rollout] = ()  # in flight at an error, rejected with the cause
         self._weights: Mapping[str, WeightsRef] = {}  # published and not loaded
         self._work = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
@@ -385,10 +372,7 @@ class Schedule:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End the loops. After an error, what was in flight is rejected with the cause.
-
-        Raises the first error that a loop ended with, which is also what interrupted a step.
-        """
+        """End the loops; raise the first error that one ended with, which interrupted the step."""
         for loop in self._loops:
             loop.cancel()
         try:
@@ -440,8 +424,7 @@ class Schedule:
     ) -> None:
         """Take up what :meth:`state_dict` returned, before the first step.
 
-        Args:
-            channel: where the weights are that wait to be loaded.
+        The weights that wait to be loaded are in the channel.
         """
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)

@@ -25,24 +25,21 @@ from stretto.types import Chunk, Score, WeightsRef, short_name
 class ScorerReplica:
     """A scorer and its place. Several replicas with one scorer name share its work.
 
-    Attributes:
-        host: the generator on whose device it lives, so that it gets to work on whole rollouts when
-            that one has nothing left to decode; ``None`` for a scorer that is always free to work.
-        role: its name in traces; empty for the scorer's own.
+    One with a host works on whole rollouts when that generator has nothing left to decode.
     """
 
     scorer: Scorer
-    host: int | None = None
-    role: str = ""
+    host: int | None = None  # the generator on whose device it lives
+    role: str = ""  # its name in traces; empty for the scorer's own
 
 
 class ReplicaQueue:
     """The work that waits for one replica of a scorer, and the loop that gives it to the replica.
 
     Consumes admissions, chunks and requests for scores. Waits until there is enough to make a call
-    worth its cost. Unblocked by that, by :meth:`call` when someone waits for a score, and by
-    :meth:`resume` after a :meth:`pause`. A replica that draws whole rollouts looks when the backlog
-    is worth it, and when its host becomes free.
+    worth its cost. Unblocked by that, by :meth:`call` when a score is waited for, and by
+    :meth:`resume`. A replica that draws whole rollouts looks when the backlog is worth it, and when
+    its host becomes free.
 
     If the scorer is lost, a new one is given all rollouts that have no score, with the tokens that
     they have by then, and is asked again. If none comes in its place, other replicas take over.
@@ -143,7 +140,7 @@ class ReplicaQueue:
                 break
 
     async def _pass_on(self) -> None:
-        """Tell the scorer what it has not been told; it was lost where this raises GoneError."""
+        """Tell the scorer what it has not been told; raise GoneError if it is lost."""
         scorer, ask = self.scorer, self.guard.ask
         admitted = [r.response(text=scorer.info.reads_text) for r in self._admitted.values()]
         chunks, wanted = self._chunks, self.wanted
@@ -171,10 +168,7 @@ class ReplicaQueue:
         self._arrived(0)
 
     async def _replace(self) -> None:
-        """Have a new process take the lost one's place, or leave the work to other replicas.
-
-        Raises the loss where there is no other.
-        """
+        """Have a new process take the lost one's place, or leave the work to other replicas."""
         try:
             await self.guard.replace()
         except StrettoError:

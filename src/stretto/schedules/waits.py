@@ -85,10 +85,9 @@ class Waits:
         what: Text,
         rollouts: Ids = tuple,
     ) -> None:
-        """Wait until a condition holds, which depends on other parts alone.
+        """Wait until a condition holds; what makes it hold is another part, which sets ``changed``.
 
-        Whatever makes it hold sets ``changed``. Raises StalledError if every other part waits too,
-        and none can go on.
+        Raises StalledError if every other part waits too, and none can go on.
         """
         waiter = _Waiter(part, what, rollouts, condition)
         while not condition():
@@ -165,8 +164,7 @@ class Phases:
     batch is, ``scores`` from then until the last score, ``weights`` until the next generation.
     """
 
-    KEPT = 256
-    """Changes remembered: more than pass between two pieces of work of any role."""
+    KEPT = 256  # changes remembered: more than pass between two pieces of work of any role
 
     def __init__(self, clock: Clock, tracer: Tracer) -> None:
         self._clock, self._tracer = clock, tracer

@@ -41,10 +41,8 @@ KEY_BYTES = 32
 STEP = 0
 LINE = 2**63
 _NUMBER_BYTES = 8
-_HANDSHAKE_S = 10
-"""Seconds in which the other end has to prove its key."""
-_QUIET_S = 15
-"""Seconds of silence after which the other machine is asked whether it is still there."""
+_HANDSHAKE_S = 10  # in which the other end has to prove its key
+_QUIET_S = 15  # after so much silence the other machine is asked whether it is still there
 
 Address = tuple[str, int]
 if TYPE_CHECKING:
@@ -64,17 +62,12 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An error that a rank raised, in a line with its place, and with all of its traceback.
+    """An error that a rank raised."""
 
-    Attributes:
-        at_s: time by the machine's monotonic clock: the first to fail has the cause.
-        error: the error itself, where it is one of Stretto that can be pickled.
-    """
-
-    at_s: float
-    what: str
-    trace: str
-    error: StrettoError | None
+    at_s: float  # by the machine's monotonic clock: the first to fail has the cause
+    what: str  # the error in a line, with its place
+    trace: str  # all of the traceback
+    error: StrettoError | None  # itself, where it is one of Stretto that can be pickled
 
 
 def framed(number: int, content: object) -> memoryview:
@@ -97,15 +90,10 @@ def _messages(connection: Raw) -> Iterator[tuple[int, memoryview]]:
 
 
 class DriverConnection:
-    """A rank's end of the connection to its driver.
+    """A rank's end of the connection to its driver; calls aside are made on any thread.
 
-    Args:
-        aside: makes calls aside, on any thread.
-        ended: called when the driver's end has closed, on a thread of its own. By default the
-            process ends, whatever it is doing.
-
-    Attributes:
-        host: this machine's address from which it reaches the driver.
+    When the driver's end has closed, ``ended`` is called on a thread of its own. By default the
+    process ends, whatever it is doing.
     """
 
     def __init__(
@@ -114,7 +102,7 @@ class DriverConnection:
         self._connection, self._aside, self._ended = connection, aside, ended
         self._sending, self._steps = Lock(), SimpleQueue[memoryview]()
         with socket.socket(fileno=os.dup(connection.fileno())) as line:
-            local = line.family == socket.AF_UNIX
+            local = line.family == socket.AF_UNIX  # else from this address it reaches the driver
             self.host: str = "127.0.0.1" if local else line.getsockname()[0]
         Thread(target=self._read, name="connection", daemon=True).start()
 
@@ -123,7 +111,6 @@ class DriverConnection:
         self._send(framed(LINE, line))
 
     def serve(self, take: Method) -> NoReturn:
-        """Take steps, for ever."""
         while True:
             self._answer(STEP, lambda: _called(take, self._steps.get()))
 
@@ -176,9 +163,8 @@ def _travels(error: StrettoError) -> bool:
 class RankConnection:
     """A driver's end of the connection to a rank.
 
-    Args:
-        say: called with each line of the rank, on a thread of its own.
-        ended: called when the rank's end has closed, on that thread.
+    On a thread of its own, ``say`` is called with each line of the rank, and ``ended`` when the
+    rank's end has closed.
     """
 
     def __init__(
@@ -195,18 +181,11 @@ class RankConnection:
         Thread(target=self._read, name="connection", daemon=True).start()
 
     def step(self, message: memoryview) -> Future[Done | Failed]:
-        """Have the rank take a step, when the last one has been answered.
-
-        Return the answer, or an ``EOFError`` once the rank's end has closed.
-        """
+        """Have the rank take a step; the future gets an EOFError once the rank's end has closed."""
         return self._asked(STEP, message)
 
     def aside(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call a method aside, and return its result.
-
-        Raises the error of Stretto that the rank raised, and RankError if it raised another one,
-        does not answer in time, or is gone.
-        """
+        """Call a method aside; raise what the rank raised, or RankError if it does not answer."""
         number = next(self._numbers)
         future = self._asked(number, framed(number, (method, args)))
         try:
@@ -314,8 +293,7 @@ def listening_at(host: str) -> socket.socket:
 def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Raw:
     """Connect to a listener, which knows this end by a number.
 
-    Raises OSError if nothing answers there, or not as a listener does, and AuthenticationError if
-    the key is another one.
+    Raises OSError if no listener answers there, AuthenticationError if the key is another one.
     """
     with _handshake(socket.create_connection(address, timeout_s)) as connection:
         answer_challenge(connection, key)

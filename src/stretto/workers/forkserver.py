@@ -40,20 +40,17 @@ PRELOADED = (
 )
 """Modules that the server imports; names, as it stands below some of them."""
 
-NAME = "stretto-rank"
-"""Name of the forked processes, where the system can be told one."""
-
-UNKNOWN = 255
-"""Exit code of a process whose server is gone."""
+NAME = "stretto-rank"  # of the forked processes, where the system can be told one
+UNKNOWN = 255  # exit code of a process whose server is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request to fork a rank; ``path`` is for its imports, ``None`` its interpreter's own."""
+    """A request to fork a rank, and its surroundings."""
 
     spec: RankSpec
     environment: Mapping[str, str]
-    path: Sequence[str] | None
+    path: Sequence[str] | None  # for its imports; none for its interpreter's own
     folder: str
 
 
@@ -81,10 +78,7 @@ class Forked:
 
 
 class ForkServer:
-    """The server, as seen from the process that started it; started when it is first needed.
-
-    ``python`` is the interpreter of its processes; without one this process's.
-    """
+    """The server, as seen from the process that started it; started when it is first needed."""
 
     def __init__(self, python: str = "", preloaded: Sequence[str] = PRELOADED) -> None:
         self._python, self._preloaded = python, tuple(preloaded)
@@ -94,16 +88,12 @@ class ForkServer:
         self._owner = 0
 
     def start(self) -> None:
-        """Start the server, if it does not run; it imports while others go on."""
+        """Start the server, if it does not run; it imports while this process goes on."""
         with self._lock:
             self._connected()
 
     def fork(self, spec: RankSpec, connection: int) -> Forked:
-        """Fork a process that runs :class:`~stretto.workers.rank.Rank`.
-
-        It gets the file descriptor of its end of a connection. Raises RankError if the server
-        cannot be started, or has ended.
-        """
+        """Fork a process that runs a rank on its end of a connection, a file descriptor."""
         path = None if self._python else list(sys.path)
         request = Request(spec, dict(os.environ), path, str(Path.cwd()))
         with self._lock:
@@ -136,7 +126,6 @@ class ForkServer:
         return None if psutil.pid_exists(pid) else UNKNOWN
 
     def _connected(self) -> Raw:
-        """Return the connection to a living server."""
         mine = self._owner == os.getpid()  # else it is that of the process which forked this one
         if self._connection and mine and self._process and self._process.poll() is None:
             return self._connection
@@ -169,8 +158,7 @@ def server_of(python: str = "") -> ForkServer:
 class ForkedProcesses:
     """Processes of ranks on this machine; see :class:`~stretto.workers.ranks.Launched`.
 
-    What they print goes to standard error. ``python`` is their interpreter, with the same version
-    of Stretto; without one this process's.
+    What they print goes to standard error.
     """
 
     one_clock = True

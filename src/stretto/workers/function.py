@@ -134,7 +134,6 @@ class FunctionProcess:
         return None
 
     def _send(self, body: object, deadline_s: float) -> None:
-        """Send a request with the next number."""
         self._request += 1
         message = {"request": self._request, "body": body}
         data = memoryview(json.dumps(message).encode() + b"\n")

@@ -15,8 +15,7 @@ from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service, ServiceTensors, offloaded_of
 from stretto.workers.threads import Executor, WorkerThread
 
-SAMPLES = 5
-"""Round trips by which the distance of two clocks is measured."""
+SAMPLES = 5  # round trips by which the distance of two clocks is measured
 
 Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """How each service is made, by name: an importable function, and its arguments."""
@@ -30,10 +29,7 @@ class Raised:
 
 
 class Host:
-    """The holder of services in a rank; keeps them alive through errors that a run may survive.
-
-    The services are made in the order of ``makes``.
-    """
+    """The holder of services in a rank; keeps them alive through errors that a run may survive."""
 
     def __init__(self, rank: int, makes: Makes) -> None:
         self._services: dict[str, Service] = {}
@@ -53,7 +49,6 @@ class Host:
         return self._tensors.noted(result)
 
     def now(self) -> float:
-        """Return the time by this process's clock."""
         return RealClock().now()
 
     def aside(self, service: str, method: str, *args: Any) -> object:
@@ -67,34 +62,25 @@ class ServiceGroup:
 
     Calls of all its services are made one at a time, in the order in which they were asked for.
 
-    Args:
-        name: for messages.
-        launch: starts the ranks, each with a :class:`Host`; called again for a replacement.
-        replaceable: whether the ranks hold nothing that would be lost with them.
-
-    Attributes:
-        ranks: of the present generation.
-        worker: makes the calls.
-        generation: how many groups have died or been ended before this one.
-
     Raises the error of Stretto that a service's ``make`` raised, and RankError if a rank could not
     start or ``make`` raised anything else.
     """
 
-    ranks: Ranks
-    worker: WorkerThread
+    ranks: Ranks  # of the present generation
+    worker: WorkerThread  # makes the calls
 
     def __init__(
         self,
-        name: str,
-        launch: Callable[[], Ranks],
+        name: str,  # for messages
+        launch: Callable[[], Ranks],  # starts ranks with a Host each; called again to replace them
         clock: Clock | None = None,
         *,
-        replaceable: bool = True,
+        replaceable: bool = True,  # the ranks hold nothing that would be lost with them
     ) -> None:
         self.name, self._launch, self._clock = name, launch, clock or RealClock()
         self.replaceable = replaceable
-        self.generation, self._restarting = 0, asyncio.Lock()
+        self.generation = 0  # groups that have died or been ended before this one
+        self._restarting = asyncio.Lock()
         self._closed, self._ahead_s = False, 0.0
         self._open()
 
@@ -113,10 +99,7 @@ class ServiceGroup:
         return answer.shifted(self._ahead_s)
 
     async def restart(self, seen: int) -> None:
-        """Replace the ranks, unless another role has done so since generation ``seen``.
-
-        Raises RankError if they hold what would be lost.
-        """
+        """Replace the ranks, unless another role has done so since a generation was seen."""
         if not self.replaceable:
             raise RankError(
                 f"the processes of the {self.name} hold what is trained, and are not replaced; go "
@@ -171,13 +154,9 @@ class ServiceGroup:
 def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -> float:
     """Return by how much this process's clock is ahead, corrected by a call and its answer.
 
-    Clocks drift apart over hours. But no work begins before it was asked for, and none ends after
-    its answer has come; what is known is moved as little as that asks for.
-
-    Args:
-        known_s: what it was before.
-        works: done for the call, by the other clock.
-        sent_s, came_s: when the call was sent and its answer came, by this process's clock.
+    Clocks drift apart over hours. But no work, whose times are by the other clock, begins before
+    its call was sent, and none ends after its answer has come; what was known is moved as little as
+    that asks for.
     """
     if not works:
         return known_s

@@ -11,32 +11,21 @@ from importlib.metadata import PackageNotFoundError, version
 
 from stretto.errors import RankError
 
-PACKAGES = ("stretto", "torch", "transformers", "ray")
-"""Packages of which all ranks must have one version."""
+PACKAGES = ("stretto", "torch", "transformers", "ray")  # of which all ranks must have one version
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts about one rank's place.
+    """The facts about one rank's place."""
 
-    Attributes:
-        node: name of the machine.
-        versions: of Python and of :data:`PACKAGES`; empty for one that is not installed.
-        threads: of torch.
-        device: what the rank computes on: ``cpu``, or the GPU's name.
-        device_id: the GPU's UUID; empty on a CPU.
-        free_bytes: memory of that device that is not in use.
-        environment: variables that were forwarded to it.
-    """
-
-    node: str
+    node: str  # name of the machine
     pid: int
-    versions: Mapping[str, str]
-    threads: int
-    device: str
-    device_id: str
-    free_bytes: int
-    environment: Mapping[str, str]
+    versions: Mapping[str, str]  # of Python and PACKAGES; empty for one that is not installed
+    threads: int  # of torch
+    device: str  # what the rank computes on: ``cpu``, or the GPU's name
+    device_id: str  # the GPU's UUID; empty on a CPU
+    free_bytes: int  # of that device's memory
+    environment: Mapping[str, str]  # variables that were forwarded to it
 
 
 def facts(device: str, environment: Mapping[str, str]) -> Facts:
@@ -80,17 +69,13 @@ def check(
     shared: Sequence[frozenset[str]] = (),
     apart: Collection[str] = (),
 ) -> None:
-    """Compare all ranks with each other, and with the plan.
+    """Compare what ranks found, by their names, with each other and with the plan.
 
-    Args:
-        ranks: what each found, by its name.
-        threads: of torch, that each was given.
-        shared: groups of ranks that are meant to share a GPU.
-        apart: ranks with an interpreter of their own, for the sake of other versions. They speak
-            pickles of Stretto's data, so that this and Python's minor version are all they share.
+    Ranks ``apart`` have an interpreter of their own, for the sake of other versions. They speak
+    pickles of Stretto's data, so that this and Python's minor version are all they share.
 
-    Raises RankError if versions differ, two ranks are on one GPU that were not to be, or a rank has
-    other threads than it was given.
+    Raises RankError if versions differ, two ranks are on one GPU that were not meant to share it,
+    or a rank has other threads than it was given.
     """
     names = list(ranks)
     for name in names[1:]:

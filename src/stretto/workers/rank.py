@@ -31,26 +31,17 @@ from stretto.workers.connection import Address, DriverConnection, Raw, listening
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """What a rank is, under every launcher: ``index`` of ``world`` in its group, and how it works.
-
-    Attributes:
-        threads: of torch; 0 leaves its choice.
-        device: that the rank computes on, as torch names it there.
-        interface: network interface of the group; without one, that by which the driver is reached.
-        timeout_s: for joining, and for each of the group's collectives.
-        log: file for all that the process prints; empty leaves it as it is.
-        environment: variables that were forwarded to the process; for the preflight.
-    """
+    """A rank under every launcher: its ``index`` among ``world`` ranks, and how it works."""
 
     index: int
     world: int
     backend: str = "gloo"
-    threads: int = 1
-    device: str = "cpu"
-    interface: str = ""
-    timeout_s: float = 600.0
-    log: str = ""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    threads: int = 1  # of torch; 0 leaves its choice
+    device: str = "cpu"  # as torch names it there
+    interface: str = ""  # of the group; by default that by which the driver is reached
+    timeout_s: float = 600.0  # for joining, and for each of the group's collectives
+    log: str = ""  # file for all that the process prints
+    environment: Mapping[str, str] = field(default_factory=dict)  # forwarded, for the preflight
 
 
 class Rank:
@@ -63,7 +54,6 @@ class Rank:
         self._driver = DriverConnection(connection, self.aside)
 
     def serve(self) -> NoReturn:
-        """Take steps until the driver goes."""
         self._driver.serve(lambda step, arguments: getattr(self, step)(*arguments))
 
     def listen(self) -> Address:
@@ -108,11 +98,9 @@ class Rank:
         return preflight.facts(spec.device, here)
 
     def make(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """Make the object whose methods are called."""
         self._made = make(self._spec.index, *arguments)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> object:
-        """Call a method of the object."""
         return getattr(self._made, method)(*arguments)
 
     def aside(self, method: str, arguments: tuple[Any, ...]) -> object:

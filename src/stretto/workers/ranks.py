@@ -22,13 +22,10 @@ from stretto.workers.preflight import Facts
 from stretto.workers.rank import RankSpec
 
 START = "its start"
-PATIENCE_S = 2.0
-"""Seconds to wait for an answer aside of a rank that may hang."""
+PATIENCE_S = 2.0  # to wait for an answer aside of a rank that may hang
 NO_WORDS: Mapping[str, str] = MappingProxyType({})
-_END_S = 5.0
-"""Seconds for connections to end after their processes have been ended."""
-_LAST_LINES = 20
-"""Lines of a rank's log that are shown when it has died."""
+_END_S = 5.0  # for connections to end after their processes have been ended
+_LAST_LINES = 20  # of a rank's log, that are shown when it has died
 
 
 class NotConnectedError(Exception):
@@ -47,51 +44,24 @@ class Launched(Protocol):
 
     def connect(self, timeout_s: float) -> Sequence[Raw]:
         """Wait for the connection to each; raise NotConnectedError if one has ended or is late."""
-        ...
 
     def kill(self) -> None:
         """End all, at work or not; from any thread, any number of times."""
-        ...
 
     def ended(self, rank: int) -> tuple[str, Sequence[str]]:
         """Say how a rank ended, as in 'ended with exit code 3', and what else is known of it."""
-        ...
 
     def where(self, rank: int, facts: Facts | None) -> str:
         """Say where a rank is, as in 'pid 17'."""
-        ...
 
 
 class Ranks:
     """Processes that form a ``torch.distributed`` group; all end when one fails, or this process.
 
     They leave Ctrl-C to this process. What is sent to them and back is pickled, tensors by value;
-    classes and functions in it must be importable there. One call at a time.
-
-    Attributes:
-        remedy: what to do when one has failed and the cause is mended; for messages.
-        facts: what each rank found at its place.
-
-    Args:
-        make: called on each as ``make(rank, *arguments)`` once the group is there; methods of what
-            it returns can be called.
-        launch: starts the processes; by default on this machine.
-        backend: ``gloo``, or ``nccl`` with a GPU each.
-        threads: of each rank's torch; 0 leaves its choice.
-        devices: that each rank computes on, as torch names them there; without them the CPU, or
-            with ``nccl`` the GPU of the rank's number.
-        interface: network interface of the group; without one, that by which ranks reach this
-            process.
-        timeout_s: for the start up to the group, and for each of its collectives.
-        logs: files for what each rank prints, on its machine; without them it is left where the
-            launcher sends it.
-        patience_s: after a rank raised, how long to look whether it did so because another died.
-        role: the role of a process that is alone, for messages.
-        words: plain words for the methods' work, for messages: nouns, by the method's name.
-        say: called with each rank's warnings, where there are logs; on a thread of its own.
-        check: called with what the ranks found at their places, before ``make``.
-        begun: called with this object once there are processes, which may take long from here on;
-            to be able to :meth:`close` it meanwhile.
+    classes and functions in it must be importable there. One call at a time. ``make`` is called on
+    each as ``make(rank, *arguments)`` once the group is there; methods of what it returns can be
+    called.
 
     Raises PicklingError if ``make`` or an argument cannot be sent, RankError if a rank could not
     start or ``make`` raised, and what ``check`` raises.
@@ -104,21 +74,21 @@ class Ranks:
         arguments: tuple[Any, ...],
         *,
         launch: Callable[[Sequence[RankSpec]], Launched] = ForkedProcesses,
-        backend: str = "gloo",
-        threads: int = 1,
-        devices: Sequence[str] = (),
-        interface: str = "",
-        timeout_s: float = 600.0,
-        logs: Sequence[Path] = (),
-        patience_s: float = 1.0,
-        role: str = "",
-        words: Mapping[str, str] = NO_WORDS,
-        say: Callable[[str], None] = lambda _: None,
-        check: Callable[[Sequence[Facts]], None] = lambda _: None,
-        begun: Callable[[Ranks], None] = lambda _: None,
+        backend: str = "gloo",  # or nccl, with a GPU each
+        threads: int = 1,  # of each rank's torch; 0 leaves its choice
+        devices: Sequence[str] = (),  # as torch names them there; by default CPUs, with nccl GPUs
+        interface: str = "",  # of the group; by default that by which ranks reach this process
+        timeout_s: float = 600.0,  # for the start up to the group, and for each of its collectives
+        logs: Sequence[Path] = (),  # for what each prints, on its machine; else as launched
+        patience_s: float = 1.0,  # after an error, to look whether it came of another rank's death
+        role: str = "",  # of a process that is alone, for messages
+        words: Mapping[str, str] = NO_WORDS,  # nouns for methods' work, for messages
+        say: Callable[[str], None] = lambda _: None,  # gets warnings, where there are logs
+        check: Callable[[Sequence[Facts]], None] = lambda _: None,  # called before make
+        begun: Callable[[Ranks], None] = lambda _: None,  # may close this meanwhile
     ) -> None:
-        self.remedy = "start again"
-        self.facts: list[Facts] = []
+        self.remedy = "start again"  # when the cause of a failure is mended; for messages
+        self.facts: list[Facts] = []  # what each rank found at its place
         self._size, self._patience_s, self._timeout_s = size, patience_s, timeout_s
         self._role, self._words, self._logs = role, words, logs
         self._calling, self._closed = Lock(), False
@@ -157,9 +127,9 @@ class Ranks:
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks at once; return the results by rank.
 
-        Raises RankError if a rank failed, and all have been ended, or they had been before. What
-        the rank raised is its ``__cause__``, where that was an error of Stretto; the traceback of
-        any other is a note. Raises PicklingError if an argument cannot be sent.
+        Raises RankError if a rank failed, and all have been ended, or they had been before. An
+        error of Stretto that the rank raised is its ``__cause__``; the traceback of any other is a
+        note. Raises PicklingError if an argument cannot be sent.
         """
         return self._call(method, repeat(_step("call", method, args), self._size))
 
@@ -198,9 +168,9 @@ class Ranks:
         return used
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Have the death of a rank between two calls told at once; the next call raises it too.
+        """Have the death of a rank between two calls told at once, on a thread of its own.
 
-        ``tell`` is called with the error when all have been ended; on a thread of its own.
+        The next call raises it too.
         """
         self._tell = tell
         if self._died:

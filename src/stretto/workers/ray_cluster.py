@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 from stretto import signals
 from stretto.errors import ConfigError, first_line, require
 
-OBJECT_STORE_BYTES = 200 * 2**20
-"""Shared memory of a cluster that is started here; nothing of Stretto's passes through it."""
+OBJECT_STORE_BYTES = 200 * 2**20  # of a cluster that is started here, which needs none of it
 PATTERNS = (
     "NCCL_*", "GLOO_*", "TORCH_*", "PYTORCH_*", "OMP_*", "MKL_*", "GOMP_*", "HF_*",
     "TRANSFORMERS_*", "TOKENIZERS_*", "WANDB_*", "VLLM_*", "CUDA_*", "STRETTO_*",
@@ -59,27 +58,23 @@ class Cluster(NamedTuple):
 class RayCluster:
     """Ray's places for the ranks of one run, all of one placement group.
 
+    The address is that of a running cluster, ``host:port``, or ``auto`` for the one that this
+    machine belongs to. Without one, a cluster of this machine alone is started, and ends with this
+    object. Where the process is connected already, that cluster is taken.
+
     Raises MissingExtraError if Ray is not installed, ConfigError if no cluster answers, or the
     places are not free within the time.
-
-    Args:
-        bundles: the places, by position; each is on one node.
-        address: of a running cluster, as ``host:port``, or ``auto`` for the one that this machine
-            belongs to. Without one, a cluster of this machine alone is started, and ends with this
-            object. Where the process is connected already, that cluster is taken.
-        cpus, gpus: of a cluster that is started here; without them Ray counts.
-        also: more names of variables that are forwarded to the ranks; see :func:`forwarded`.
     """
 
     def __init__(
         self,
-        bundles: Sequence[Bundle],
+        bundles: Sequence[Bundle],  # the places, by position; each is on one node
         *,
         address: str = "",
-        cpus: int | None = None,
+        cpus: int | None = None,  # of a cluster that is started here; else Ray counts
         gpus: int | None = None,
         timeout_s: float = 600.0,
-        also: Iterable[str] = (),
+        also: Iterable[str] = (),  # more names of variables that are forwarded to the ranks
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.bundles = tuple(bundles)
@@ -107,7 +102,6 @@ class RayCluster:
             raise
 
     def scheduling(self, place: int) -> Any:
-        """Return Ray's name for a place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(self._group, self._indices[place])
@@ -149,10 +143,8 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
     """Order bundles so that neighbours are on one node, and that the order is always the same.
 
     Ray puts them where there is room. Positions keep what was asked for them: bundles change
-    places with equal ones only. Return for each position the bundle that it gets.
-
-    Args:
-        nodes: address and id of the node of each bundle.
+    places with equal ones only. Nodes are address and id of each bundle's; return for each position
+    the bundle that it gets.
     """
 
     def by_address(index: int) -> tuple[int, str, str, int]:

@@ -16,10 +16,8 @@ from stretto.workers.rank import Rank, RankSpec
 from stretto.workers.ranks import NotConnectedError
 from stretto.workers.ray_cluster import RayCluster, code_paths
 
-_REASON_S = 2.0
-"""Seconds for Ray to learn how an actor ended."""
-_NO_MEMORY = "low on memory"
-"""What Ray says when its memory monitor has killed a process."""
+_REASON_S = 2.0  # for Ray to learn how an actor ended
+_NO_MEMORY = "low on memory"  # what Ray says when its memory monitor has killed a process
 
 
 class RankActor:
@@ -35,21 +33,15 @@ class ActorProcesses:
 
     Classes and functions that are sent to them must be installed there, or under the same paths as
     here. What they print goes where Ray sends it.
-
-    Args:
-        places: position of each rank's place on the cluster; without them the first ones.
-        share: part of its place that each takes; groups that share places have parts of them.
-        python: interpreter of the ranks, with the same versions of Python and Ray; without one, the
-            cluster's.
     """
 
     def __init__(
         self,
         specs: Sequence[RankSpec],
         cluster: RayCluster,
-        places: Sequence[int] = (),
-        share: float = 1.0,
-        python: str = "",
+        places: Sequence[int] = (),  # positions on the cluster; by default the first ones
+        share: float = 1.0,  # of its place that each takes, as other groups may have the rest
+        python: str = "",  # interpreter, with the same versions of Python and Ray as the cluster's
     ) -> None:
         import ray
 

@@ -24,21 +24,15 @@ Call = tuple[str, str]
 
 
 class Service:
-    """A role's worker, with the methods of its role.
+    """A role's worker, with plain methods, and the methods of the role's protocol.
 
-    Attributes:
-        role: the protocol whose methods are served; a subclass may define some of them itself.
-        worker: does the work: plain methods of the same names.
-        offloaded: tensors that rest in the host's memory while other services of the process work;
-            ``None`` where all stay.
-        reads: methods that leave these tensors as they are; all others may change them.
-        waits: methods that wait for the tensors themselves, when they come to need them.
+    A subclass may define some of them itself.
     """
 
     role: ClassVar[type] = object
-    offloaded: OffloadedTensors | None = None
-    reads: frozenset[str] = frozenset()
-    waits: frozenset[str] = frozenset()
+    offloaded: OffloadedTensors | None = None  # tensors that rest while other services work
+    reads: frozenset[str] = frozenset()  # methods that leave these as they are
+    waits: frozenset[str] = frozenset()  # methods that wait for these when they come to need them
 
     def __init__(self, worker: Any = None, clock: Clock | None = None) -> None:
         self.worker, self._clock = worker, clock or RealClock()
@@ -55,7 +49,6 @@ class Service:
         return frozenset({"now", *(name for name, m in self._methods.items() if m.light)})
 
     def now(self) -> Reply[float]:
-        """Return the time by the worker's clock."""
         return Reply(self._clock.now())
 
     def _serve(self, name: str, method: RemoteMethod, *args: Any) -> Reply[Any]:
@@ -73,7 +66,6 @@ class Service:
         return name
 
     def _about(self, name: str, args: tuple[Any, ...], value: Any) -> Mapping[str, Any]:
-        """Return attributes of a call's span."""
         return {}
 
     def _counts(self) -> Mapping[str, int]:

@@ -31,16 +31,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 class WorkerThread:
-    """A thread with a queue of calls.
+    """A thread with a queue of calls, and CPU threads for their tensor work; 0 for torch's choice.
 
-    Args:
-        threads: CPU threads for the tensor work of its calls; 0 leaves torch's choice. Workers that
-            work at the same time should share the cores out: threads that wait for each other spin.
-        alone: threads of a call that begins while none ``beside`` works; 0 for no difference. Use
-            it only where none of them begins before such a call has ended.
-
-    Attributes:
-        busy: whether a call is under way.
+    Workers that work at the same time should share the cores out: threads that wait for each other
+    spin. A call that begins while none ``beside`` works has ``alone`` so many; use it only where
+    none of them begins before such a call has ended.
     """
 
     def __init__(
@@ -50,7 +45,7 @@ class WorkerThread:
         self._shared, self._alone, self._beside = threads, alone, beside
         self._waiting: set[asyncio.Future[Any]] = set()
         self._failure: Exception | None = None
-        self.busy = False
+        self.busy = False  # a call is under way
         # A daemon, so that a call that cannot be interrupted does not keep the process alive.
         self._thread = Thread(target=self._work, args=(threads,), name=name, daemon=True)
         self._thread.start()
@@ -104,7 +99,6 @@ class WorkerThread:
         self._calls.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait at most so long for the thread to end."""
         self._thread.join(seconds)
 
     def _work(self, threads: int) -> None:
@@ -152,30 +146,23 @@ class Executor(Protocol):
     @property
     def generation(self) -> int:
         """How many processes of the service have died or been ended before the present one."""
-        ...
 
     @property
     def size(self) -> int:
         """How many ranks hold the service."""
-        ...
 
     async def call(self, method: str, *args: Any) -> Reply[Any]:
         """Call a method of the service; return its reply, with times by this process's clock.
 
-        Raises:
-            RoleLostError: the service's process has died, or been replaced with what it held.
-            RankError: it has died, and cannot be replaced.
-            Exception: what the method raised.
+        Raises what the method raised, RoleLostError if the service's process has died, or been
+        replaced with what it held, and RankError if it has died and cannot be replaced.
         """
-        ...
 
     def ask(self, method: str, *args: Any) -> Any:
         """Return a method's result; blocks. Only while nothing else is asked of the service."""
-        ...
 
     def aside_on_all(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """Call a method on all ranks at once while another may be under way; blocks."""
-        ...
 
     async def restart(self) -> None:
         """End what is left of the service's process and start a new one in its place.
@@ -183,11 +170,9 @@ class Executor(Protocol):
         Raises RoleLostError if the new process could not start, LifecycleError if the service has
         no process of its own.
         """
-        ...
 
     def shares_ranks(self, other: Executor) -> bool:
         """Return whether another executor's service is in the same ranks."""
-        ...
 
 
 class ThreadExecutor:
