@@ -36,8 +36,8 @@ from stretto.rollout.vllm import llm
 from stretto.runtime.kv_transfer import KVRouter
 from stretto.types import FinishReason, Prompt, Reply, Response, Score, TrainBatch, WeightsRef, Work
 from stretto.weights.channel import SharedChannel, fetched
+from stretto.workers.connection import NotConnectedError
 from stretto.workers.forkserver import NAME
-from stretto.workers.ranks import NotConnectedError
 
 TIMES = ("timing_s/", "time_s", "perf/", "utilisation/", "idle_s/", "pipeline/")
 OF_PROCESSES = ("cluster/", "handover/", "memory/")

@@ -11,8 +11,7 @@ import torch
 from raising import raises
 from stretto.errors import RewardError
 from stretto.finite import is_finite
-from stretto.schedules.filtering import reasons_to_reject
-from stretto.schedules.rollout import Rollout, total_reward, train_batch
+from stretto.schedules.rollout import Rollout, reasons_to_reject, total_reward, train_batch
 from stretto.training.collate import collate, describe
 from stretto.types import FinishReason, Prompt, Score
 

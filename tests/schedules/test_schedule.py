@@ -21,9 +21,8 @@ from stretto.errors import LifecycleError, RewardError, StalledError
 from stretto.runtime.sim.loop import run
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import FixedChunk
-from stretto.schedules.ledger import Ledger
 from stretto.schedules.overcommit import FixedOvercommit
-from stretto.schedules.rollout import Rollout, RolloutState
+from stretto.schedules.rollout import Ledger, Rollout, RolloutState
 from stretto.schedules.schedule import Controls, Schedule, Step
 from stretto.schedules.scoring import ScorerReplica
 from stretto.testing import FakeGenerator, FakeLearner, FakeScorer, World

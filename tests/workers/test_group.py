@@ -22,7 +22,7 @@ from stretto.clock import ManualClock
 from stretto.errors import ConfigError, EngineError, RankError, RoleLostError
 from stretto.types import Reply, Work
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup, ahead
-from stretto.workers.preflight import Facts, check
+from stretto.workers.rank import Facts, check
 from stretto.workers.ranks import Ranks
 from stretto.workers.services import Service
 

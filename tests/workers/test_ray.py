@@ -26,8 +26,15 @@ from stretto.types import Reply
 from stretto.workers.group import GroupExecutor, Host, Makes, ServiceGroup
 from stretto.workers.rank import address_of, interface_of
 from stretto.workers.ranks import Ranks
-from stretto.workers.ray_cluster import Bundle, RayCluster, by_node, code_paths, find
-from stretto.workers.ray_ranks import ActorProcesses, explained
+from stretto.workers.ray_cluster import (
+    ActorProcesses,
+    Bundle,
+    RayCluster,
+    by_node,
+    code_paths,
+    explained,
+    find,
+)
 from stretto.workers.services import Service
 
 ray = pytest.importorskip("ray")
@@ -283,7 +290,7 @@ SCRIPT = """
 import sys; sys.path.insert(0, {tests!r})
 from pipeline_misbehaving import Misbehaving
 from stretto.workers.ray_cluster import Bundle, RayCluster
-from stretto.workers.ray_ranks import ActorProcesses
+from stretto.workers.ray_cluster import ActorProcesses
 from stretto.workers.ranks import Ranks
 cluster = RayCluster([Bundle()], cpus=1)
 ranks = Ranks(1, Misbehaving, ("hello",), launch=lambda specs: ActorProcesses(specs, cluster))

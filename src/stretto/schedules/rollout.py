@@ -1,4 +1,4 @@
-"""The schedule's record of one response: the only thing that grows.
+"""The schedule's record of one response, the only thing that grows, and the books of all.
 
 Roles are told of it by value (:class:`~stretto.types.Response`), and answer with chunks and scores.
 """
@@ -6,6 +6,7 @@ Roles are told of it by value (:class:`~stretto.types.Response`), and answer wit
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from stretto.errors import LifecycleError, StateError
+from stretto.errors import LifecycleError, RewardError, StateError
+from stretto.finite import is_finite
 from stretto.types import (
     Chunk,
     FinishReason,
@@ -25,6 +27,12 @@ from stretto.types import (
     ScoreKind,
     TrainBatch,
 )
+
+FUNCTION_FAILED = "reward function failed"
+NOTHING_APPLIES = "no reward source applies"
+NOT_FINITE = "reward not finite"
+GROUP_TOO_SMALL = "group too small"
+"""The reason of a rollout that has its scores, but too few others to its prompt have theirs."""
 
 
 class RolloutState(StrEnum):
@@ -166,6 +174,78 @@ def restored(
     return [Rollout.from_state(state, prompt_by_id(state["prompt"])) for state in states]
 
 
+class Ledger:
+    """Every move of every rollout, so that at each: dispatched = in flight + trained + rejected."""
+
+    def __init__(self) -> None:
+        self.dispatched = 0
+        self.trained = 0
+        self.rejected: Counter[str] = Counter()
+        self._rejections = 0
+        self._in_flight: dict[int, RolloutState] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Rollouts dispatched and not yet trained or rejected."""
+        return len(self._in_flight)
+
+    def dispatch(self, rollouts: Sequence[Rollout]) -> None:
+        """Take rollouts from the queue; raise LifecycleError if one is not fresh."""
+        for rollout in rollouts:
+            if rollout.id in self._in_flight or rollout.state is not RolloutState.QUEUED:
+                raise LifecycleError(
+                    f"rollout {rollout.id} was dispatched twice", "dispatched-twice"
+                )
+            self._in_flight[rollout.id] = rollout.state
+            self.dispatched += 1
+        self._check()
+
+    def move(self, rollout: Rollout, state: RolloutState, because: str = "") -> None:
+        """Take a rollout to its next state; raise LifecycleError if the books do not allow it."""
+        known = self._in_flight.get(rollout.id)
+        if known is not rollout.state:
+            raise LifecycleError(
+                f"rollout {rollout.id} is {rollout.state}, but the books have it as "
+                f"{known or 'not in flight'}",
+                "not-as-booked",
+            )
+        rollout.move(state, because)
+        self._in_flight[rollout.id] = state
+        if state in (RolloutState.TRAINED, RolloutState.REJECTED):
+            del self._in_flight[rollout.id]
+        if state is RolloutState.TRAINED:
+            self.trained += 1
+        if state is RolloutState.REJECTED:
+            self.rejected[because] += 1
+            self._rejections += 1
+        self._check()
+
+    def _check(self) -> None:
+        if self.dispatched != len(self._in_flight) + self.trained + self._rejections:
+            raise LifecycleError(
+                f"the books do not balance: {self.dispatched} dispatched, but {self.in_flight} in "
+                f"flight + {self.trained} trained + {self._rejections} rejected",
+                "books-unbalanced",
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts and the states of rollouts in flight, as plain data."""
+        return {
+            "dispatched": self.dispatched,
+            "trained": self.trained,
+            "rejected": dict(self.rejected),
+            "in_flight": {id_: str(state) for id_, state in self._in_flight.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up what :meth:`state_dict` returned."""
+        self.dispatched, self.trained = state["dispatched"], state["trained"]
+        self.rejected = Counter(state["rejected"])
+        self._rejections = self.rejected.total()
+        self._in_flight = {id_: RolloutState(s) for id_, s in state["in_flight"].items()}
+        self._check()
+
+
 def of_kind(rollout: Rollout, kind: ScoreKind) -> list[Score]:
     """Return a rollout's scores of one kind."""
     return [s for s in rollout.scores.values() if s.kind == kind]
@@ -217,3 +297,65 @@ def _per_token(rollout: Rollout, kind: ScoreKind) -> FloatArray:
             "scores-per-token",
         )
     return scores[0].values
+
+
+def reasons_to_reject(
+    rollouts: Sequence[Rollout],
+    *,
+    drop_failures: bool,
+    group_at_least: int,
+    weights: Mapping[str, float] | None = None,
+) -> Mapping[int, str]:
+    """Return why rollouts are to be left out, by their ids.
+
+    A rollout is left out if it has no reward, or if fewer than ``group_at_least`` responses to its
+    prompt have one for a comparison. It has no reward if a reward function failed on it, if no
+    source applies to it, or if the sum with these weights is not finite as float32.
+
+    Raises RewardError if a response has no reward and such are not to be dropped, or nothing is
+    left without them.
+    """
+    bad = {r.id: why for r in rollouts if (why := _no_reward(r, weights)) is not None}
+    if not bad:
+        return {}
+    left = Counter(r.prompt.id for r in rollouts if r.id not in bad)
+    alone = [r for r in rollouts if r.id not in bad and left[r.prompt.id] < group_at_least]
+    if len(bad) + len(alone) < len(rollouts) and drop_failures:
+        return {i: reason for i, (reason, _) in bad.items()} | dict.fromkeys(
+            (r.id for r in alone), GROUP_TOO_SMALL
+        )
+    nothing_left = remedy = ""
+    if not drop_failures:
+        remedy = (
+            ", or set reward.on_failure = 'drop' to leave such responses out (they are reported)"
+        )
+    elif alone:
+        nothing_left = f", and no prompt has the {group_at_least} left that the algorithm compares"
+    raise RewardError(
+        f"{len(bad)} of {len(rollouts)} responses could not be scored{nothing_left}. The first:\n"
+        f"{next(iter(bad.values()))[1]}\n"
+        f"Mend the reward function{remedy}",
+        list(bad),
+        "responses-without-reward",
+    )
+
+
+def _no_reward(rollout: Rollout, weights: Mapping[str, float] | None) -> tuple[str, str] | None:
+    """Return why a rollout has no reward, in short and in full."""
+    if failures := [s.failure for s in rollout.scores.values() if s.failure]:
+        return FUNCTION_FAILED, "; ".join(failures)
+    rewards = of_kind(rollout, "reward")
+    if rewards and all(s.scalar is None for s in rewards):
+        return NOTHING_APPLIES, (
+            f"no reward source applies to rollout {rollout.id}: "
+            f"{', '.join(s.source for s in rewards)} gave None\n"
+            f"  prompt: {rollout.prompt.text[:400]!r}"
+        )
+    total = total_reward(rollout, weights)
+    if is_finite(total):
+        return None
+    terms = [(s.scalar, 1.0 if weights is None else weights[s.source], s.source) for s in rewards]
+    return NOT_FINITE, (
+        f"the reward of rollout {rollout.id} is {total}, not finite as float32: "
+        + " + ".join(f"{weight:g} x {score} ({source})" for score, weight, source in terms)
+    )

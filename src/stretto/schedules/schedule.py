@@ -25,14 +25,19 @@ from stretto.config.schedule import Settings
 from stretto.protocols import DRIVER, Generator, Learner, Tracer
 from stretto.schedules.buffer import Buffer
 from stretto.schedules.chunking import ChunkSize
-from stretto.schedules.filtering import reasons_to_reject
+from stretto.schedules.controller import Meter
 from stretto.schedules.fleet import Fleet, RoleContext, Sync, load_each, tickets_from, tickets_of
-from stretto.schedules.ledger import Ledger
-from stretto.schedules.meter import Meter
 from stretto.schedules.migration import MigrationPolicy
 from stretto.schedules.overcommit import Overcommit
 from stretto.schedules.pool import Pool
-from stretto.schedules.rollout import Rollout, RolloutState, restored, train_batch
+from stretto.schedules.rollout import (
+    Ledger,
+    Rollout,
+    RolloutState,
+    reasons_to_reject,
+    restored,
+    train_batch,
+)
 from stretto.schedules.scoring import ScorerReplica, Scoring
 from stretto.schedules.waits import Phases, Text, Waits, answered, first_of
 from stretto.types import Chunk, Prompt, Stats, TrainBatch, WeightsRef

@@ -70,6 +70,14 @@ class Failed:
     error: StrettoError | None  # itself, where it is one of Stretto that can be pickled
 
 
+class NotConnectedError(Exception):
+    """A rank's process did not connect; ``what`` happened is empty where it has ended."""
+
+    def __init__(self, rank: int, what: str = "") -> None:
+        super().__init__(what)
+        self.rank, self.what = rank, what
+
+
 def framed(number: int, content: object) -> memoryview:
     """Return a message as it is sent; raise PicklingError if the content cannot be."""
     buffer = io.BytesIO()

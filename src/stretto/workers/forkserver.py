@@ -28,8 +28,7 @@ import psutil
 from stretto.errors import RankError
 from stretto.models.backend import keep_freed_memory
 from stretto.workers.connection import Raw
-from stretto.workers.preflight import Facts
-from stretto.workers.rank import Rank, RankSpec
+from stretto.workers.rank import Facts, Rank, RankSpec
 
 PRELOADED = (
     "torch.distributed",

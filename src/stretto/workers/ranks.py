@@ -16,24 +16,23 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from stretto.errors import RankError
-from stretto.workers.connection import STEP, Done, Failed, RankConnection, Raw, framed
+from stretto.workers.connection import (
+    STEP,
+    Done,
+    Failed,
+    NotConnectedError,
+    RankConnection,
+    Raw,
+    framed,
+)
 from stretto.workers.forkserver import ForkedProcesses
-from stretto.workers.preflight import Facts
-from stretto.workers.rank import RankSpec
+from stretto.workers.rank import Facts, RankSpec
 
 START = "its start"
 PATIENCE_S = 2.0  # to wait for an answer aside of a rank that may hang
 NO_WORDS: Mapping[str, str] = MappingProxyType({})
 _END_S = 5.0  # for connections to end after their processes have been ended
 _LAST_LINES = 20  # of a rank's log, that are shown when it has died
-
-
-class NotConnectedError(Exception):
-    """A rank's process did not connect; ``what`` happened is empty where it has ended."""
-
-    def __init__(self, rank: int, what: str = "") -> None:
-        super().__init__(what)
-        self.rank, self.what = rank, what
 
 
 class Launched(Protocol):
