@@ -127,7 +127,7 @@ def test_limits_that_cannot_be() -> None:
         limits_of(cache_tokens=500)
     with raises(ConfigError, "not-a-share", 1.5):
         FixedMigration(limits_of(), 10, 1.5)
-    with raises(ConfigError, "number-out-of-range", "score_tokens_per_s", -1.0):
+    with raises(ConfigError, "number-too-small", "score_tokens_per_s", -1.0):
         AutoMigration(limits_of(), 10, -1.0)
 
 

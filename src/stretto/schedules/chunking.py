@@ -28,7 +28,7 @@ class FixedChunk(Fixed):
     """Sizes of chunks that are given: one of them never changes, several serve one step each."""
 
     def __init__(self, *sizes: int) -> None:
-        super().__init__("the number of tokens in a chunk", 1, sizes)
+        super().__init__("chunk_tokens", 1, sizes)
 
     @property
     def tokens(self) -> int:

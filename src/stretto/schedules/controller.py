@@ -76,16 +76,22 @@ class Stateful:
                 setattr(self, f"_{name}", deepcopy(state[name]))
 
 
+def check_least(least: int, **numbers: float) -> None:
+    """Raise ConfigError if a number is below the least."""
+    for name, number in numbers.items():
+        if number < least:
+            raise ConfigError(f"{name} is at least {least}; got {number}", "number-too-small")
+
+
 class Fixed:
     """A controller that learns nothing: its numbers serve one step each, and the last one stays.
 
     State: the place among several numbers; none with a single one.
     """
 
-    def __init__(self, what: str, least: int, numbers: Sequence[int]) -> None:
-        if not numbers or min(numbers) < least:
-            got = ", ".join(map(str, numbers)) or "none"
-            raise ConfigError(f"{what} is at least {least}; got {got}", "number-too-small")
+    def __init__(self, name: str, least: int, numbers: Sequence[int]) -> None:
+        check_least(1, **{f"how many times {name} is given": len(numbers)})
+        check_least(least, **{name: min(numbers)})
         self._numbers, self._place = tuple(numbers), 0
 
     @property

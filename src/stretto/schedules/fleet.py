@@ -22,24 +22,21 @@ class MemberState(StrEnum):
     """The state of a role's process, as far as a schedule knows."""
 
     HEALTHY = "healthy"
-    SUSPECT = "suspect"
     DEAD = "dead"
     STARTING = "starting"
     STALE = "stale"
     RETIRED = "retired"
 
 
-Event = Literal["late", "answered", "died", "starting", "started", "loaded", "retired"]
+Event = Literal["died", "starting", "started", "loaded", "retired"]
 
 _S = MemberState
 
 _EDGES: Mapping[Event, Mapping[MemberState, MemberState]] = {
-    "late": {_S.HEALTHY: _S.SUSPECT, _S.SUSPECT: _S.SUSPECT},
-    "answered": {_S.HEALTHY: _S.HEALTHY, _S.SUSPECT: _S.HEALTHY},
-    "died": dict.fromkeys((_S.HEALTHY, _S.SUSPECT, _S.STARTING, _S.STALE), _S.DEAD),
+    "died": dict.fromkeys((_S.HEALTHY, _S.STARTING, _S.STALE), _S.DEAD),
     "starting": {_S.DEAD: _S.STARTING},
     "started": {_S.STARTING: _S.STALE},
-    "loaded": {_S.STALE: _S.HEALTHY, _S.HEALTHY: _S.HEALTHY, _S.SUSPECT: _S.HEALTHY},
+    "loaded": {_S.STALE: _S.HEALTHY},
     "retired": {_S.DEAD: _S.RETIRED},
 }
 
@@ -49,15 +46,11 @@ class Member:
 
     ::
 
-        HEALTHY <-> SUSPECT          late, answered
-        HEALTHY, SUSPECT -> DEAD     died
-        DEAD -> STARTING             starting, as often as the budget allows
-        STARTING -> STALE            started: the process is there, with whatever weights
-        STALE -> HEALTHY             loaded: it has the weights of the others, and serves
-        STARTING, STALE -> DEAD      died
-        DEAD -> RETIRED              retired: it is not replaced again
-
-    A new member serves after a weight sync, and there is no other way.
+        HEALTHY, STARTING, STALE -> DEAD     died
+        DEAD -> STARTING                     starting, as often as the budget allows
+        STARTING -> STALE                    started: the process is there, with whatever weights
+        STALE -> HEALTHY                     loaded: it has the others' weights, and serves
+        DEAD -> RETIRED                      retired: it is not replaced again
     """
 
     def __init__(self, name: str, restarts: int) -> None:
@@ -69,7 +62,7 @@ class Member:
     @property
     def serves(self) -> bool:
         """Return whether it may be given work."""
-        return self.state in (MemberState.HEALTHY, MemberState.SUSPECT)
+        return self.state is MemberState.HEALTHY
 
     @property
     def retired(self) -> bool:
@@ -83,20 +76,18 @@ class Member:
 
     def note(self, event: Event, cause: str = "") -> None:
         """Move along an event's edge; raise LifecycleError if there is none, or no budget."""
-        after = _EDGES[event].get(self.state)
         if event == "starting" and self.exhausted:
             raise LifecycleError(
                 f"{self.name} has been replaced {self.lives} times, and may be {self._restarts} "
                 "times; retire it",
                 "restarts-spent",
             )
-        if after is None:
+        if self.state not in _EDGES[event]:
             raise LifecycleError(
                 f"{self.name} is {self.state}; '{event}' cannot happen to it", "no-such-edge"
             )
-        self.state = after
-        if event == "starting":
-            self.lives += 1
+        self.state = _EDGES[event][self.state]
+        self.lives += event == "starting"
         if event == "died":
             self.deaths, self.cause = self.deaths + 1, cause
 
@@ -254,7 +245,6 @@ class Guard:
             raise GoneError from error
         if not self._is_at(life):  # another call has shown the loss meanwhile
             raise GoneError
-        self.member.note("answered")
         return answer
 
     async def replace(self) -> None:
@@ -309,8 +299,6 @@ class Guard:
 
     def _note_loss(self, error: StrettoError) -> None:
         served = self.member.serves
-        if served and isinstance(error, StalledError):
-            self.member.note("late")
         self.member.note("died", str(error))
         self._loss = error
         if served:

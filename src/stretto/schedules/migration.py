@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed
+from stretto.schedules.controller import Controller, Feedback, Fixed, check_least
 from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_times, under_way
 
 SHARES = tuple(percent / 100 for percent in range(5, 100, 5))
@@ -173,12 +173,8 @@ class AutoMigration(Simulating):
         every: int = 20,
         seed: int = 0,
     ) -> None:
-        if min(batch, every) < 1 or min(score_tokens_per_s, prompt_tokens) < 0:
-            raise ConfigError(
-                "batch and every are at least 1, score_tokens_per_s and prompt_tokens at least 0; "
-                f"got {batch}, {every}, {score_tokens_per_s} and {prompt_tokens}",
-                "number-out-of-range",
-            )
+        check_least(1, batch=batch, every=every)
+        check_least(0, score_tokens_per_s=score_tokens_per_s, prompt_tokens=prompt_tokens)
         self._limits, self._batch = limits, batch
         self._score_tokens_per_s, self._prompt_tokens = score_tokens_per_s, prompt_tokens
         self._every, self._seed = every, seed

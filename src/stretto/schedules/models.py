@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stretto.errors import ConfigError, StateError
-from stretto.schedules.controller import DecodeSample, Feedback, Stateful
+from stretto.errors import StateError
+from stretto.schedules.controller import DecodeSample, Feedback, Stateful, check_least
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
@@ -38,10 +38,7 @@ class LengthModel(Stateful):
     saved = ("steps",)
 
     def __init__(self, window: int) -> None:
-        if window < 1:
-            raise ConfigError(
-                f"a length window holds at least 1 length; got {window}", "window-too-short"
-            )
+        check_least(1, window=window)
         self._window = window
         self._steps: list[list[int]] = []
         self._table: tuple[IntArray, FloatArray] | None = None

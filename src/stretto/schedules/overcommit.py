@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from stretto.errors import ConfigError
-from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful
+from stretto.schedules.controller import Controller, Feedback, Fixed, Stateful, check_least
 from stretto.schedules.models import FloatArray, IntArray, Simulating, drain_seconds, under_way
 
 SHARES = (0, 1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6, 8)
@@ -36,7 +36,7 @@ class FixedOvercommit(Fixed):
     """Deltas that are given: one of them never changes, several serve one step each."""
 
     def __init__(self, *deltas: int) -> None:
-        super().__init__("delta, a number of responses,", 0, deltas)
+        super().__init__("delta", 0, deltas)
 
     @property
     def delta(self) -> int:
@@ -49,16 +49,10 @@ class _RewardRule(Stateful):
     saved: ClassVar[tuple[str, ...]] = ("delta", "rewards")
 
     def __init__(self, start: int, low: int, high: int, window: int) -> None:
-        if not 0 <= low <= start <= high:
-            raise ConfigError(
-                f"delta starts between its bounds: 0 <= low <= start <= high; "
-                f"got low = {low}, start = {start}, high = {high}",
-                "delta-bounds",
-            )
-        if window < 1:
-            raise ConfigError(
-                f"a window of rewards spans at least 1 step; got {window}", "window-too-short"
-            )
+        check_least(0, low=low)
+        check_least(low, start=start)
+        check_least(start, high=high)
+        check_least(1, window=window)
         self._low, self._high, self._window = low, high, window
         self._delta = start
         self._rewards: list[float] = []
@@ -94,11 +88,8 @@ class Equation4(_RewardRule):
         every: int = 1,
     ) -> None:
         super().__init__(start, low, high, window)
-        if inc < 0 or dec < 0 or every < 1:
-            raise ConfigError(
-                f"inc and dec are at least 0 and every is at least 1; got {inc}, {dec} and {every}",
-                "number-out-of-range",
-            )
+        check_least(0, inc=inc, dec=dec)
+        check_least(1, every=every)
         self._inc, self._dec, self._every = inc, dec, every
         self._wait = 0
 
@@ -162,13 +153,9 @@ class ThroughputOvercommit(Simulating):
         every: int = 2,  # steps from one decision to the next
         seed: int = 0,
     ) -> None:
-        if min(batch, group, generators, every) < 1 or max_carries < 0 or not 0 <= low <= high:
-            raise ConfigError(
-                "batch, group, generators and every are at least 1, max_carries at least 0, and "
-                f"0 <= low <= high; got {batch}, {group}, {generators}, {every}, {max_carries}, "
-                f"low = {low} and high = {high}",
-                "number-out-of-range",
-            )
+        check_least(1, batch=batch, group=group, generators=generators, every=every)
+        check_least(0, max_carries=max_carries, low=low)
+        check_least(low, high=high)
         if batch % group:
             raise ConfigError(
                 f"the batch holds whole groups; got batch = {batch} and groups of {group}",
