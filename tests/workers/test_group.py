@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -297,11 +298,7 @@ def test_the_preflight_may_refuse_before_anything_is_made() -> None:
 
 
 def facts(**changes: Any) -> Facts:
-    given: dict[str, Any] = {
-        "node": "one", "pid": 1, "versions": {"torch": "2.13"}, "threads": 2, "device": "GPU",
-        "device_id": "", "free_bytes": 1, "environment": {},
-    }  # fmt: skip
-    return Facts(**{**given, **changes})
+    return replace(Facts("one", 1, {"torch": "2.13"}, 2, ""), **changes)
 
 
 def test_the_preflight_names_ranks_that_differ() -> None:
@@ -313,7 +310,9 @@ def test_the_preflight_names_ranks_that_differ() -> None:
     shared = {"a": facts(device_id="G"), "b": facts(device_id="G")}
     with raises(RankError, "gpu-shared", "'b' and 'a'", "G of one"):
         check(shared, {})
-    check(shared, {}, [frozenset({"a", "b"})])
+    check(shared, {}, {"a": "cuda:0", "b": "cuda:0"})
+    with raises(RankError, "gpu-shared"):
+        check(shared, {}, {"a": "cuda:0", "b": "cuda:1"})
 
 
 def test_a_rank_with_an_interpreter_of_its_own_may_have_other_versions() -> None:
@@ -321,13 +320,13 @@ def test_a_rank_with_an_interpreter_of_its_own_may_have_other_versions() -> None
     here = {"stretto": "1", "python": "3.11.7", "torch": "2.13", "ray": ""}
     there = here | {"python": "3.11.9", "torch": "2.14", "ray": "2.60"}
     for apart in ({"a"}, {"b"}):
-        check({"a": facts(versions=here), "b": facts(versions=there)}, {}, (), apart)
+        check({"a": facts(versions=here), "b": facts(versions=there)}, {}, {}, apart)
     with raises(RankError, "versions-differ", "python"):
         check({"a": facts(versions=here), "b": facts(versions=there)}, {})
     for changed in ({"stretto": "2"}, {"python": "3.12.1"}):
         other = facts(versions=there | changed)
         with raises(RankError, "versions-differ", next(iter(changed))):
-            check({"a": facts(versions=here), "b": other}, {}, (), {"b"})
+            check({"a": facts(versions=here), "b": other}, {}, {}, {"b"})
 
 
 def test_tensors_go_by_value_on_the_side_and_what_cannot_travel_is_an_error(

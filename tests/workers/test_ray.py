@@ -76,10 +76,9 @@ def test_ranks_answer_and_are_ended_at_work(cluster: RayCluster) -> None:
     assert ranks.call_each("total", [(3,), (4,)]) == [7.0, 7.0]
     assert ranks.call("threads") == [3, 3]
     assert [facts.threads for facts in ranks.facts] == [3, 3]
-    for facts in ranks.facts:
-        assert facts.environment["STRETTO_ECHO"] == "over there"
-        assert facts.environment["OMP_NUM_THREADS"] == "3"
-        assert facts.versions["ray"] == ray.__version__
+    assert ranks.call("variable", "STRETTO_ECHO") == ["over there"] * 2
+    assert ranks.call("variable", "OMP_NUM_THREADS") == ["3"] * 2
+    assert {facts.versions["ray"] for facts in ranks.facts} == {ray.__version__}
     big = bytes(300_000)
     ranks.call("take", big)
     pids = ranks.call("pid")

@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto.models.offload import CopyStream, OffloadedTensors
 from stretto.types import Reply
-from stretto.workers.group import Host, Makes, Raised
+from stretto.workers.group import Host, Makes
 from stretto.workers.services import CallPredictor, Service
 
 
@@ -132,7 +132,7 @@ def test_replies_tell_of_copies_and_errors_come_through() -> None:
     services = host(copies)
     copies.drain()
     refused = services.call("one", "refuse", ())
-    assert isinstance(refused, Raised)
+    assert isinstance(refused, EngineError)
     copies.drain()
     reply = services.call("two", "value", ())
     assert isinstance(reply, Reply)

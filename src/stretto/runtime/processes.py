@@ -84,14 +84,17 @@ class ProcessWorkers:
         self._processes = places(config, cores, gpus, overrides.reward_models)
         for line in remarks(config, self._processes, usable_cores(), gpus):
             say(line)
-        if config.runtime == "local":
-            _require_engine(config, self._processes)
+        ours = [r.role for p in self._processes if not p.python for r in p.roles]
+        if config.runtime == "local" and any(role.startswith("generator") for role in ours):
+            ENGINES[config.rollout.engine].check()
         self._launcher.prepare(self._processes, stack)
         self._facts: dict[str, Facts] = {}
         self._looking = Lock()
         self._starting: list[Ranks] = []
         self._given_up = False
-        with working(say, self._opening):
+        count = sum(len(process.devices) for process in self._processes)
+        first_of_all = f"; first the learner warms up on {config.warmup_examples} examples"
+        with working(say, f"starting {count} processes{first_of_all if self._warms_up else ''}"):
             self.groups = self._open_all()
         self.executors = {
             placed.role: GroupExecutor(group, placed.role)
@@ -142,12 +145,6 @@ class ProcessWorkers:
     def _warms_up(self) -> bool:
         file = self._overrides.warmup
         return self._config.warmup_examples > 0 and not (file and file.exists())
-
-    @property
-    def _opening(self) -> str:
-        count = sum(len(process.devices) for process in self._processes)
-        first = f"; first the learner warms up on {self._config.warmup_examples} examples"
-        return f"starting {count} processes{first if self._warms_up else ''}"
 
     def _open_all(self) -> list[ServiceGroup]:
         """Open all processes. When one cannot be opened, or on Ctrl-C, the others are ended."""
@@ -245,18 +242,15 @@ class ProcessWorkers:
 
     def _compare(self) -> None:
         """Compare what all processes so far have found at their places."""
-        ranks = [
-            (name, process.threads, device)
-            for process in self._processes
-            for name, device in zip(_rank_names(process), process.devices, strict=True)
-        ]
-        threads = {name: count for name, count, _ in ranks if count and name in self._facts}
-        on: dict[str, set[str]] = {}
-        for name, _, device in ranks:
-            alone = self._launcher.gpus >= len(ranks)
-            on.setdefault(device if alone else "", set()).add(name)
-        apart = {name for p in self._processes if p.python for name in _rank_names(p)}
-        check(self._facts, threads, [frozenset(names) for names in on.values()], apart)
+        threads, devices, apart = dict[str, int](), dict[str, str](), set[str]()
+        for process in self._processes:
+            names = _rank_names(process)
+            devices |= zip(names, process.devices, strict=True)
+            threads |= dict.fromkeys(names if process.threads else (), process.threads)
+            apart.update(names if process.python else ())
+        if self._launcher.gpus < len(devices):
+            devices = dict.fromkeys(devices, "")  # they share as they come
+        check(self._facts, threads, devices, apart)
 
 
 class Launcher:
@@ -400,13 +394,6 @@ def _check(config: Config, overrides: Overrides) -> None:
             "runtime = 'inline'",
             "adapters-of-object",
         )
-
-
-def _require_engine(config: Config, found: Sequence[ProcessPlacement]) -> None:
-    """Require the engine's library where generators have this interpreter."""
-    roles = [placed.role for process in found if not process.python for placed in process.roles]
-    if any(role.startswith("generator") for role in roles):
-        ENGINES[config.rollout.engine].check()
 
 
 def _rank_names(process: ProcessPlacement) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from stretto.clock import Clock, RealClock
@@ -21,13 +20,6 @@ Makes = Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]]
 """How each service is made, by name: an importable function, and its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """An error of Stretto that a call ended with; the process lives on."""
-
-    error: StrettoError
-
-
 class Host:
     """The holder of services in a rank; keeps them alive through errors that a run may survive."""
 
@@ -40,12 +32,12 @@ class Host:
         self._tensors = ServiceTensors(self._services)
 
     def call(self, service: str, method: str, args: tuple[Any, ...]) -> object:
-        """Return a method's result, or the error of Stretto that it raised."""
+        """Return a method's result, or the error of Stretto that it raised; the rank lives on."""
         try:
             self._tensors.begin(service, method)
             result = self.aside(service, method, *args)
         except StrettoError as error:
-            result = Raised(error)
+            result = error
         return self._tensors.noted(result)
 
     def now(self) -> float:
@@ -89,9 +81,9 @@ class ServiceGroup:
         sent_s = self._clock.now()
         answers = self.ranks.call("call", service, method, args)
         came_s = self._clock.now()
-        answer = next((a for a in answers if isinstance(a, Raised)), answers[0])
-        if isinstance(answer, Raised):
-            raise answer.error
+        answer = next((a for a in answers if isinstance(a, StrettoError)), answers[0])
+        if isinstance(answer, StrettoError):
+            raise answer
         if not isinstance(answer, Reply):
             return answer
         own = [work for work in answer.work if not work.beside]

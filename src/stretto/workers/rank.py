@@ -15,12 +15,13 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import psutil
@@ -44,7 +45,6 @@ class RankSpec:
     interface: str = ""  # of the group; by default that by which the driver is reached
     timeout_s: float = 600.0  # for joining, and for each of the group's collectives
     log: str = ""  # file for all that the process prints
-    environment: Mapping[str, str] = field(default_factory=dict)  # forwarded, for the preflight
 
 
 class Rank:
@@ -96,9 +96,7 @@ class Rank:
         dist.init_process_group(
             spec.backend, store=store, rank=spec.index, world_size=spec.world, timeout=timeout
         )
-        # As it is here: what was sent may not be what has arrived.
-        here = {k: os.environ[k] for k in spec.environment if k in os.environ}
-        return facts(spec.device, here)
+        return facts(spec.device)
 
     def make(self, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self._made = make(self._spec.index, *arguments)
@@ -197,30 +195,20 @@ class Facts:
     pid: int
     versions: Mapping[str, str]  # of Python and PACKAGES; empty for one that is not installed
     threads: int  # of torch
-    device: str  # what the rank computes on: ``cpu``, or the GPU's name
-    device_id: str  # the GPU's UUID; empty on a CPU
-    free_bytes: int  # of that device's memory
-    environment: Mapping[str, str]  # variables that were forwarded to it
+    device_id: str  # the UUID of the GPU that the rank computes on; empty on a CPU
 
 
-def facts(device: str, environment: Mapping[str, str]) -> Facts:
-    """Look at this process's place, with the variables that were forwarded here."""
+def facts(device: str) -> Facts:
+    """Look at this process's place."""
     import torch
 
-    name, id_, free_bytes = "cpu", "", psutil.virtual_memory().available
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(device)
-        name, id_ = properties.name, str(properties.uuid)
-        free_bytes = torch.cuda.mem_get_info(device)[0]
+    on_gpu = device.startswith("cuda")
     return Facts(
-        node=socket.gethostname(),
-        pid=os.getpid(),
-        versions={"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
-        threads=torch.get_num_threads(),
-        device=name,
-        device_id=id_,
-        free_bytes=free_bytes,
-        environment=environment,
+        socket.gethostname(),
+        os.getpid(),
+        {"python": platform.python_version(), **{p: _version(p) for p in PACKAGES}},
+        torch.get_num_threads(),
+        str(torch.cuda.get_device_properties(device).uuid) if on_gpu else "",
     )
 
 
@@ -240,16 +228,15 @@ def _version(package: str) -> str:
 def check(
     ranks: Mapping[str, Facts],
     threads: Mapping[str, int],
-    shared: Sequence[frozenset[str]] = (),
+    devices: Mapping[str, str] = MappingProxyType({}),
     apart: Collection[str] = (),
 ) -> None:
     """Compare what ranks found, by their names, with each other and with the plan.
 
-    Ranks ``apart`` have an interpreter of their own, for the sake of other versions. They speak
-    pickles of Stretto's data, so that this and Python's minor version are all they share.
-
-    Raises RankError if versions differ, two ranks are on one GPU that were not meant to share it,
-    or a rank has other threads than it was given.
+    Raises RankError if versions differ, a rank has other threads than it was given, or two are on
+    one GPU whose devices differ. Ranks ``apart`` have an interpreter of their own, for the sake of
+    other versions. They speak pickles of Stretto's data, so that this and Python's minor version
+    are all they share.
     """
     names = list(ranks)
     for name in names[1:]:
@@ -274,7 +261,7 @@ def check(
     by_device: dict[str, str] = {}
     for name, found in ranks.items():
         other = by_device.setdefault(found.device_id, name) if found.device_id else name
-        if other != name and not any({name, other} <= group for group in shared):
+        if other != name and devices.get(name, name) != devices.get(other, other):
             raise RankError(
                 f"'{name}' and '{other}' are both on the GPU {found.device_id} of {found.node}, "
                 "and are not placed together; see whether CUDA_VISIBLE_DEVICES is set for both, or "

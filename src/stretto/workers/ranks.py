@@ -151,11 +151,11 @@ class Ranks:
         parts = []
         for rank in range(len(self._connections)):
             facts = self.facts[rank] if self.facts else None
-            name = f"{self._name(rank)} ({self._launched.where(rank, facts)})"
+            parts.append(f"{self._name(rank)} ({self._launched.where(rank, facts)}):")
             try:
-                parts.append(f"{name}:\n{self.aside(rank, 'stacks')}")
+                parts[-1] += f"\n{self.aside(rank, 'stacks')}"
             except RankError as error:
-                parts.append(f"{name}: {error}")
+                parts[-1] += f" {error}"
         return "\n\n".join(parts)
 
     def used_bytes(self) -> list[int]:
@@ -214,7 +214,6 @@ class Ranks:
         if self._closed:
             raise _ended()
         silent = {future: rank for rank, future in enumerate(asked)}
-        results: dict[int, Any] = {}
         raised: list[tuple[int, Failed]] = []
         while silent:
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
@@ -227,13 +226,11 @@ class Ranks:
                     answer = future.result()
                 except EOFError:
                     raise self._death(rank, f"in the middle of {doing}", raised) from None
-                if isinstance(answer, Done):
-                    results[rank] = answer.result
-                    continue
-                if not self._launched.one_clock:
-                    answer = replace(answer, at_s=time.monotonic())
-                raised.append((rank, answer))
-                until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
+                if isinstance(answer, Failed):
+                    if not self._launched.one_clock:
+                        answer = replace(answer, at_s=time.monotonic())
+                    raised.append((rank, answer))
+                    until_s = until_s if raised[1:] else time.monotonic() + self._patience_s
         if raised:
             rank, failed = min(raised, key=_time)
             error = self._error(rank, f"failed in {doing}: {failed.what}", "rank-failed")
@@ -244,7 +241,7 @@ class Ranks:
             error = self._error(ranks[0], what, "rank-silent")
             error.add_note(f"Silent: rank {', '.join(map(str, ranks))}.\n{self.stacks()}")
             raise error
-        return [results[rank] for rank in range(len(asked))]
+        return [answer.result for future in asked if isinstance(answer := future.result(), Done)]
 
     def _has_ended(self, rank: int) -> None:
         """Tell of a rank that ended between two calls; a call under way finds out by itself."""

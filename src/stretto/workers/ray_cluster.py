@@ -17,7 +17,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -361,8 +360,7 @@ class ActorProcesses:
                 )
                 self._actors.append(actor.remote())
                 run = self._actors[-1].run
-                own = replace(spec, environment=environment)
-                self._runs.append(run.remote(own, self._listener.address, self._listener.key))
+                self._runs.append(run.remote(spec, self._listener.address, self._listener.key))
         except BaseException:
             self.kill()
             raise

@@ -117,8 +117,7 @@ class ServiceTensors:
     """The offloaded tensors of a process's services, which share a device.
 
     Before a call that needs a service's tensors, others are put away, and these are brought; while
-    it is under way, those of the service that is called next. Where no service has any, nothing is
-    done.
+    it is under way, those of the service that is called next.
     """
 
     def __init__(self, services: Mapping[str, Service]) -> None:

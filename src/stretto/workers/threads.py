@@ -33,9 +33,9 @@ class Interrupted(KeyboardInterrupt):
 class WorkerThread:
     """A thread with a queue of calls, and CPU threads for their tensor work; 0 for torch's choice.
 
-    Workers that work at the same time should share the cores out: threads that wait for each other
-    spin. A call that begins while none ``beside`` works has ``alone`` so many; use it only where
-    none of them begins before such a call has ended.
+    Workers that work at the same time should share the cores out, as threads that wait for each
+    other spin. A call that begins while none ``beside`` works has ``alone`` so many; none of them
+    may begin before such a call has ended.
     """
 
     def __init__(
@@ -103,7 +103,11 @@ class WorkerThread:
 
     def _work(self, threads: int) -> None:
         if threads:
-            _use_threads(threads)
+            # torch keeps one number for threads that have not asked yet, which a thread that has
+            # set its own takes up all the same when it first asks: it asks before another sets it.
+            with _SETTING_THREADS:
+                torch.set_num_threads(threads)
+                torch.get_num_threads()
         try:
             while (call := self._calls.get()) is not None:
                 self.busy = True
@@ -127,17 +131,6 @@ def _tell(future: asyncio.Future[Any], set_it: Callable[[Any], None], value: Any
 
     with suppress(RuntimeError):  # the loop is closed: the run is over
         future.get_loop().call_soon_threadsafe(settle)
-
-
-def _use_threads(threads: int) -> None:
-    """Let this thread use so many CPU threads, whatever other threads set for themselves.
-
-    torch keeps one number for threads that have not asked yet. A thread that has set its own number
-    takes up that one all the same when it first asks. So it asks here, before another sets it.
-    """
-    with _SETTING_THREADS:
-        torch.set_num_threads(threads)
-        torch.get_num_threads()
 
 
 class Executor(Protocol):
