@@ -17,10 +17,7 @@ Ways = Mapping[str, Callable[..., Awaitable[Reply[Any]]]]
 
 
 class Client:
-    """A role with the methods of its protocol, which asks a service and traces its work.
-
-    The member's name is unique in a run, the role's that in traces.
-    """
+    """A role, a member with a unique name, which asks a service and traces its work."""
 
     def __init__(
         self, protocol: type, member: str, role: str, executor: Executor, tracer: Tracer, ways: Ways

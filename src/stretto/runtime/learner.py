@@ -42,11 +42,7 @@ WARMUP = timedelta(days=7)
 
 
 class LearnerService(Service):
-    """The learner, and the weights and the state that travel from it.
-
-    It is in each of the ranks that hold shards of the models. With each version's weights it reads
-    the probe, token ids [n, t].
-    """
+    """The learner, on each of its ranks; with each version it reads the probe, token ids [n, t]."""
 
     role = Learner
     reads = frozenset({"stage"})
@@ -106,10 +102,7 @@ class LearnerService(Service):
         return self._channel.send(ref, routes[self._rank])
 
     def stage(self, copy: bool) -> Reply[tuple[bool, int]]:
-        """Stage this rank's pieces of the learner's state, copied if all ranks have room.
-
-        Return whether they are live, see :class:`~stretto.runtime.state.Staged`; and all bytes.
-        """
+        """Stage this rank's pieces, as a copy if all have room; return whether live, and bytes."""
         state = shard_files.packed(self._learner.state_dict(), self._rank, self._ranks)
         claims = self._of_all(claim_of(state))
         copy = copy and fit(claims)
@@ -125,20 +118,14 @@ class LearnerService(Service):
             shard_files.write(file, state)
 
     def kept(self, refs: Sequence[WeightsRef]) -> Reply[list[Mapping[str, torch.Tensor]]]:
-        """Return the tensors of versions that are kept, which the first rank gathers.
-
-        In the learner's own process they are good as long as their mapping is held.
-        """
+        """Return the tensors of versions that are kept, which the first rank gathers."""
         found = ((ref.model, self._channel.kept(ref)) for ref in refs)
         return Reply([self._learner.gathered(*tensors) for tensors in found])
 
     def load(
         self, path: Path, kept: Sequence[tuple[WeightsRef, Mapping[str, torch.Tensor]]]
     ) -> Reply[Mapping[str, WeightsRef]]:
-        """Go on from a state; return tickets for the weights as they are then.
-
-        ``kept`` are versions of other weights that followers hold, or wait for.
-        """
+        """Go on from a state, with kept versions of other weights; return the weights' tickets."""
         self._learner.load_state_dict(self._read(path))
         refs = self.offered()
         for ref, tensors in kept:  # the newest version, too, if weights have changed since

@@ -51,11 +51,7 @@ class RoleSetup:
         prepare_torch(self.run_config.seed, self.threads)
 
     def for_loading(self) -> Self:
-        """Return the setup by which this process loads models.
-
-        Ranks that divide a model load it on the CPU, in their device's type, and leave it in its
-        files until they take their parts; or the whole where a warm-up changes all before that.
-        """
+        """Return the setup by which models are loaded: by ranks that divide them, on the CPU."""
         return self if dist.get_world_size() == 1 else self.on_host()
 
     def on_host(self) -> Self:

@@ -61,10 +61,7 @@ def shares_weights(config: Config, found: Sequence[ProcessPlacement]) -> bool:
 
 
 def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
-    """Return the names of all scorers that are models, in the order of the schedule's replicas.
-
-    ``brought`` are sources that are models which the caller brings.
-    """
+    """Return the names of scorers that are models, some of which the caller brings, in order."""
     names = [
         s.name for s in config.reward.parsed if isinstance(s, ModelSource) or s.name in brought
     ]
@@ -78,11 +75,7 @@ def model_scorers(config: Config, brought: Collection[str] = ()) -> list[str]:
 def places(
     config: Config, cores: int, gpus: int, brought: Collection[str] = ()
 ) -> list[ProcessPlacement]:
-    """Place all roles of a run on processes, the learner's first; without GPUs on the CPU.
-
-    Raises ConfigError if the settings place a role that the run has not, or on a GPU that is not
-    there. For ``brought`` see :func:`model_scorers`.
-    """
+    """Place all roles, the learner's process first; raise ConfigError if one has no place."""
     models, knobs = model_scorers(config, brought), config.schedule.knobs
     engines = config.rollout.engines
     shares = share_cores(config.schedule, engines, cores) if knobs.overlaps(engines) else None

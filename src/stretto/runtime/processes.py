@@ -50,10 +50,7 @@ if TYPE_CHECKING:
 
 
 class ProcessWorkers:
-    """The workers of a run in processes of their own; see :class:`~stretto.runtime.run.Run`.
-
-    They are opened side by side; where there is a warm-up, the learner's first.
-    """
+    """The workers of a run in processes, opened side by side; after a warm-up of the learner's."""
 
     channel = WeightSender.name
 

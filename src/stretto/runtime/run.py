@@ -169,11 +169,7 @@ def start(
     overrides: Overrides = NO_OVERRIDES,
     folder: Path | None = None,
 ) -> Run:
-    """Put a run together on the runtime that the settings name.
-
-    Without a folder for logs, its processes print where this one does. Raises StrettoError if a
-    setting, a model, a dataset or a reward source is at fault.
-    """
+    """Put a run together on the runtime that the settings name; its processes log to a folder."""
     prepare_torch(config.seed, config.threads)
     tokenizer, task, prompts = open_task(config, overrides, say)
     with working(say, STARTING_FUNCTIONS):

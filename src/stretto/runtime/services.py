@@ -143,11 +143,7 @@ class GeneratorService(Follower):
 
 
 class ScorerService(Follower):
-    """A scorer; one that follows a trained model may have weights of its own.
-
-    The facts that a schedule needs may change, as when memory runs out. So calls that could have
-    changed them return them.
-    """
+    """A scorer; calls that could have changed the facts about it return them."""
 
     role = Scorer
 
@@ -329,10 +325,7 @@ def _critic(setup: RoleSetup) -> nn.Module:
 
 
 def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
-    """Load the actor as training starts, warmed up, without adapters; the critic may be made of it.
-
-    What is not trained never travels: the learner has made it of the same weights.
-    """
+    """Load the actor as training starts, without adapters; the critic may be made of it."""
     config, overrides = setup.config, setup.overrides
     _, task, prompts = open_task(config, overrides, _quiet)
     model = make_actor(config.model, overrides, _quiet)
@@ -341,10 +334,7 @@ def _starting_actor(setup: RoleSetup) -> tuple[nn.Module, PromptSource]:
 
 
 def _marks_of(model: nn.Module) -> tuple[str, str]:
-    """Return fingerprints of what is not trained, and of all where everything is.
-
-    Adapters are drawn at random, and make no difference before they have learned.
-    """
+    """Return fingerprints of what is not trained, and of all where there are no random adapters."""
     whole = all(p.requires_grad for p in model.parameters())
     return frozen_mark(model), fingerprint(model.named_parameters()) if whole else ""
 

@@ -50,10 +50,7 @@ class Action(StrEnum):
 def transfer_steps(
     ref: WeightsRef, followers: Sequence[str], tolerance: float
 ) -> Generator[tuple[Action, Sequence[str]], Any, dict[str, Outcome]]:
-    """Take a version to its followers: yield actions and whom they are for, return the outcomes.
-
-    The tolerance is the largest difference on the probe: root mean square, in nats.
-    """
+    """Yield what takes a version to its followers, and to whom; return proved outcomes."""
     waiting, outcomes = list(followers), dict[str, Outcome]()
     for _ in range(TRIES):
         offers: Sequence[Offer] = yield Action.OFFER, tuple(waiting)
@@ -112,11 +109,7 @@ def difference(one: FloatArray, two: FloatArray) -> float:
 
 
 class WeightSync:
-    """The sync of weights, driven from the schedule's process.
-
-    Followers in the learner's own ranks take the weights in their turn; all others at once, by one
-    transfer on a thread.
-    """
+    """The sync of weights: in turn in the learner's own ranks, to all others at once."""
 
     def __init__(
         self,
@@ -231,10 +224,7 @@ class WeightSync:
     # -- followers elsewhere -------------------------------------------------------------------
 
     def transfer(self, ref: WeightsRef, names: Sequence[str]) -> dict[str, Outcome]:
-        """Bring a version to followers, which are not called otherwise; return what came of it.
-
-        Blocks. Raises RankError if the learner is lost.
-        """
+        """Bring a version to followers, which are not called otherwise; blocks. Return outcomes."""
         if not names:
             return {}
         start_s, tries = time.perf_counter(), 0
@@ -300,10 +290,7 @@ class WeightSync:
     def _routes(
         self, ref: WeightsRef, senders: int, names: Sequence[str]
     ) -> dict[str, list[Route]]:
-        """Return the first rank's way to the group of each of the learner's ranks, by follower.
-
-        The learner's own ways have no name. Groups are new if others took part last time.
-        """
+        """Return the ways to the groups of the learner's ranks, its own as "", by follower."""
         members = [(name, self._followers[name].generation) for name in names]
         epoch, before = self._groups.get(ref.model, (0, []))
         if members != before:

@@ -79,10 +79,7 @@ class Buffer:
         self._groups[group[0].group] = _Group(list(group), len(group))
 
     def begin_round(self, groups: int) -> Sequence[Rollout]:
-        """Start choosing; return what is chosen at once: what ended before, but too late.
-
-        Raises LifecycleError if with so many groups some would be carried too often.
-        """
+        """Start choosing; return what is chosen at once: what ended before, but too late."""
         if len(self._groups) > (self._max_carries + 1) * groups:
             raise LifecycleError(
                 f"{len(self._groups)} groups are in flight and a round takes {groups}: not all can "

@@ -84,10 +84,7 @@ def check_least(least: int, **numbers: float) -> None:
 
 
 class Fixed:
-    """A controller that learns nothing: its numbers serve one step each, and the last one stays.
-
-    State: the place among several numbers; none with a single one.
-    """
+    """A controller that learns nothing: its numbers serve one step each, and the last one stays."""
 
     def __init__(self, name: str, least: int, numbers: Sequence[int]) -> None:
         check_least(1, **{f"how many times {name} is given": len(numbers)})
@@ -110,10 +107,7 @@ class Fixed:
 
 
 class Meter(Stateful):
-    """A meter of steps for people, and of rounds for controllers.
-
-    State: rewards and lengths of the round so far, and rollouts beyond it; no times.
-    """
+    """A meter of steps for people, and of rounds for controllers; times are not saved."""
 
     saved = ("rewards", "lengths", "beyond")
 

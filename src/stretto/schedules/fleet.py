@@ -187,10 +187,7 @@ class RoleContext:
     decoding: set[int] = field(default_factory=set)  # generators whose devices are not free
 
     def load(self, guards: Sequence[Guard], weights: WeightsRef) -> list[Work]:
-        """Begin to give roles new weights, all at once; return the wait for each.
-
-        A role that is being replaced gets them with its new process.
-        """
+        """Begin to give roles new weights, all at once, or with a new process; return the waits."""
         for guard in guards:
             guard.weights = weights
         serving = [guard for guard in guards if guard.serves]
@@ -229,11 +226,7 @@ class Guard:
         return self.member.serves
 
     async def ask(self, work: Awaitable[T], rollout_ids: Iterable[int] = ()) -> T:
-        """Return what the role answers.
-
-        Raises GoneError if the role was lost or late and may be replaced; where roles are not,
-        RoleLostError or StalledError.
-        """
+        """Return what the role answers; raise GoneError if it is lost or late, and replaced."""
         if not self._fleet.restarts:
             return await self._answered(work, rollout_ids)
         life = self.member.lives
@@ -248,10 +241,7 @@ class Guard:
         return answer
 
     async def replace(self) -> None:
-        """Start processes in the place of a lost one, until one has the newest weights.
-
-        Raises the loss with which the budget was spent; the member is retired then.
-        """
+        """Start processes until one has the newest weights; raise the loss if the budget is spent."""
         phases, name = self._context.phases, short_name(self.name)
         while not self.member.serves:
             assert self._loss is not None

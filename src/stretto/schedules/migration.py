@@ -29,10 +29,7 @@ Remaining = Sequence[Sequence[tuple[int, int]]]
 
 @dataclass(frozen=True, slots=True)
 class MigrationLimits:
-    """The limits of what generators can hold and move.
-
-    Raises ConfigError if a number is not positive, or a generator cannot hold the longest rollout.
-    """
+    """The limits of what generators can hold and move."""
 
     engines: int
     best_batch: int  # rows that one of them decodes before a step takes notably longer (BS_max)
@@ -238,10 +235,7 @@ class _Generation:
         self._ends = [drain_times(step_seconds, share) for share in self._shares]
 
     def ends(self, threshold: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Return ends of responses and their tokens, [batch], and ends of work, [generators].
-
-        Ends are in seconds from the start of generation; tokens are with the prompt.
-        """
+        """Return ends of responses and their tokens, [batch], and ends of work, [generators]."""
         ends = [share.copy() for share in self._ends]
         free: FloatArray = np.array([share.max(initial=0.0) for share in ends])
         if threshold:
@@ -289,11 +283,7 @@ class _Generation:
 
 
 def _scored_s(ends: FloatArray, tokens: FloatArray, free: FloatArray, tokens_per_s: float) -> float:
-    """Return when everything is scored: seconds from the start of generation.
-
-    Responses are scored one at a time on each free generator, in the order in which they ended.
-    Ends and tokens have shape [batch]; ``free``, when each generator becomes so, [generators].
-    """
+    """Return when all is scored, if free generators take responses one by one as they ended."""
     order = np.argsort(ends, kind="stable")
     servers, done = sorted(free.tolist()), 0.0
     for end, work in zip(

@@ -187,10 +187,7 @@ def drain_seconds(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> Floa
 
 
 def drain_times(step_seconds: FloatArray, remaining: npt.NDArray[Any]) -> FloatArray:
-    """Return when each row ends that is decoded with others: seconds from now, shape [n].
-
-    Arguments are those of :func:`drain_seconds`.
-    """
+    """Return when each of some rows ends that are decoded together: seconds from now, shape [n]."""
     times: FloatArray = np.cumsum(
         np.diff(remaining, prepend=0) * step_seconds[: len(remaining)][::-1]
     )
@@ -218,10 +215,7 @@ def _fit(calls: FloatArray) -> tuple[FloatArray, float]:
 
 
 def _select(terms: FloatArray, seconds: FloatArray, weights: FloatArray) -> FloatArray:
-    """Return the non-negative weighted least-squares solution with the best criterion.
-
-    Terms are a, b, p, q, and then c for each knee; shape [n, 4 + knees].
-    """
+    """Return the best non-negative weighted solution; terms are a, b, p, q, and c for each knee."""
     n, columns = terms.shape
     gram = terms.T @ (terms * weights[:, None])
     moments, total = terms.T @ (seconds * weights), float(seconds @ (seconds * weights))

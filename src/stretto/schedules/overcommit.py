@@ -198,11 +198,7 @@ class ThroughputOvercommit(Simulating):
         return min(fast[0], self._delta + growth)
 
     def _seconds(self, delta: int, lengths: IntArray, step_seconds: FloatArray) -> float:
-        """Predict the seconds of a step.
-
-        Lengths are those of responses in dispatch order, [replicas, responses]; ``step_seconds``
-        those of a decode step of 1, 2, ... rows.
-        """
+        """Predict the seconds of a step from lengths [replicas, responses] in dispatch order."""
         replicas, n = len(lengths), self._group
         wanted, slots = self._batch // n, (self._batch + delta) // n
         draws = lengths[:, : lengths.shape[1] // n * n].reshape(replicas, -1, n)

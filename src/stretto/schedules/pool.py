@@ -1,8 +1,4 @@
-"""The generators of a run: which one decodes what, and how stragglers move together.
-
-RLHFuse, inter-stage fusion: once few rollouts remain they are gathered on few generators, and the
-devices of the others are free to score.
-"""
+"""The generators of a run: which one decodes what, and how stragglers move together (RLHFuse)."""
 
 from __future__ import annotations
 
@@ -188,11 +184,7 @@ class Pool:
         return chunks
 
     def _plan_moves(self) -> None:
-        """Plan to move stragglers together, once in a round, when few enough are missing.
-
-        What is in flight beyond the round moves with them: it is not known yet which of all that
-        are being decoded will end first.
-        """
+        """Plan to move all that is being decoded together, once in a round, when little is."""
         missing = self._missing()  # 0 where other generators have stopped already
         if self._migration is None or self._migrated or not missing:
             return
@@ -245,10 +237,7 @@ class Pool:
         return [partial(self._keep, engine) for engine in self._engines] if self._replaces else ()
 
     async def _keep(self, engine: _Engine) -> None:
-        """Replace a generator whenever it is lost; raise the loss of the last one.
-
-        Waits for losses, and for new processes. Ends once it is not replaced any more.
-        """
+        """Replace a generator at each loss, until it is given up; raise the loss of the last one."""
         guard, keeper = engine.guard, f"the keeper of {engine.name}"
         while not guard.member.retired:
             await self._context.waits.until(guard.lost.is_set, guard.lost, keeper, "its loss")

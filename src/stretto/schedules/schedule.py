@@ -427,10 +427,7 @@ class Schedule:
     def load_state_dict(
         self, state: Mapping[str, Any], prompt_by_id: Callable[[int], Prompt], channel: str = ""
     ) -> None:
-        """Take up what :meth:`state_dict` returned, before the first step.
-
-        The weights that wait to be loaded are in the channel.
-        """
+        """Take up a state before the first step; weights not loaded yet are in the channel."""
         self.ledger.load_state_dict(state["ledger"])
         self._buffer.load_state_dict(state["buffer"], prompt_by_id)
         for batches, saved in ((self._generated, "generated"), (self._ready, "ready")):

@@ -23,10 +23,7 @@ from stretto.types import Chunk, Score, WeightsRef, short_name
 
 @dataclass(frozen=True, slots=True)
 class ScorerReplica:
-    """A scorer and its place. Several replicas with one scorer name share its work.
-
-    One with a host works on whole rollouts when that generator has nothing left to decode.
-    """
+    """A scorer and its place. Several replicas with one scorer name share its work."""
 
     scorer: Scorer
     host: int | None = None  # the generator on whose device it lives
@@ -244,11 +241,7 @@ class _ScorerGroup:
                 queue.call()
 
     async def load(self, weights: WeightsRef) -> None:
-        """Give new weights to all replicas at once.
-
-        Scores that were asked for before are computed with the old weights first. Paused replicas
-        have nothing of that kind.
-        """
+        """Give new weights to all replicas at once, after the scores that the old ones owe."""
         queues = list(self.queues)
         late = [queue for queue in queues if not queue.paused]
         for queue in late:
@@ -281,10 +274,7 @@ class _ScorerGroup:
         self._rounds.append(rollouts)
 
     def draw(self) -> list[Rollout]:
-        """Return a replica's next share: small enough that another, free later, finds work too.
-
-        It is of one round, where they come so: what is scored together does not depend on timing.
-        """
+        """Return a share of one round, so small that another replica, free later, has work too."""
         found = self._rounds[0] if self._rounds else len(self.backlog)
         share = -(-found // len(self.queues))
         if self._rounds:

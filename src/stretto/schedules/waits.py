@@ -85,10 +85,7 @@ class Waits:
         what: Text,
         rollouts: Ids = tuple,
     ) -> None:
-        """Wait until a condition holds; what makes it hold is another part, which sets ``changed``.
-
-        Raises StalledError if every other part waits too, and none can go on.
-        """
+        """Wait until a condition holds that another part brings about, which sets ``changed``."""
         waiter = _Waiter(part, what, rollouts, condition)
         while not condition():
             changed.clear()

@@ -169,11 +169,7 @@ def _travels(error: StrettoError) -> bool:
 
 
 class RankConnection:
-    """A driver's end of the connection to a rank.
-
-    On a thread of its own, ``say`` is called with each line of the rank, and ``ended`` when the
-    rank's end has closed.
-    """
+    """A driver's end of the connection to a rank, with a thread for what comes from there."""
 
     def __init__(
         self, connection: Raw, say: Callable[[str], None], ended: Callable[[], None] = lambda: None
@@ -299,10 +295,7 @@ def listening_at(host: str) -> socket.socket:
 
 
 def connected(address: Address, key: bytes, number: int, timeout_s: float) -> Raw:
-    """Connect to a listener, which knows this end by a number.
-
-    Raises OSError if no listener answers there, AuthenticationError if the key is another one.
-    """
+    """Connect to a listener, which knows this end by a number and lets in by its key."""
     with _handshake(socket.create_connection(address, timeout_s)) as connection:
         answer_challenge(connection, key)
         deliver_challenge(connection, key)

@@ -155,10 +155,7 @@ def server_of(python: str = "") -> ForkServer:
 
 
 class ForkedProcesses:
-    """Processes of ranks on this machine; see :class:`~stretto.workers.ranks.Launched`.
-
-    What they print goes to standard error.
-    """
+    """Processes of ranks on this machine, which print to standard error; see ``ranks.Launched``."""
 
     one_clock = True
 

@@ -25,10 +25,7 @@ class _MismatchError(Exception):
 
 
 class FunctionProcess:
-    """The reward function's process and the JSON lines to and from it; every wait has a deadline.
-
-    The first line, ``opening``, names the reward function.
-    """
+    """The process of a reward function and its JSON lines; every wait has a deadline."""
 
     def __init__(self, opening: Mapping[str, Any]) -> None:
         self._opening = opening
@@ -38,11 +35,7 @@ class FunctionProcess:
         self._unread, self._request = b"", 0
 
     def start(self) -> dict[str, Any]:
-        """Start the process, and return what it says of the reward function.
-
-        Raises ConfigError or TaskError if the reward function cannot be opened, RewardError if the
-        process ended or took too long.
-        """
+        """Start the process; return what it says of the reward function, or raise why it cannot."""
         # A session of its own keeps the terminal's Ctrl-C from it, and makes a group to kill it by.
         # -P keeps files of the working directory from standing in for libraries of their name.
         process = subprocess.Popen(

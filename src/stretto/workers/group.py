@@ -50,13 +50,7 @@ class Host:
 
 
 class ServiceGroup:
-    """A group of ranks with services, which can be replaced when it has died.
-
-    Calls of all its services are made one at a time, in the order in which they were asked for.
-
-    Raises the error of Stretto that a service's ``make`` raised, and RankError if a rank could not
-    start or ``make`` raised anything else.
-    """
+    """A group of ranks with services, called one at a time, which can be replaced once it is dead."""
 
     ranks: Ranks  # of the present generation
     worker: WorkerThread  # makes the calls

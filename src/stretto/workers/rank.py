@@ -126,10 +126,7 @@ def stacks() -> str:
 
 
 def tell_warnings(say: Callable[[str], None]) -> None:
-    """Have each of Python's warnings, and of log records from WARNING up, said once for people.
-
-    All of them, and all that libraries print, are in the log.
-    """
+    """Have each of Python's warnings, and of log records from WARNING up, said once for people."""
     from transformers.utils import logging as of_transformers
 
     print_warning, once = warnings.showwarning, cache(say)

@@ -167,10 +167,7 @@ class Ranks:
         return used
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Have the death of a rank between two calls told at once, on a thread of its own.
-
-        The next call raises it too.
-        """
+        """Have a death between two calls told at once, on a thread of its own, and by the next call."""
         self._tell = tell
         if self._died:
             tell(self._died)
@@ -253,10 +250,7 @@ class Ranks:
         self._tell(error)
 
     def _death(self, rank: int, when: str, raised: Sequence[tuple[int, Failed]] = ()) -> RankError:
-        """Return the error of a rank that closed its end without an answer.
-
-        What others had ``raised`` by then may be the cause, or a consequence.
-        """
+        """Return the error of a rank that closed its end, after others may have raised."""
         if self._closed:
             return RankError(f"the ranks were ended {when}", code="ranks-ended")
         how, notes = self._launched.ended(rank)

@@ -149,12 +149,7 @@ class RayCluster:
 
 
 def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list[int]:
-    """Order bundles so that neighbours are on one node, and that the order is always the same.
-
-    Ray puts them where there is room. Positions keep what was asked for them: bundles change
-    places with equal ones only. Nodes are address and id of each bundle's; return for each position
-    the bundle that it gets.
-    """
+    """Order bundles, among equal ones, so that neighbours are on one node, in a stable order."""
 
     def by_address(index: int) -> tuple[int, str, str, int]:
         address, node = nodes[index]
@@ -168,10 +163,7 @@ def by_node(bundles: Sequence[Bundle], nodes: Sequence[tuple[str, str]]) -> list
 
 
 def forwarded(environment: Mapping[str, str], also: Iterable[str] = ()) -> dict[str, str]:
-    """Choose what is forwarded; ``also`` has more names, or patterns such as ``MY_*``.
-
-    Raises ConfigError if a variable that decides about GPUs is asked for.
-    """
+    """Choose the variables that are forwarded, by the usual patterns and more."""
     also = tuple(also)
     if asked := set(_PLACED).intersection(also):
         raise ConfigError(
@@ -209,10 +201,7 @@ def code_paths(paths: Sequence[str]) -> list[str]:
 
 
 def find(timeout_s: float = 20.0) -> Cluster | None:
-    """Look for the cluster that ``auto`` stands for, in a process of its own; for reports.
-
-    One that does not answer keeps Ray waiting: after ``timeout_s`` there is none.
-    """
+    """Look for the cluster of ``auto`` in a process of its own; there is none after the time."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
         "from stretto.workers.ray_cluster import _describe; _describe()"
@@ -265,10 +254,7 @@ def _connect(address: str, cpus: int | None, gpus: int | None) -> bool:
 
 
 def require_answer(address: str) -> None:
-    """Knock at a cluster's address, as Ray would go on trying for many minutes.
-
-    Raises ConfigError if it cannot be an address, or nothing answers there.
-    """
+    """Knock at a cluster's address, as Ray would go on trying for minutes; raise ConfigError."""
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
         return
     address = os.environ["RAY_ADDRESS"] if address == "auto" else address
@@ -324,11 +310,7 @@ class RankActor:
 
 
 class ActorProcesses:
-    """Ray actors of ranks; see :class:`~stretto.workers.ranks.Launched`.
-
-    Classes and functions that are sent to them must be installed there, or under the same paths as
-    here. What they print goes where Ray sends it.
-    """
+    """Ray actors of ranks, which find classes under the paths of here; see ``ranks.Launched``."""
 
     def __init__(
         self,

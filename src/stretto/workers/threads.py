@@ -158,11 +158,7 @@ class Executor(Protocol):
         """Call a method on all ranks at once while another may be under way; blocks."""
 
     async def restart(self) -> None:
-        """End what is left of the service's process and start a new one in its place.
-
-        Raises RoleLostError if the new process could not start, LifecycleError if the service has
-        no process of its own.
-        """
+        """Start a new process of the service in place of what is left of the old one."""
 
     def shares_ranks(self, other: Executor) -> bool:
         """Return whether another executor's service is in the same ranks."""
