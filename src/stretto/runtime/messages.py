@@ -26,17 +26,13 @@ PROBE_ROWS, PROBE_TOKENS = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class RoleSetup:
-    """The facts from which a role's service is made in its process.
-
-    With ``shares_weights`` all that follow the learner are in its process and never behind it, so
-    that they may read its weights themselves, and no copies.
-    """
+    """What a role's service is made from in its process."""
 
     run_config: Config
     overrides: Overrides
     threads: int  # of torch in this process
     devices: Sequence[str]  # of the group's ranks
-    shares_weights: bool = False
+    shares_weights: bool = False  # all that follow the learner are in its process, never behind it
     offload: bool = False  # roles leave tensors in the host's memory while others work
     shared: dict[str, Any] = field(default_factory=dict)  # what services leave for each other
 

@@ -213,11 +213,7 @@ def remarks(config: Config, found: Sequence[ProcessPlacement], cores: int, gpus:
 
 
 def memory(process: ProcessPlacement, role_bytes: Mapping[str, int]) -> int:
-    """Return about how many bytes of weights, gradients and optimizer states a rank holds.
-
-    ``role_bytes`` are of ``learner`` (actor and critic as they are trained), and of a frozen copy
-    of each model: ``actor``, ``critic``, ``reference``, ``reward``.
-    """
+    """Return about how many bytes of models and optimizer states a rank holds."""
     names = [placed.scorer.split(":")[0] or placed.role.split()[0] for placed in process.roles]
     models = [{"generator": "actor", "model": "reward"}.get(name, name) for name in names]
     return -(-sum(role_bytes.get(model, 0) for model in models) // len(process.devices))

@@ -277,7 +277,6 @@ class Launcher:
         return process.devices
 
     def launch(self, process: ProcessPlacement, specs: Sequence[RankSpec]) -> Launched:
-
         return ForkedProcesses(specs, python=process.python)
 
 

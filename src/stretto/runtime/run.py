@@ -1,9 +1,4 @@
-"""A run: roles on the workers of a placement, behind one schedule.
-
-A role works on a thread of this process (``inline``), or in processes of its own on this machine
-(``local``) or a cluster (``ray``). What carries its calls, and how weights get to it, follow from
-that; all else is the same.
-"""
+"""A run: roles on the workers of a placement, behind one schedule."""
 
 from __future__ import annotations
 
@@ -61,14 +56,7 @@ Workers = ThreadWorkers | ProcessWorkers
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has been put together; :mod:`stretto.runs` takes its steps.
-
-    Its workers have executors of the learner, the generators and the model scorers, by role; the
-    model scorers in the order in which the schedule gets them; the learner's message, and the
-    channel of its weights (empty where all share them); the device of each role, by its name in
-    traces (none where all share one); groups of processes, the learner's first, and where transfers
-    between these meet (none where all are threads).
-    """
+    """A run that has been put together; :mod:`stretto.runs` takes its steps."""
 
     overrides: Overrides
     prompts: PromptSource
@@ -89,12 +77,7 @@ class Run:
         return self.workers.executors[LEARNER]
 
     async def stage(self, *, copy: bool = True) -> Staged:
-        """Take all that changes during the run, in the form of :mod:`stretto.runtime.state`.
-
-        To be called between two steps, while the schedule's ``weights_lock`` is held. What is
-        returned writes it while this event loop runs; from a copy, if asked for and memory
-        suffices, so that training may go on meanwhile.
-        """
+        """Take all that changes, between two steps, under ``weights_lock``; by default a copy."""
         prompts, schedule = copied(self.prompts.state_dict()), copied(self.schedule.state_dict())
         held, pending = (self.schedule.held, self.schedule.pending) if self.lags else ({}, {})
         kept = (await self.learner.call("kept", [*held.values(), *pending.values()])).value

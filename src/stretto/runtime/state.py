@@ -13,11 +13,10 @@
 
 ``followers`` are the trained weights that generators (``actor``) and the critic as a scorer
 (``critic``) work with, ``offered`` those that are published and not loaded yet. Both are there only
-where generation lags behind the learner. Without lag followers have the learner's weights before
-anything is decoded, so that a runtime takes them from there.
+where generation lags behind the learner; else a runtime takes the learner's.
 
-The folder ``learner`` has the learner's own state: models, optimizers, counters. Every process that
-holds a part of it writes that, and reads what it needs; see :mod:`stretto.training.shard_files`.
+The folder ``learner`` has models, optimizers and counters. Every process that holds a part writes
+that, and reads what it needs; see :mod:`stretto.training.shard_files`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The workers of a run that are threads of this process, and the weights they work with.
 
-Where nothing overlaps there is one thread and one copy of everything: the plain trainer. Scorers
-that look at responses while these are decoded get a thread of their own, and so does a learner that
-trains while responses are decoded; generators, and the critic as a scorer, then have weights of
-their own, which change only at a weight sync.
+Where nothing overlaps there is one thread and one copy of everything: the plain trainer. What works
+while responses are decoded has a thread of its own; what follows a learner that does has a copy of
+the weights, which changes only at a weight sync.
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ class WeightSync:
         """Begin to bring new weights to clients, all at once; return the wait for each.
 
         A wait that is given up leaves the others theirs. Each raises RoleLostError if the follower
-        has died or hangs, RankError if the learner has, EngineError if the follower holds other
-        weights afterwards, and TransferError if weights have not arrived, twice.
+        has died or hangs, EngineError if it holds other weights, TransferError if none arrived.
         """
         clients = [cast(Client, role) for role in roles]
         waits = self._begin(ref, [client.member for client in clients])

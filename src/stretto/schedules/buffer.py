@@ -2,8 +2,7 @@
 
 OPPO's buffer (inter-step overlap): FIFO, of a round's size plus delta; carried rollouts come before
 fresh ones; the first to end make the batch. Here a *group* (the rollouts of one prompt in one draw)
-is carried or chosen as a whole, so that algorithms that compare its rollouts always see all of
-them. A pure state machine: it knows neither time nor roles.
+is carried or chosen as a whole, so that algorithms that compare its rollouts see all of them.
 """
 
 from __future__ import annotations

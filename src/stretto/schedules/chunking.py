@@ -39,15 +39,13 @@ class TunedChunk(Stateful):
     """A controller that tries sizes now and then and keeps the fastest (OPPO, intra-step overlap).
 
     Small chunks cost calls and contention, large ones leave nothing to overlap. At the start of
-    every window of steps the candidates take turns, each on steps of its own, for up to a quarter
-    of the window in all; then the one with the least median time per decoded token serves for the
-    rest, or the largest of those about as fast, as it needs fewer calls. The first step of a run
-    belongs to no window, as it pays for what is done once; it runs the middle candidate.
+    every window of steps the candidates take turns for up to a quarter of it; then the one with the
+    least median time per decoded token serves, or the largest of those about as fast, as it needs
+    fewer calls. A run's first step pays for what is done once, and runs the middle candidate.
 
-    When responses are short, all candidates are halved together, once a window, until the largest
-    is no longer than a long response: the 95th percentile of recent lengths; in the first window
-    the token limit, as the first to finish are short whatever the others are. None gets shorter
-    than 8 tokens; those that become equal are one.
+    Once a window, all candidates are halved together until the largest is no longer than a long
+    response: the 95th percentile of recent lengths; in the first window the token limit, as the
+    first to finish are short whatever the others are. Those that become equal are one.
     """
 
     saved = ("sizes", "tokens", "place", "times", "lengths")

@@ -34,24 +34,15 @@ _S = MemberState
 
 _EDGES: Mapping[Event, Mapping[MemberState, MemberState]] = {
     "died": dict.fromkeys((_S.HEALTHY, _S.STARTING, _S.STALE), _S.DEAD),
-    "starting": {_S.DEAD: _S.STARTING},
-    "started": {_S.STARTING: _S.STALE},
-    "loaded": {_S.STALE: _S.HEALTHY},
+    "starting": {_S.DEAD: _S.STARTING},  # as often as the budget allows
+    "started": {_S.STARTING: _S.STALE},  # with whatever weights
+    "loaded": {_S.STALE: _S.HEALTHY},  # the others' weights
     "retired": {_S.DEAD: _S.RETIRED},
 }
 
 
 class Member:
-    """One role's process, and those that come in its place, as a pure state machine.
-
-    ::
-
-        HEALTHY, STARTING, STALE -> DEAD     died
-        DEAD -> STARTING                     starting, as often as the budget allows
-        STARTING -> STALE                    started: the process is there, with whatever weights
-        STALE -> HEALTHY                     loaded: it has the others' weights, and serves
-        DEAD -> RETIRED                      retired: it is not replaced again
-    """
+    """One role's process, and those that come in its place, as a pure state machine."""
 
     def __init__(self, name: str, restarts: int) -> None:
         self.name, self._restarts = name, restarts
@@ -93,11 +84,7 @@ class Member:
 
 
 class Fleet:
-    """The members of a run, and the weights that those that follow a model hold.
-
-    State: the tickets, and the totals so far. Budgets begin anew when a run is taken up again, as
-    its processes do.
-    """
+    """The members of a run, the weights that followers hold (its state), and totals."""
 
     def __init__(self, restarts: int = 0, initial: Mapping[str, WeightsRef] | None = None) -> None:
         self.restarts = restarts  # of each member
@@ -241,7 +228,7 @@ class Guard:
         return answer
 
     async def replace(self) -> None:
-        """Start processes until one has the newest weights; raise the loss if the budget is spent."""
+        """Start processes until one has the newest weights; raise what spent the budget."""
         phases, name = self._context.phases, short_name(self.name)
         while not self.member.serves:
             assert self._loss is not None

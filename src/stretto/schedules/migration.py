@@ -1,8 +1,4 @@
-"""Plans that move stragglers together: RLHFuse's inter-stage fusion.
-
-Once few responses are still being decoded, they are gathered on few of the generators. The devices
-of the others are free, and score what has finished.
-"""
+"""Plans that move stragglers to few generators, for the others to score: RLHFuse's fusion."""
 
 from __future__ import annotations
 
@@ -86,22 +82,14 @@ class MigrationPlan:
 
 
 def destinations(remaining: Sequence[int], limits: MigrationLimits) -> Sequence[int]:
-    """Return the generators that take all remaining rollouts, in ascending order.
-
-    As few as keep to both limits (RLHFuse: ``m >= R / BS_max`` and ``m >= R M / C``), and of all
-    generators those with the most rollouts left, so that the fewest move.
-    """
+    """Return the fewest generators that may take all that remains: those with the most left."""
     m = -(-sum(remaining) // limits.rows)
     by_load = sorted(range(len(remaining)), key=lambda i: (-remaining[i], i))
     return sorted(by_load[:m])
 
 
 def plan(remaining: Remaining, limits: MigrationLimits) -> MigrationPlan:
-    """Gather what remains on as few generators as the limits allow.
-
-    The longest move first, each to the destination with the fewest rollouts then. A destination
-    that holds more rollouts than the limits allow gives away its shortest as well.
-    """
+    """Gather what remains, the longest rollouts first, each where the fewest are by then."""
     targets = destinations([len(r) for r in remaining], limits)
     if len(targets) == len(remaining):
         return MigrationPlan((), ())

@@ -95,12 +95,10 @@ def under_way(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Draw groups as met at a random moment, so that a simulation need not start afresh.
 
-    A point thrown on all groups laid end to end is the likelier to hit a group the longer it is,
-    and says how far it has come. How often it was carried follows from the steps of a round: the
-    tokens of a batch, over the rows that decode them.
-
-    Of lengths [replicas, groups drawn, group] return tokens so far and tokens left, [replicas,
-    carried, group] each, and times carried, [replicas, carried].
+    Lengths are [replicas, groups drawn, group]; return tokens so far and tokens left, [replicas,
+    carried, group], and times carried, [replicas, carried]. A point thrown on all groups laid end
+    to end is the likelier to hit a group the longer it is, and says how far it has come. How often
+    it was carried follows from a round's steps: a batch's tokens, over the rows that decode them.
     """
     replicas, _, n = draws.shape
     groups = draws.reshape(-1, n)

@@ -1,8 +1,4 @@
-"""The number of responses in flight beyond the batch, delta: OPPO's inter-step overlap.
-
-With ``batch + delta`` responses in flight the first ``batch`` to finish are trained on, and the
-others go on in the next step.
-"""
+"""The number of responses in flight beyond the batch, delta: OPPO's inter-step overlap."""
 
 from __future__ import annotations
 
@@ -126,17 +122,14 @@ class ThroughputOvercommit(Simulating):
     """A controller that chooses delta for the most predicted samples a second.
 
     The prediction simulates the buffer: ``batch + delta`` responses in flight, those carried
-    ``max_carries`` times and then the first to end make the batch, the others are carried. (With
-    delta above the batch the buffer waits for some a little earlier than that.) It takes
-    lengths from the recent ones (:class:`LengthModel`), seconds of a decode step from the recent
-    calls (:class:`LatencyModel`), and adds what a step costs besides: the time in which nothing is
-    decoded, and what its first decode call takes beyond its decode steps, which is prefill, and
+    ``max_carries`` times and then the first to end make the batch, the others are carried. It takes
+    lengths from the recent ones, seconds of a decode step from the recent calls, and adds what a
+    step costs besides: the time in which nothing is decoded, and prefill in its first call, which
     grows with delta if carried rollouts are prefilled again under new weights. A larger delta is
     more off-policy, so of deltas about equally fast the smallest is taken. From one decision to
     the next delta grows to its double or by half a batch at most, so that the latency curve is not
     trusted far beyond what was measured. Delta never exceeds ``max_carries`` batches: with more in
-    flight, some rollouts would have to be carried more often than that. Random numbers depend on
-    the seed and the step alone.
+    flight, some rollouts would have to be carried more often than that.
     """
 
     saved = ("delta", "steps", "lengths", "latency", "overheads")

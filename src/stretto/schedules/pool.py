@@ -124,11 +124,7 @@ class Pool:
         )
 
     async def _run(self, engine: _Engine) -> None:
-        """Decode what a generator holds.
-
-        Consumes admitted and migrated rollouts. Ends when nothing is missing, or when nothing is on
-        the way to it, or can come its way through a loss. Unblocked by arrivals.
-        """
+        """Decode what a generator holds, until nothing is missing or can come its way."""
         while missing := self._missing():
             if engine.untold:
                 await engine.admit()
@@ -237,7 +233,7 @@ class Pool:
         return [partial(self._keep, engine) for engine in self._engines] if self._replaces else ()
 
     async def _keep(self, engine: _Engine) -> None:
-        """Replace a generator at each loss, until it is given up; raise the loss of the last one."""
+        """Replace a generator at each loss, until it is given up; raise the loss of the last."""
         guard, keeper = engine.guard, f"the keeper of {engine.name}"
         while not guard.member.retired:
             await self._context.waits.until(guard.lost.is_set, guard.lost, keeper, "its loss")

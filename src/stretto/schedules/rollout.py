@@ -1,7 +1,4 @@
-"""The schedule's record of one response, the only thing that grows, and the books of all.
-
-Roles are told of it by value (:class:`~stretto.types.Response`), and answer with chunks and scores.
-"""
+"""The schedule's record of one response, the only thing that grows, and the books of all."""
 
 from __future__ import annotations
 
@@ -62,17 +59,13 @@ _EDGES: Mapping[RolloutState, tuple[RolloutState, ...]] = {
 
 @dataclass(slots=True)
 class Rollout:
-    """A response to one prompt, from queue to gradient.
-
-    Append-only: tokens are only ever added, so that the per-token fields always have one length.
-    The log-probability is the behaviour policy's: of the distribution the token was sampled from.
-    """
+    """A response to one prompt, from queue to gradient; tokens are only ever added."""
 
     id: int  # stable over the run, in dispatch order
     prompt: Prompt
     group: int  # shared by the rollouts of one prompt in one draw
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of what each token was sampled from
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     state: RolloutState = RolloutState.QUEUED

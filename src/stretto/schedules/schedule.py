@@ -180,10 +180,7 @@ class Schedule:
             self._changed.set()
 
     async def _gather(self) -> None:
-        """Turn rounds into batches.
-
-        Consumes rounds of responses that have ended. Waits for all their scores.
-        """
+        """Turn rounds whose responses have ended, and have all scores, into batches."""
         while True:
             await self._until(lambda: bool(self._generated), "scoring", "a round")
             await self._scoring.all_scored(self._generated[0])

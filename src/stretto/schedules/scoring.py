@@ -1,8 +1,4 @@
-"""The schedule's side of all scorers: which rollout goes to which replica, and when.
-
-Each replica works at its own pace: it gets whatever has arrived since its last call, so that none
-is in lock-step with the generator or with another.
-"""
+"""The schedule's side of all scorers: which rollout goes to which replica, and when."""
 
 from __future__ import annotations
 
@@ -35,11 +31,8 @@ class ReplicaQueue:
 
     Consumes admissions, chunks and requests for scores. Waits until there is enough to make a call
     worth its cost. Unblocked by that, by :meth:`call` when a score is waited for, and by
-    :meth:`resume`. A replica that draws whole rollouts looks when the backlog is worth it, and when
-    its host becomes free.
-
-    If the scorer is lost, a new one is given all rollouts that have no score, with the tokens that
-    they have by then, and is asked again. If none comes in its place, other replicas take over.
+    :meth:`resume`. If the scorer is lost, a new one is given all rollouts that have no score, with
+    the tokens that they have by then, and is asked again; or other replicas take over.
     """
 
     def __init__(

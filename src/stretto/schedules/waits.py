@@ -155,11 +155,7 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 class Phases:
-    """The cause that idle roles wait for, as it changes over time.
-
-    ``data`` while the first responses are being decoded, ``stragglers`` while the last fifth of the
-    batch is, ``scores`` from then until the last score, ``weights`` until the next generation.
-    """
+    """The cause that idle roles wait for, as it changes: data, stragglers, scores, weights."""
 
     KEPT = 256  # changes remembered: more than pass between two pieces of work of any role
 

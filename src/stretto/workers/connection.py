@@ -8,8 +8,8 @@ value. ::
     to the driver    the same number; Done or Failed
                      LINE; a line for people
 
-Over a network only what proves that it has the key is let in, before anything else of it is read.
-The handshake is that of :mod:`multiprocessing.connection`: neither end sends the key.
+Over a network only what proves that it has the key is let in, before anything else of it is read:
+by the handshake of :mod:`multiprocessing.connection`, in which neither end sends the key.
 """
 
 from __future__ import annotations
@@ -98,11 +98,7 @@ def _messages(connection: Raw) -> Iterator[tuple[int, memoryview]]:
 
 
 class DriverConnection:
-    """A rank's end of the connection to its driver; calls aside are made on any thread.
-
-    When the driver's end has closed, ``ended`` is called on a thread of its own. By default the
-    process ends, whatever it is doing.
-    """
+    """A rank's end; once the driver's has closed, ``ended`` is called: by default, the end."""
 
     def __init__(
         self, connection: Raw, aside: Method, ended: Callable[[], None] = lambda: os._exit(0)

@@ -83,11 +83,7 @@ class FunctionProcess:
     def ask(
         self, samples: Sequence[Mapping[str, Any]], timeout_s: float
     ) -> tuple[list[dict[str, Any]], str | None]:
-        """Have samples scored; return the verdicts that came, and why there are no more, if so.
-
-        Verdicts come in the order of the samples. Once a line does not match the request, none of
-        the request's verdicts is trusted.
-        """
+        """Have samples scored; return the verdicts that came, in order, and why no more came."""
         if self._process is None:
             self.start()
         answers: list[dict[str, Any]] = []
@@ -100,18 +96,17 @@ class FunctionProcess:
                 answers.append(answer)
             if answer["done"] is None and len(answers) < len(samples):
                 raise _MismatchError(f"it gave {len(answers)} verdicts for {len(samples)} samples")
-        except TimeoutError:
+        except BaseException as error:  # a half-read answer would be taken for the next one's
+            code = self._exit_code() if isinstance(error, EOFError) else None
             self.close()
-            return answers, f"it gave no answer within {timeout_s:g} s and was stopped"
-        except EOFError:
-            code = self._exit_code()
-            self.close()
-            return answers, f"its process ended in the middle of its work (exit code {code})"
-        except _MismatchError as error:
-            self.close()
-            return [], f"its process was stopped as {error}"
-        except BaseException:  # a half-read answer would be taken for the next one's
-            self.close()
+            match error:
+                case TimeoutError():
+                    return answers, f"it gave no answer within {timeout_s:g} s and was stopped"
+                case EOFError():
+                    how = f"its process ended in the middle of its work (exit code {code})"
+                    return answers, how
+                case _MismatchError():  # so that no verdict is trusted
+                    return [], f"its process was stopped as {error}"
             raise
         return answers, answer["done"]
 
@@ -151,9 +146,7 @@ class FunctionProcess:
             answer: dict[str, Any] = json.loads(line)
             came = {key: answer.pop(key) for key in expected}
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            raise _MismatchError(
-                f"its pipe had a line that is no answer: {line[:200]!r}"
-            ) from error
+            raise _MismatchError(f"its pipe had no answer, but {line[:200]!r}") from error
         if came != expected:
             raise _MismatchError(f"{expected} was to answer, and {came} did")
         return answer

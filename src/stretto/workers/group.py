@@ -50,7 +50,7 @@ class Host:
 
 
 class ServiceGroup:
-    """A group of ranks with services, called one at a time, which can be replaced once it is dead."""
+    """A group of ranks with services, called one at a time; it can be replaced once it is dead."""
 
     ranks: Ranks  # of the present generation
     worker: WorkerThread  # makes the calls
@@ -126,26 +126,21 @@ class ServiceGroup:
         self.ranks.watch(self.worker.fail)
 
     def _distance(self) -> float:
-        """Return the seconds that this process's clock is ahead, by the shortest of round trips."""
-
         def trip() -> tuple[float, float]:
             before_s = self._clock.now()
             theirs_s: float = self.ranks.call("now")[0]
             after_s = self._clock.now()
             return after_s - before_s, (before_s + after_s) / 2 - theirs_s
 
-        return min(trip() for _ in range(SAMPLES))[1]
+        return min(trip() for _ in range(SAMPLES))[1]  # by the shortest one
 
 
 def ahead(known_s: float, works: Sequence[Work], sent_s: float, came_s: float) -> float:
-    """Return by how much this process's clock is ahead, corrected by a call and its answer.
-
-    Clocks drift apart over hours. But no work, whose times are by the other clock, begins before
-    its call was sent, and none ends after its answer has come; what was known is moved as little as
-    that asks for.
-    """
+    """Return by how much this process's clock is ahead: as before, as far as a call allows."""
     if not works:
         return known_s
+    # Clocks drift apart over hours. But no work begins before its call was sent, and none ends
+    # after its answer has come.
     least_s = sent_s - min(work.start_s for work in works)
     most_s = came_s - max(work.end_s for work in works)
     if least_s > most_s:  # the work took longer by its own clock than by this one

@@ -230,10 +230,8 @@ def check(
 ) -> None:
     """Compare what ranks found, by their names, with each other and with the plan.
 
-    Raises RankError if versions differ, a rank has other threads than it was given, or two are on
-    one GPU whose devices differ. Ranks ``apart`` have an interpreter of their own, for the sake of
-    other versions. They speak pickles of Stretto's data, so that this and Python's minor version
-    are all they share.
+    Ranks ``apart`` have an interpreter of their own: as they speak pickles of Stretto's data, its
+    version and Python's minor one are all that they share.
     """
     names = list(ranks)
     for name in names[1:]:

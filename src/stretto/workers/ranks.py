@@ -57,13 +57,8 @@ class Launched(Protocol):
 class Ranks:
     """Processes that form a ``torch.distributed`` group; all end when one fails, or this process.
 
-    They leave Ctrl-C to this process. What is sent to them and back is pickled, tensors by value;
-    classes and functions in it must be importable there. One call at a time. ``make`` is called on
-    each as ``make(rank, *arguments)`` once the group is there; methods of what it returns can be
-    called.
-
-    Raises PicklingError if ``make`` or an argument cannot be sent, RankError if a rank could not
-    start or ``make`` raised, and what ``check`` raises.
+    Once the group is there, ``make(rank, *arguments)`` is called on each; methods of what it
+    returns can be called, one at a time. What is sent is pickled, tensors by value.
     """
 
     def __init__(
@@ -124,12 +119,7 @@ class Ranks:
                 raise
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on all ranks at once; return the results by rank.
-
-        Raises RankError if a rank failed, and all have been ended, or they had been before. An
-        error of Stretto that the rank raised is its ``__cause__``; the traceback of any other is a
-        note. Raises PicklingError if an argument cannot be sent.
-        """
+        """Call a method on all ranks at once; return the results. RankError has what was raised."""
         return self._call(method, repeat(_step("call", method, args), self._size))
 
     def call_each(self, method: str, per_rank: Iterable[tuple[Any, ...]]) -> list[Any]:
@@ -167,7 +157,7 @@ class Ranks:
         return used
 
     def watch(self, tell: Callable[[RankError], None]) -> None:
-        """Have a death between two calls told at once, on a thread of its own, and by the next call."""
+        """Have a death between two calls told at once, on a thread, and raised by the next call."""
         self._tell = tell
         if self._died:
             tell(self._died)

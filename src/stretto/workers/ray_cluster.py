@@ -1,7 +1,4 @@
-"""Ray for one run: a cluster to be on, places for the ranks there, and ranks as actors.
-
-Ray starts the ranks, which may be on several machines; all else goes past it.
-"""
+"""Ray for one run: a cluster to be on, places for the ranks there, and ranks as actors."""
 
 from __future__ import annotations
 
@@ -67,12 +64,8 @@ class Cluster(NamedTuple):
 class RayCluster:
     """Ray's places for the ranks of one run, all of one placement group.
 
-    The address is that of a running cluster, ``host:port``, or ``auto`` for the one that this
-    machine belongs to. Without one, a cluster of this machine alone is started, and ends with this
-    object. Where the process is connected already, that cluster is taken.
-
-    Raises MissingExtraError if Ray is not installed, ConfigError if no cluster answers, or the
-    places are not free within the time.
+    A cluster that runs is on ``host:port``, or ``auto``: that of this machine. Without an address
+    one of this machine alone is started, unless the process is connected to one already.
     """
 
     def __init__(

@@ -1,9 +1,4 @@
-"""Services: workers that answer with what they did, and when. Executors call them.
-
-A service stands where its worker is, in a thread or in a process of its own. It has the methods of
-its role's protocol, which call the worker's and return a :class:`~stretto.types.Reply`. Services of
-one process may share a device: their tensors are offloaded while others work.
-"""
+"""Services: workers where they stand, which answer executors with what they did, and when."""
 
 from __future__ import annotations
 
@@ -24,10 +19,7 @@ Call = tuple[str, str]
 
 
 class Service:
-    """A role's worker, with plain methods, and the methods of the role's protocol.
-
-    A subclass may define some of them itself.
-    """
+    """A role's worker, with plain methods, and the methods of the role's protocol."""
 
     role: ClassVar[type] = object
     offloaded: OffloadedTensors | None = None  # tensors that rest while other services work
@@ -114,11 +106,7 @@ def offloaded_of(service: object) -> OffloadedTensors | None:
 
 
 class ServiceTensors:
-    """The offloaded tensors of a process's services, which share a device.
-
-    Before a call that needs a service's tensors, others are put away, and these are brought; while
-    it is under way, those of the service that is called next.
-    """
+    """Offloaded tensors of services that share a device: a call brings its own, others' go."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self._services = services

@@ -1,9 +1,4 @@
-"""Threads of the run's process that work for roles, one call at a time, and their executors.
-
-Roles on one worker take turns; roles on different workers work side by side, as far as the
-interpreter and the cores allow. Which role is on which worker is the placement of a run in one
-process.
-"""
+"""Threads of the run's process that work for roles, one call at a time, and their executors."""
 
 from __future__ import annotations
 
@@ -31,18 +26,16 @@ class Interrupted(KeyboardInterrupt):
 
 
 class WorkerThread:
-    """A thread with a queue of calls, and CPU threads for their tensor work; 0 for torch's choice.
-
-    Workers that work at the same time should share the cores out, as threads that wait for each
-    other spin. A call that begins while none ``beside`` works has ``alone`` so many; none of them
-    may begin before such a call has ended.
-    """
+    """A thread with a queue of calls, and CPU threads for their tensor work; 0: torch's choice."""
 
     def __init__(
         self, name: str, threads: int, *, beside: Sequence[WorkerThread] = (), alone: int = 0
     ) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Workers that work at the same time should share the cores out, as threads that wait for
+        # each other spin. A call that begins while none beside works has `alone` so many.
         self._shared, self._alone, self._beside = threads, alone, beside
+
         self._waiting: set[asyncio.Future[Any]] = set()
         self._failure: Exception | None = None
         self.busy = False  # a call is under way
@@ -77,10 +70,7 @@ class WorkerThread:
         return await future
 
     def fail(self, error: Exception) -> None:
-        """Raise this error in all that wait for a call, or ask for one from now on.
-
-        From any thread. A call that is under way goes on, until it is interrupted.
-        """
+        """Raise this in all that wait for a call, or ask for one from now on; from any thread."""
         self._failure = error
         for future in tuple(self._waiting):
             _tell(future, future.set_exception, error)
