@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -322,18 +323,26 @@ def test_each_worker_has_threads_of_its_own() -> None:
     one, other = WorkerThread("one", 2), WorkerThread("other", 1)
     alone = WorkerThread("alone", 1, beside=[one], alone=3)
 
+    begun, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert release.wait(60)
+
     async def numbers() -> list[int]:
-        found = [await worker.run(torch.get_num_threads) for worker in (one, other, alone, one)]
-        while one.busy:  # it says so just after it has answered
-            await asyncio.sleep(0.001)
-        one.busy = True
-        return [*found, await alone.run(torch.get_num_threads)]
+        found = [await worker.run(torch.get_num_threads) for worker in (alone, one, other, one)]
+        held = asyncio.create_task(one.run(hold))
+        assert await asyncio.to_thread(begun.wait, 60)
+        found.append(await alone.run(torch.get_num_threads))
+        release.set()
+        await held
+        return found
 
     before = torch.get_num_threads()
     try:
-        assert asyncio.run(numbers()) == [2, 1, 3, 2, 1]
+        assert asyncio.run(numbers()) == [3, 2, 1, 2, 1]
     finally:
-        one.busy = False
+        release.set()
         for worker in (one, other, alone):
             worker.interrupt()
         torch.set_num_threads(before)
