@@ -293,7 +293,7 @@ def test_carried_rollouts_keep_their_versions(tiny_folder: Path, tmp_path: Path)
 def test_several_engines_share_the_work(
     preset: str, migrate: dict[str, Any], tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Who decodes a rollout does not change its tokens.
+    """Which engine decodes a rollout does not change its tokens.
 
     Long responses of unlike lengths: on a busy machine one engine may be done with its own before
     the other has ended its first, and then nothing is left to move in that step.

@@ -1,4 +1,4 @@
-"""A run's state: copied, written by whoever has it, and taken up on another runtime."""
+"""A run's state: copied, written where it is, and taken up on another runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules whose roles are lost, with scripted roles in virtual time: who goes on. No torch."""
+"""Schedules whose roles are lost, with scripted roles in virtual time: what goes on. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Migration: which generators take the stragglers, who moves, and when it pays. No torch."""
+"""Migration: which generators take the stragglers, which move, and when it pays. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def limits_of(
     return MigrationLimits(engines, best_batch, cache_tokens, longest_tokens, prefill, transfer)
 
 
-# -- who moves, and where to ---------------------------------------------------------------------
+# -- what moves, and where to --------------------------------------------------------------------
 
 
 def test_destinations_by_hand() -> None:
@@ -171,9 +171,9 @@ def simulate(
     """Seconds until a batch is generated and scored: the process itself, decode step by step.
 
     Each generator decodes what it holds, a token a step; the first of ``lengths`` have ``so_far``
-    already, and the batch is whoever ends first. At the threshold the stragglers gather on as few
+    already; the first to end make the batch. At the threshold the stragglers gather on as few
     generators as may be; both ends of a move stand still meanwhile. A generator that holds nothing,
-    and after the batch everyone, scores whole responses, one at a time, the first finished first.
+    and after the batch each, scores whole responses, one at a time, the first finished first.
     """
     done = [*so_far, *[0] * (len(lengths) - len(so_far))]
     left = [int(n) - d for n, d in zip(lengths, done, strict=True)]

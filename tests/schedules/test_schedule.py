@@ -1,4 +1,4 @@
-"""The schedule with scripted roles in virtual time: who is called when, and the books. No torch."""
+"""The schedule with scripted roles in virtual time: calls, their order, and the books. No torch."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_rollouts_are_spread_by_load() -> None:
 
 @pytest.mark.parametrize("score_on", ["batch", "rollout"])
 def test_several_generators_stop_when_together_they_have_enough(score_on: str) -> None:
-    """Two of four generators have long responses, which are carried: nobody decodes them whole."""
+    """Two of four generators have long responses, which are carried: neither decodes them whole."""
     world = World([3, 50, 3, 50])
     generators = [FakeGenerator(world, name) for name in "abcd"]
     steps, _ = take(world, batch=2, delta=2, chunk=4, generators=generators, score_on=score_on)

@@ -1,4 +1,4 @@
-"""Schedules that stand still: the error says at once who waits for what. No torch."""
+"""Schedules that stand still: the error says at once which part waits for what. No torch."""
 
 from __future__ import annotations
 

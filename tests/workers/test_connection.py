@@ -68,7 +68,7 @@ def test_a_rank_notices_that_its_driver_is_gone(listener: Listener) -> None:
 
 
 def test_another_key_is_refused_and_others_still_get_in(listener: Listener) -> None:
-    silent = socket.create_connection(listener.address)  # says nothing, and holds nobody up
+    silent = socket.create_connection(listener.address)  # says nothing, and holds none up
     with pytest.raises(AuthenticationError):
         connected(listener.address, b"x" * KEY_BYTES, 7, LIMIT_S)
     assert listener.next(0.1) is None

@@ -223,7 +223,7 @@ def test_places_that_there_are_not_are_waited_for_and_missed(cluster: RayCluster
     there = "its 1 node have 4 GPUs and 4 CPUs, of which 2 GPUs and 2 CPUs are free"
     with raises(ConfigError, "places-not-free", asked, "1 s", there):
         RayCluster([Bundle(1, 8), Bundle(2)], timeout_s=1)
-    assert ray.is_initialized()  # by another, who needs it still
+    assert ray.is_initialized()  # by another, which needs it still
 
 
 def test_how_an_actor_ended_is_told_by_what_ray_says() -> None:

@@ -1,4 +1,4 @@
-"""Turns of services that share a device: who comes next, and who finds which tensors."""
+"""Services that share a device: which is called next, and which tensors it finds."""
 
 from __future__ import annotations
 
