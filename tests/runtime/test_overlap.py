@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -378,9 +377,8 @@ def test_a_signal_ends_a_run_promptly_and_leaves_it_whole(
     while "step 3/" not in process.stdout.readline():
         assert process.poll() is None, process.communicate()
     process.send_signal(number)
-    asked_s = time.monotonic()
-    out, err = process.communicate(timeout=60)
-    assert time.monotonic() - asked_s < 10
+    out, err = process.communicate(timeout=30)  # many thousand steps are left
+
     assert process.returncode == 128 + number, err
     assert err.endswith("stretto: interrupted\n")
     assert "the model is saved in runs/endless-001/model\n" in out

@@ -57,7 +57,7 @@ def transfer_steps(
         for name in waiting:
             if (gone := (yield Action.ANNOUNCE, (name,))) is not None:
                 waiting.remove(name)
-                outcomes[name] = RoleLostError(name, str(gone))
+                outcomes[name] = RoleLostError(name, str(gone), gone.code)
                 broken = TransferError(f"{name} is gone: {gone}")
                 outcomes |= dict.fromkeys(waiting, broken)
                 break
@@ -332,7 +332,7 @@ def _outcome(name: str, future: Future[Reply[Loaded]]) -> Outcome:
         case None:
             return future.result()
         case RankError() as died:
-            return RoleLostError(name, str(died), "process-died")
+            return RoleLostError(name, str(died), died.code)
         case Exception() as raised:
             return raised
         case other:  # an interruption
