@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 
 from stretto.errors import EngineError, RankError, RoleLostError, TransferError
-from stretto.observe.spans import HANDOVER
+from stretto.observe.spans import WEIGHT_SYNC
 from stretto.protocols import Replaceable, Tracer
 from stretto.runtime.clients import Client
 from stretto.runtime.messages import Loaded, Offer
@@ -319,7 +319,7 @@ class WeightSync:
 
     def _record(self, ref: WeightsRef, start_s: float, size: int) -> None:
         end_s = time.perf_counter()
-        self._tracer.add(HANDOVER, "send", start_s, end_s, model=ref.model, version=ref.version)
+        self._tracer.add(WEIGHT_SYNC, "send", start_s, end_s, model=ref.model, version=ref.version)
         self.metrics[f"handover/{ref.model}_s"] = end_s - start_s
         self.metrics[f"handover/{ref.model}_mb"] = size / 1e6
 
